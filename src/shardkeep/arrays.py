@@ -1,0 +1,197 @@
+"""Dtypes by name, and rectangular parts of arrays: pure arithmetic, no data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_NUMPY_NAMES = frozenset(
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+)
+_EXTENDED = {
+    name: np.dtype(kind)
+    for name in dir(ml_dtypes)
+    if isinstance(kind := getattr(ml_dtypes, name), type) and issubclass(kind, np.generic)
+}
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name a dtype is stored under; `TypeError` for those that have no fixed meaning (object, string, record).
+
+    >>> dtype_name(np.dtype(">f4")), dtype_name(np.dtype("M8[ns]"))
+    ('float32', 'datetime64[ns]')
+    """
+    return _name_of(dtype)
+
+
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    name = dtype.name
+    if name in _NUMPY_NAMES or name in _EXTENDED or (dtype.kind in "mM" and "[" in name):
+        return name
+    raise TypeError(f"arrays of dtype {dtype} cannot be saved")
+
+
+@lru_cache(maxsize=256)
+def dtype_from_name(name: str) -> np.dtype[Any]:
+    """The dtype stored under `name`; `ValueError` if there is none.
+
+    >>> dtype_from_name("bfloat16").itemsize
+    2
+    """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (read from files)
+        raise ValueError(f"a dtype name must be a string, not {name!r}")
+    if name in _EXTENDED:
+        return _EXTENDED[name]
+    if name in _NUMPY_NAMES or name.startswith(("datetime64[", "timedelta64[")):
+        try:
+            return np.dtype(name)
+        except TypeError as error:
+            raise ValueError(f"unknown dtype {name!r}") from error
+    raise ValueError(f"unknown dtype {name!r}")
+
+
+def parse_dtype(dtype: object) -> np.dtype[Any]:
+    """A dtype from a name (also bf16, fp16, fp32, fp64, fp8), a `np.dtype` or a `jnp` type; else `ValueError`.
+
+    >>> parse_dtype("bf16")
+    dtype(bfloat16)
+    """
+    if isinstance(dtype, str):
+        return dtype_from_name(_ALIASES.get(dtype, dtype))
+    try:
+        parsed = np.dtype(getattr(dtype, "dtype", dtype))  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+        dtype_name(parsed)
+    except TypeError as error:
+        raise ValueError(f"unknown dtype {dtype!r}") from error
+    return parsed
+
+
+def kind_of(dtype: np.dtype[Any]) -> str:
+    """ "float", "int", "complex", "bool" or "other": casts stay within one kind."""
+    if dtype.name in _EXTENDED:
+        return "int" if "int" in dtype.name else "complex" if "complex" in dtype.name else "float"
+    return {"f": "float", "i": "int", "u": "int", "c": "complex", "b": "bool"}.get(dtype.kind, "other")
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype of an array that may live anywhere."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangular part of an array: where it starts and its shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Region":
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def from_index(cls, index: Sequence[slice], shape: Sequence[int]) -> "Region":
+        """The region of a tuple of slices, as JAX names shards."""
+        bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+        return cls(tuple(b[0] for b in bounds), tuple(b[1] - b[0] for b in bounds))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+    def intersect(self, other: "Region") -> "Region | None":
+        """The common part, or None where there is none."""
+        start: list[int] = []
+        shape: list[int] = []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Region(tuple(start), tuple(shape))
+
+    def within(self, outer: "Region") -> "Region":
+        """The same region, counted from the start of `outer`."""
+        return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
+
+
+def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: int) -> list[tuple[int, int]]:
+    """Ranges [first, last) of blocks of a C-order array of shape `outer` that hold bytes of `inner`.
+
+    >>> touched_blocks((8, 4), Region((6, 0), (2, 4)), itemsize=1, block=8)
+    [(3, 4)]
+    """
+    if inner.size == 0:
+        return []
+    # A run is what lies contiguously: the last axes that are taken whole, and one more.
+    axis = len(outer)
+    run = itemsize
+    while axis and inner.shape[axis - 1] == outer[axis - 1]:
+        axis -= 1
+        run *= outer[axis]
+    starts = np.zeros(1, dtype=np.int64)
+    if axis:
+        axis -= 1
+        starts += inner.start[axis] * run
+        length = run * inner.shape[axis]
+        stride = run * outer[axis]
+        for a, n, m in zip(inner.start[:axis][::-1], inner.shape[:axis][::-1], outer[:axis][::-1], strict=True):
+            starts = ((np.arange(a, a + n) * stride)[:, None] + starts[None, :]).reshape(-1)
+            stride *= m
+    else:
+        length = run
+    firsts, lasts = starts // block, (starts + length - 1) // block + 1
+    if starts.size == 1 or int(np.diff(starts).max()) <= block:  # no block lies between two runs
+        return [(int(firsts[0]), int(lasts[-1]))]
+    ranges: list[tuple[int, int]] = []
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        if ranges and first <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
+        else:
+            ranges.append((first, last))
+    return ranges
+
+
+def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Whether the regions fill an array of `shape` exactly once, as the cells of a grid."""
+    for axis, extent in enumerate(shape):
+        edges = sorted({r.start[axis] for r in regions})
+        following = dict(zip(edges, [*edges[1:], extent], strict=True))
+        if edges[:1] != [0] or any(r.start[axis] + r.shape[axis] != following[r.start[axis]] for r in regions):
+            return False
+    # Cells of one grid with different starts cannot overlap, so counting them proves they fill it.
+    cells = math.prod(len({r.start[axis] for r in regions}) for axis in range(len(shape)))
+    return len({r.start for r in regions}) == len(regions) == cells

@@ -1,0 +1,271 @@
+"""Exchange files: one tree as plain safetensors under Hugging Face names, whole arrays under dotted keys.
+
+`model.safetensors`, or above the shard size `model-00001-of-0000N.safetensors` and an index. What shardkeep needs
+beyond that (structure, scalars, digests) is a manifest inside the header's metadata, or inside the index. One file
+is committed by a rename; several by replacing the index. Where both are there, the single file counts.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.commit import Turn
+from shardkeep.digests import block_count, check_seal, digest, seal
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    KeyCollisionError,
+    MissingDataError,
+    PrefixError,
+)
+from shardkeep.formats.foreign import tree_of_safetensors
+from shardkeep.formats.safetensors import decode_header, group_by_size, header_length, pack
+from shardkeep.manifest import DataFile, Manifest, Tree, check_name, decode_manifest, encode_manifest
+from shardkeep.planning import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
+from shardkeep.stores.base import Store
+from shardkeep.stores.local import LocalStore
+
+SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
+DEFAULT_SHARD_SIZE = 5_000_000_000
+_SHARD = re.compile(r"(?P<base>.+?)(-[0-9a-f]{32})?-\d{5}-of-\d{5}\.safetensors")
+_BIG = 10**17  # stands for any offset or size while the room for the manifest is measured
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Where a tree lies in exchange files: the directory and the name without its ending."""
+
+    store: Store
+    base: str
+    shard_size: int = DEFAULT_SHARD_SIZE
+    keeps_control = False
+
+    @property
+    def single(self) -> str:
+        return self.base + SUFFIX
+
+    @property
+    def index(self) -> str:
+        return self.base + INDEX
+
+    @property
+    def documents(self) -> tuple[str, str]:
+        return (self.single, self.index)
+
+    @property
+    def where(self) -> str:
+        return self.store.locate(self.single)
+
+    def read(self) -> Manifest:
+        found = self.read_if_any()
+        if found is not None:
+            return found
+        if self.store.list(self.store.control):
+            raise IncompleteCheckpointError(f"{self.where}: a save to it never finished; save again")
+        raise CheckpointNotFoundError(f"no checkpoint at {self.where}: there is nothing there")
+
+    def read_if_any(self) -> Manifest | None:
+        if self.store.size(self.single) is not None:
+            return _read_single(self)
+        if self.store.size(self.index) is not None:
+            return _read_index(self)
+        return None
+
+    def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:
+        """The files to write; a single one leaves room in its header for a manifest known only when all is written."""
+        if current is not None and current.prefixes != [draft.prefix]:
+            raise PrefixError(
+                f"{self.where} holds the tree of prefix {current.prefixes[0]!r} and exchange files hold one tree; "
+                f"save prefix {draft.prefix!r} under another name or to a directory"
+            )
+        whole = plan_pieces(leaves, lambda spec, region: [region], whole=True)
+        pieces = [replace(piece, name=".".join(leaves[piece.leaf].path)) for piece in whole]
+        _refuse_collisions(self.where, [p.name for p in pieces])
+        groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
+        plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
+        if len(groups) == 1:
+            aside = f"{self.store.control}/{draft.save_id}.tmp"
+            file = pack(aside, leaves, groups[0], {"format": "pt"})
+            room = len(json.dumps(_longest(plan, file, draft).decode())) + 200
+            return replace(plan, files=(pack(aside, leaves, groups[0], {"format": "pt"}, room),))
+        mark = {"format": "pt", "shardkeep": "1", "save": draft.save_id}
+        names = self._shard_names(len(groups), draft.save_id)
+        return replace(plan, files=tuple(pack(n, leaves, g, mark) for n, g in zip(names, groups, strict=True)))
+
+    def _shard_names(self, count: int, save_id: str) -> list[str]:
+        """Hugging Face's names, or where one of them is in use, names with the save's id."""
+        ends = [f"-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)]
+        names = [self.base + end for end in ends]
+        return [f"{self.base}-{save_id}{end}" for end in ends] if self.store.is_taken(names) else names
+
+    def finish(self, turn: Turn, tree: Tree) -> Tree:
+        """Fill in the header of a single file, now that its manifest is known; the tree gets its final name."""
+        if len(turn.plan.files) > 1:
+            return tree
+        (plan,) = turn.plan.files
+        (file,) = tree.files
+        tree = replace(tree, files=(DataFile(self.single, file.size, len(plan.header)),))
+        manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.prefix: tree})).decode()
+        header = json.loads(plan.header[8:])
+        notes = {k: v for k, v in header.pop("__metadata__").items() if k == "dtypes"}
+        metadata = {"format": "pt", "digest": "0" * 32, "shardkeep": manifest, **notes}
+        text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+        assert len(text) <= len(plan.header) - 8, "the manifest outgrew the room left for it"
+        self.store.write_into(plan.name, 0, seal(plan.header[:8] + text.ljust(len(plan.header) - 8)))
+        return tree
+
+    def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
+        if len(turn.plan.files) == 1:
+            self.store.rename(turn.plan.files[0].name, self.single)
+            return self.single
+        self.store.replace(self.index, _encode_index(turn.prefix, tree, turn.plan.files))
+        self.store.remove([self.single])  # until now the single file counted
+        self.store.sync_directory("")
+        return self.index
+
+
+def exchange_at(path: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
+    """The exchange files that `path` names: the file, its index, any shard, or the common start of their names."""
+    directory, name = os.path.split(path)
+    if name.endswith(INDEX):
+        base = name[: -len(INDEX)]
+    elif name.endswith(SUFFIX):
+        base = name[: -len(SUFFIX)]
+        shard = _SHARD.fullmatch(name)
+        if shard and os.path.exists(os.path.join(directory, shard["base"] + INDEX)):
+            base = shard["base"]
+    else:
+        base = name
+    return Exchange(LocalStore(directory, control=f".{base}{SUFFIX}.shardkeep"), base, shard_size)
+
+
+def exchange_in(directory: str) -> Exchange | None:
+    """The exchange files in a folder, as Hugging Face arranges them; None if there are none."""
+    names = sorted(os.listdir(directory))
+    for ending in (INDEX, SUFFIX):
+        bases = [n[: -len(ending)] for n in names if n.endswith(ending) and not n.startswith(".")]
+        if ending == SUFFIX:
+            bases = [b for b in bases if not _SHARD.fullmatch(b + SUFFIX)]
+        if "model" in bases or len(bases) == 1:
+            return exchange_at(os.path.join(directory, ("model" if "model" in bases else bases[0]) + ending))
+        if bases:
+            listed = ", ".join(b + ending for b in bases)
+            raise CheckpointNotFoundError(f"{directory} holds several safetensors files; name one of {listed}")
+    return None
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes, from a number or a text like "5GB" or "400KB".
+
+    >>> parse_size("400KB")
+    400000
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get((match[2] or "B").upper()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f"not a size: {size!r}; write a number of bytes, or for example '5GB' or '512MiB'")
+        size = int(float(match[1]) * unit)
+    if size <= 0:
+        raise ValueError(f"max_shard_size must be positive, not {size}")
+    return size
+
+
+def _read_single(exchange: Exchange) -> Manifest:
+    name, where = exchange.single, exchange.where
+    start, size = _read_header(exchange.store, name)
+    metadata, tensors, data_start = decode_header(start, size, where)
+    if "shardkeep" not in metadata:
+        file = DataFile(name, size, data_start, digest(start))
+        return Manifest(where, digest(start), {"": tree_of_safetensors([file], [(metadata, tensors)], where)})
+    if "save" in metadata:
+        raise IncompleteCheckpointError(f"{where} is one of several shards whose index is missing")
+    check_seal(start, where)
+    manifest = decode_manifest(metadata["shardkeep"].encode(), where, where)
+    _check_file_names(manifest, {name}, where)
+    return manifest
+
+
+def _read_index(exchange: Exchange) -> Manifest:
+    where = exchange.store.locate(exchange.index)
+    document = exchange.store.read(exchange.index)
+    try:
+        index = json.loads(document)
+        metadata: Any = index.get("metadata") or {}
+        names = sorted({check_name(name) for name in index["weight_map"].values()})
+        embedded = metadata.get("shardkeep")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{where} is not a safetensors index ({error})") from error
+    if embedded is None:
+        return _read_foreign_shards(exchange, names, where)
+    check_seal(document, where)
+    manifest = decode_manifest(str(embedded).encode(), where, where)
+    _check_file_names(manifest, set(names), where)
+    return manifest
+
+
+def _read_foreign_shards(exchange: Exchange, names: Sequence[str], where: str) -> Manifest:
+    files: list[DataFile] = []
+    headers: list[tuple[dict[str, str], dict[str, Any]]] = []
+    for name in names:
+        try:
+            start, size = _read_header(exchange.store, name)
+        except FileNotFoundError:
+            raise MissingDataError(f"{exchange.store.locate(name)} is missing; {where} names it") from None
+        metadata, tensors, data_start = decode_header(start, size, exchange.store.locate(name))
+        files.append(DataFile(name, size, data_start, digest(start)))
+        headers.append((metadata, tensors))
+    tree = tree_of_safetensors(files, headers, where)
+    return Manifest(exchange.where, tree.save_id, {"": tree})
+
+
+def _check_file_names(manifest: Manifest, names: set[str], where: str) -> None:
+    used = {file.name for tree in manifest.trees.values() for file in tree.files}
+    if not used <= names or len(manifest.trees) != 1:
+        raise IntegrityError(f"{where}: its manifest speaks of other files")
+
+
+def _read_header(store: Store, name: str) -> tuple[bytes, int]:
+    with store.open(name) as file:
+        start = np.empty(min(8, file.size), np.uint8)
+        file.read_into(0, start)
+        length = header_length(start.tobytes(), file.size, store.locate(name))
+        whole = np.empty(8 + length, np.uint8)
+        file.read_into(0, whole)
+        return whole.tobytes(), file.size
+
+
+def _longest(plan: SavePlan, file: FilePlan, draft: Draft) -> bytes:
+    """The manifest as long as it can become: every number and digest at full length."""
+    wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
+    written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
+    tree = replace(plan, files=(wide,)).tree([written], draft.metadata, draft.created)
+    return encode_manifest(Manifest("", plan.save_id, {draft.prefix: tree}))
+
+
+def _refuse_collisions(where: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen or name == "__metadata__":
+            raise KeyCollisionError(
+                f"two leaves would both be called {name!r} in {where}; rename one, "
+                "or save to a directory, which keeps them apart"
+            )
+        seen.add(name)
+
+
+def _encode_index(prefix: str, tree: Tree, files: Sequence[FilePlan]) -> bytes:
+    manifest = encode_manifest(Manifest("", tree.save_id, {prefix: tree})).decode()
+    index = {
+        "metadata": {"digest": "0" * 32, "total_size": tree.nbytes, "shardkeep": manifest},
+        "weight_map": {piece.name: file.name for file in files for piece in file.pieces},
+    }
+    return seal(json.dumps(index, separators=(",", ":")).encode())

@@ -1,0 +1,203 @@
+"""The safetensors format: 8 bytes of length, a JSON header, tensors back to back.
+
+Data starts on a 4096-byte boundary and pieces whose length divides by 64 come first, so that each of them starts
+on 64 bytes: then a mapped file can be used as an array without a copy.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.arrays import ArraySpec, Region, dtype_from_name
+from shardkeep.errors import IntegrityError
+from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
+
+PAGE = 4096
+ALIGN = 64
+HEADER_LIMIT = 100_000_000  # what readers of the format accept
+FILE_LIMIT = 8 << 30
+_PIECE_LIMIT = 100_000  # per file: keeps headers far below their limit
+
+TO_CODE = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+FROM_CODE = {code: name for name, code in TO_CODE.items()}
+
+
+class SafetensorsFormat:
+    """Few large files, pieces packed as the devices hold them."""
+
+    name = "safetensors"
+    compression = None
+
+    def split(self, spec: ArraySpec, region: Region) -> list[Region]:
+        return [region]
+
+    def lay_out(
+        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+    ) -> list[FilePlan]:
+        named = [replace(piece, name=_piece_name(leaves[piece.leaf], piece)) for piece in pieces]
+        start = f"{directory}/" if directory else ""
+        metadata = {"shardkeep": "1", "save": save_id}
+        return [
+            pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
+            for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT))
+        ]
+
+
+def _piece_name(leaf: LeafPlan, piece: PiecePlan) -> str:
+    """The leaf's key; for a part of the leaf also its region, after a backslash that no key has unescaped."""
+    assert leaf.spec is not None
+    if piece.region == Region.whole(leaf.spec.shape):
+        return leaf.key or "\\"
+    extent = ",".join(f"{a}:{a + n}" for a, n in zip(piece.region.start, piece.region.shape, strict=True))
+    return f"{leaf.key}\\[{extent}]"
+
+
+def group_by_size(sizes: Sequence[int], items: Sequence[Any], limit: int) -> list[list[Any]]:
+    """Consecutive groups, none above `limit` unless one item already is; no items, no group.
+
+    >>> group_by_size([4, 4, 9, 1], "abcd", 8)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    groups: list[list[Any]] = []
+    filled = 0
+    for size, item in zip(sizes, items, strict=True):
+        if not groups or filled + size > limit or len(groups[-1]) >= _PIECE_LIMIT:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size
+    return groups
+
+
+def pack(
+    name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
+) -> FilePlan:
+    """One file with its pieces in place. `room`: spare header bytes for metadata that is filled in later."""
+    aligned = [p for p in pieces if p.nbytes % ALIGN == 0]
+    ordered = aligned + [p for p in pieces if p.nbytes % ALIGN]
+    entries: list[tuple[PiecePlan, str, int]] = []
+    notes: dict[str, str] = {}
+    end = 0
+    for piece in ordered:
+        spec = leaves[piece.leaf].spec
+        assert spec is not None
+        code = TO_CODE.get(spec.dtype.name)
+        if code is None:
+            code = "U8"
+            notes[piece.name] = spec.dtype.name
+        entries.append((piece, code, end))
+        end += piece.nbytes
+    if notes:
+        metadata = {**metadata, "dtypes": json.dumps(notes)}
+    tensors = {
+        piece.name: {
+            "dtype": code,
+            "shape": _stored_shape(piece, leaves),
+            "data_offsets": [at, at + piece.nbytes],
+        }
+        for piece, code, at in entries
+    }
+    header = encode_header(metadata, tensors, room)
+    placed = tuple(replace(piece, offset=len(header) + at) for piece, _, at in entries)
+    return FilePlan(name, header, placed, len(header) + end)
+
+
+def _stored_shape(piece: PiecePlan, leaves: Sequence[LeafPlan]) -> list[int]:
+    spec = leaves[piece.leaf].spec
+    assert spec is not None
+    shape = list(piece.region.shape)
+    # Types the format lacks are stored as bytes: wider ones get their bytes as a last axis.
+    return shape if spec.dtype.name in TO_CODE or spec.dtype.itemsize == 1 else [*shape, spec.dtype.itemsize]
+
+
+def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int = 0) -> bytes:
+    """The start of a file, padded with spaces so that data begins on a page."""
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
+    return struct.pack("<Q", length) + text.ljust(length)
+
+
+def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
+    """(metadata, tensors, where data begins) of a file that starts with `start`, everything checked."""
+    length = header_length(start, file_size, where)
+    try:
+        header = json.loads(start[8 : 8 + length], object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where} is not a safetensors file: its header is no JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise IntegrityError(f"{where} is not a safetensors file: its header is no JSON object")
+    metadata: Any = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise IntegrityError(f"{where}: __metadata__ must hold strings only")
+    end = 0
+    try:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            end = _check_entry(name, entry, end, where)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise IntegrityError(f"{where} has a malformed header ({error})") from None
+    if 8 + length + end != file_size:
+        raise IntegrityError(f"{where} has {file_size:,} bytes, its header speaks of {8 + length + end:,}")
+    return metadata, header, 8 + length
+
+
+def header_length(start: bytes, file_size: int, where: str) -> int:
+    """The length a header announces, checked against the file before anything is read."""
+    if len(start) < 8:
+        raise IntegrityError(f"{where} is too short to be a safetensors file")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > min(file_size - 8, HEADER_LIMIT):
+        raise IntegrityError(f"{where} is not a safetensors file: its header would have {length:,} bytes")
+    return length
+
+
+def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> int:
+    start, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if any(type(n) is not int or n < 0 for n in (start, end, *shape)) or len(shape) > 64:
+        raise ValueError(f"impossible numbers for {name!r}")
+    bits = _BITS[entry["dtype"]]
+    for n in shape:
+        bits *= n
+    if start != begin or (end - start) * 8 != bits:
+        raise IntegrityError(f"{where}: tensor {name!r} does not lie where its shape and its neighbours say")
+    return end
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name appears twice")
+    return found
+
+
+def element_type(code: str) -> "np.dtype[Any] | None":
+    """The dtype of a code; None for packed sub-byte types."""
+    return dtype_from_name(FROM_CODE[code]) if code in FROM_CODE else None
+
+
+_BITS = {code: dtype_from_name(name).itemsize * 8 for code, name in FROM_CODE.items()}
+_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}

@@ -1,0 +1,129 @@
+"""The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard.
+
+An uncompressed chunk file is exactly the C-order bytes of its region, so it is written with plain writes and
+can be mapped straight into an array.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.arrays import ArraySpec, Region
+from shardkeep.naming import leaf_directories
+from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
+
+_RAW_LIMIT = 256 << 20
+_COMPRESSED_LIMIT = 64 << 20
+_MOST_SPLITS = 64  # beyond the splits needed: rather another axis than thousands of slivers
+# zarr v2 has no names for these; TensorStore takes them under their own.
+_EXTENDED = frozenset(
+    (
+        "bfloat16",
+        "int4",
+        "int2",
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+)
+
+
+class TensorstoreFormat:
+    """A directory per leaf, readable by TensorStore, zarr and eFormer."""
+
+    name = "tensorstore"
+
+    def __init__(self, compression: str | None = None) -> None:
+        self.compression = compression
+
+    def split(self, spec: ArraySpec, region: Region) -> list[Region]:
+        limit = _COMPRESSED_LIMIT if self.compression else _RAW_LIMIT
+        counts = split_counts(region.shape, spec.dtype.itemsize, limit)
+        if all(n == 1 for n in counts):
+            return [region]
+        shape = tuple(n // k for n, k in zip(region.shape, counts, strict=True))
+        return [
+            Region(tuple(a + i * n for a, i, n in zip(region.start, index, shape, strict=True)), shape)
+            for index in np.ndindex(*counts)
+        ]
+
+    def lay_out(
+        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+    ) -> list[FilePlan]:
+        arrays = [i for i, leaf in enumerate(leaves) if leaf.spec]
+        start = f"{directory}/" if directory else ""
+        places = [start + d for d in leaf_directories([leaves[i].path for i in arrays])]
+        by_leaf: dict[int, list[PiecePlan]] = {i: [] for i in arrays}
+        for piece in pieces:
+            by_leaf[piece.leaf].append(piece)
+        return [
+            file for i, place in zip(arrays, places, strict=True) for file in self._array(leaves[i], by_leaf[i], place)
+        ]
+
+    def _array(self, leaf: LeafPlan, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
+        spec = leaf.spec
+        assert spec is not None
+        chunk = tuple(max(n, 1) for n in pieces[0].region.shape)
+        document = json.dumps(zarray(spec, chunk, self.compression)).encode()
+        if spec.nbytes == 0:  # no chunk: the empty piece is recorded at the end of the description
+            return [FilePlan(f"{place}/.zarray", document, (replace(pieces[0], offset=len(document)),), len(document))]
+        files = [FilePlan(f"{place}/.zarray", document, (), len(document))]
+        for piece in pieces:
+            index = [a // n for a, n in zip(piece.region.start, chunk, strict=True)]
+            size = None if self.compression else piece.nbytes
+            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", (piece,), size))
+        return files
+
+
+def split_counts(shape: Sequence[int], itemsize: int, limit: int) -> list[int]:
+    """Into how many equal parts each axis is cut so that a part has at most `limit` bytes, the first axes first.
+
+    >>> split_counts((6, 10), itemsize=1, limit=20)
+    [3, 1]
+    """
+    counts = [1] * len(shape)
+    nbytes = math.prod(shape) * itemsize
+    for axis, extent in enumerate(shape):
+        needed = -(-nbytes // limit)
+        if needed <= 1:
+            break
+        best = next((k for k in range(needed, min(extent, needed * _MOST_SPLITS) + 1) if extent % k == 0), None)
+        if best is None and extent < needed:
+            best = extent
+        if best is not None:
+            counts[axis] = best
+            nbytes //= best
+    return counts
+
+
+def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> dict[str, Any]:
+    """The description zarr readers want beside the chunks."""
+    return {
+        "zarr_format": 2,
+        "shape": list(spec.shape),
+        "chunks": list(chunk),
+        "dtype": zarr_dtype(spec.dtype),
+        "compressor": {"id": compression, "level": 1} if compression else None,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+
+
+def zarr_dtype(dtype: np.dtype[Any]) -> str:
+    """The name a zarr reader knows; types it lacks are stored as unsigned integers of the same width."""
+    if dtype.name in _EXTENDED:
+        return dtype.name
+    if dtype.kind in "mM" or not dtype.isbuiltin == 1:
+        return np.dtype(f"u{dtype.itemsize}").str
+    return dtype.str

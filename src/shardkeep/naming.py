@@ -1,0 +1,85 @@
+"""Names on disk: save ids, directories of leaves, shard files."""
+
+import hashlib
+import os
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from shardkeep.tree import Path
+
+_MAX_NAME = 200  # bytes; file systems take 255, and a suffix may follow
+_MAX_PATH = 1000
+_PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,])?")
+_CHUNK = re.compile(r"[0-9]+(\.[0-9]+)+")
+_RESERVED = frozenset((".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json", ".shardkeep", "manifest.json"))
+_RESERVED_TOP = frozenset(("tensorstore_index.json", "checkpoint_metadata.json", "config.json"))
+
+
+def new_save_id() -> str:
+    return os.urandom(16).hex()
+
+
+def prefix_directory(prefix: str) -> str:
+    """Where the data of a prefix lies: dots nest.
+
+    >>> prefix_directory("model.encoder")
+    'model/encoder'
+    """
+    return "/".join(_safe(part) for part in prefix.split(".")) if prefix else ""
+
+
+def leaf_directories(paths: Sequence[Path]) -> list[str]:
+    """A directory for each leaf, below the tree's own: readable where it can be, a hash where it could clash.
+
+    >>> leaf_directories([("layers", "0", "w"), ("a/b",), ("..",)])
+    ['layers/0/w', 'a%2Fb', '%2E%2E']
+    """
+    names = [[_safe(part) for part in path] or ["%"] for path in paths]
+    _hash_clashes(paths, names)
+    joined = ["/".join(parts) for parts in names]
+    return [
+        name if len(os.fsencode(name)) <= _MAX_PATH else hashed("\0".join(path))
+        for name, path in zip(joined, paths, strict=True)
+    ]
+
+
+def _hash_clashes(paths: Sequence[Path], names: list[list[str]]) -> None:
+    """Two names that a file system may take for one (by case or Unicode form) both become hashes."""
+    seen: dict[tuple[str, ...], set[str]] = {}
+    for path, parts in zip(paths, names, strict=True):
+        for depth, part in enumerate(parts[: len(path)]):
+            place = (*path[:depth], _folded(part))
+            seen.setdefault(place, set()).add(path[depth])
+    if all(len(originals) == 1 for originals in seen.values()):
+        return
+    for path, parts in zip(paths, names, strict=True):
+        for depth, part in enumerate(parts[: len(path)]):
+            if len(seen[(*path[:depth], _folded(part))]) > 1:
+                parts[depth] = hashed(path[depth])
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _safe(part: str) -> str:
+    """One name as a file name: reversible percent-encoding, or a hash if too long or reserved."""
+    if _PLAIN.fullmatch(part) and len(part) <= _MAX_NAME:
+        name = part
+    else:
+        name = "".join(c if c.isalnum() or c in "_-+=@, " else _escaped(c) for c in part) or "%"
+        if name.strip(" ") != name:
+            name = "".join(_escaped(c) if c == " " else c for c in name)
+    if len(os.fsencode(name)) > _MAX_NAME or part in _RESERVED or part in _RESERVED_TOP or _CHUNK.fullmatch(part):
+        return hashed(part)
+    return name
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def hashed(text: str) -> str:
+    """A name for any text, of fixed length and plain characters."""
+    return "%h" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]

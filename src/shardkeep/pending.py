@@ -1,0 +1,104 @@
+"""Saves in the background: the handle, the order of saves to one target, and what happens when the program ends."""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+
+from shardkeep.reports import SaveReport
+
+log = logging.getLogger("shardkeep")
+
+
+class PendingSave:
+    """A save in the background. It finishes whether or not anyone waits, also when the program ends first."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._finished = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._mentioned = False
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Block until the save is durable; raises what went wrong, or `TimeoutError` (the save then goes on)."""
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"the save to {self.path} is still running after {timeout} s")
+        _unwaited.discard(self)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    @property
+    def report(self) -> SaveReport | None:
+        """What the save took; None until it has ended well."""
+        return self._report
+
+    def start(self, work: Callable[[], SaveReport]) -> None:
+        """Run `work` on a thread of its own, which keeps the program alive until it is done."""
+        threading.Thread(target=self._run, args=(work,), name="shardkeep-save", daemon=False).start()
+
+    def _run(self, work: Callable[[], SaveReport]) -> None:
+        try:
+            self._report = work()
+        except BaseException as error:  # noqa: BLE001  (raised by wait)
+            self._error = error
+            _unwaited.add(self)
+            log.error("shardkeep: the save to %s failed: %s", self.path, error)
+        self.mention_exit(ended=True)
+        self._finished.set()
+
+    def mention_exit(self, ended: bool = False) -> None:
+        """Say once that the program is being kept alive, and once that it is not any more."""
+        if threading.main_thread().is_alive():
+            return
+        if not self._mentioned:
+            self._mentioned = True
+            log.warning("shardkeep: the program has ended; finishing the save to %s first", self.path)
+        if ended and self._error is None:
+            log.warning("shardkeep: the save to %s is finished", self.path)
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._error else "done"
+        return f"<PendingSave {self.path!r} {state}>"
+
+
+_unwaited: set[PendingSave] = set()
+
+
+@atexit.register
+def report_unwaited() -> None:
+    """At the end of the program: failures that nobody asked about."""
+    for pending in list(_unwaited):
+        log.error("shardkeep: the save to %s FAILED and nobody waited for it: %s", pending.path, pending._error)  # pyright: ignore[reportPrivateUsage]
+
+
+class Turns:
+    """Who is at work on a target in this program: saves to one target go one after another, in order of the calls."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def queue(self, target: str) -> tuple[threading.Event | None, Callable[[], None]]:
+        """(what to wait for before beginning, what to call when done)."""
+        mine = threading.Event()
+        with self._lock:
+            before = self._last.get(target)
+            self._last[target] = mine
+
+        def done() -> None:
+            with self._lock:
+                if self._last.get(target) is mine:
+                    del self._last[target]
+            mine.set()
+
+        return before, done
+
+
+turns = Turns()

@@ -1,0 +1,173 @@
+"""What goes where: pure values, made before a byte is written or read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardkeep.arrays import ArraySpec, Region
+from shardkeep.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.tree import Path, Skeleton, join_key
+
+SMALL = 1 << 20  # an array up to this size is stored whole, whatever its sharding: fewer, larger pieces
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """A leaf as it will be recorded. For an array, `held` are the regions this process has, in staging order."""
+
+    path: Path
+    kind: str
+    spec: ArraySpec | None = None
+    value: Any = None
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    held: tuple[Region, ...] = ()
+    first_held: int = 0
+
+    @property
+    def key(self) -> str:
+        return join_key(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """A Region to be stored, and the staged shards it is made of: (shard number, its region)."""
+
+    leaf: int
+    region: Region
+    nbytes: int
+    sources: tuple[tuple[int, Region], ...]
+    name: str = ""
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A file to be written: the bytes at its start, then its pieces. `size` is None if compression decides it."""
+
+    name: str
+    header: bytes
+    pieces: tuple[PiecePlan, ...]
+    size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is known of a save when it begins."""
+
+    save_id: str
+    prefix: str
+    skeleton: Skeleton
+    metadata: dict[str, Any]
+    created: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Everything a save will write."""
+
+    save_id: str
+    format: str
+    compression: str | None
+    skeleton: Skeleton
+    leaves: tuple[LeafPlan, ...]
+    files: tuple[FilePlan, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [file.name for file in self.files]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be written, at most."""
+        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
+
+    def tree(self, written: Sequence["WrittenFile"], metadata: dict[str, Any], created: str) -> Tree:
+        """The Tree to be committed, now that sizes and digests are known."""
+        pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
+        files: list[DataFile] = []
+        for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
+            files.append(DataFile(plan.name, done.size, len(plan.header), done.header_digest))
+            for piece, digests in zip(plan.pieces, done.digests, strict=True):
+                stored = done.size if plan.size is None else None
+                pieces[piece.leaf].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
+        leaves = tuple(
+            StoredLeaf(leaf.path, leaf.kind, leaf.spec, tuple(pieces.get(i, ())), leaf.value, leaf.extra)
+            for i, leaf in enumerate(self.leaves)
+        )
+        return Tree(
+            save_id=self.save_id,
+            format=self.format,
+            skeleton=self.skeleton,
+            leaves=leaves,
+            files=tuple(files),
+            metadata=metadata,
+            created=created,
+            compression=self.compression,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What writing a file told: its size, the digest of its header, the block digests of each piece."""
+
+    size: int
+    header_digest: str
+    digests: tuple[tuple[str, ...], ...]
+
+
+def plan_pieces(
+    leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], *, whole: bool = False
+) -> list[PiecePlan]:
+    """The pieces to store: shards as they are held, split where the format wants it; small arrays (or all) whole."""
+    pieces: list[PiecePlan] = []
+    for number, leaf in enumerate(leaves):
+        if leaf.spec is None:
+            continue
+        held = [(leaf.first_held + i, region) for i, region in enumerate(leaf.held)]
+        itemsize = leaf.spec.dtype.itemsize
+        uneven = len({region.shape for _, region in held}) > 1  # never seen from JAX; a zarr grid could not hold it
+        if whole or uneven or leaf.spec.nbytes <= SMALL:
+            region = Region.whole(leaf.spec.shape)
+            pieces.append(PiecePlan(number, region, leaf.spec.nbytes, tuple(held)))
+            continue
+        for shard, region in held:
+            for part in split(leaf.spec, region):
+                pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A piece to be read, and where its data goes: (target number, the part they have in common)."""
+
+    leaf: int
+    piece: Piece
+    targets: tuple[tuple[int, Region], ...]
+
+    @property
+    def parts(self) -> list[Region]:
+        """The parts of the piece that are needed, counted from the piece's own start."""
+        return list(dict.fromkeys(common.within(self.piece.region) for _, common in self.targets))
+
+
+def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[Fetch]:
+    """Which pieces, and which parts of them, fill the target regions: nothing else will be read."""
+    fetches: list[Fetch] = []
+    for piece in leaf.pieces:
+        hits = [(i, c) for i, target in enumerate(targets) if (c := piece.region.intersect(target)) is not None]
+        if hits:
+            fetches.append(Fetch(number, piece, tuple(hits)))
+    return fetches
+
+
+def plan_steps(fetches: Sequence[Fetch], limit: int) -> list[list[Fetch]]:
+    """Fetches in order, in steps whose pieces together stay within `limit` bytes (a larger piece stands alone)."""
+    steps: list[list[Fetch]] = []
+    filled = 0
+    for fetch in fetches:
+        if not steps or filled + fetch.piece.length > limit:
+            steps.append([])
+            filled = 0
+        steps[-1].append(fetch)
+        filled += fetch.piece.length
+    return steps

@@ -1,0 +1,281 @@
+"""Files to host memory: only the blocks that are needed, each checked against its digest before anyone sees it."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from shardkeep.arrays import Region, touched_blocks
+from shardkeep.digests import BLOCK, block_count, blocks, digest
+from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.manifest import DataFile, Piece, StoredLeaf
+from shardkeep.planning import Fetch, plan_steps
+from shardkeep.staging import Array, aligned_empty
+from shardkeep.stores.base import Mapping, Store, StoredFile
+from shardkeep.workers import Crew, Task
+
+_MAP_FROM = 1 << 20  # mapping a file costs more than reading this much
+_PART = 16 << 20
+_STEP = 256 << 20
+_ALIGN = 64
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A saved tree to read from."""
+
+    store: Store
+    files: Sequence[DataFile]
+    compression: str | None = None
+    verify: bool = True
+    mapped: bool = True
+
+    def open(self, number: int, key: str) -> StoredFile:
+        """A file of the tree, present and of the right size."""
+        record = self.files[number]
+        where = self.store.locate(record.name)
+        try:
+            file = self.store.open(record.name)
+        except (FileNotFoundError, NotADirectoryError):
+            raise MissingDataError(f"leaf {key!r}: the file {where} is missing") from None
+        if file.size != record.size:
+            file.close()
+            raise IntegrityError(f"leaf {key!r}: {where} has {file.size:,} bytes, it was saved with {record.size:,}")
+        return file
+
+
+@dataclass(slots=True)
+class Target:
+    """Where a leaf's data goes: its regions, and an array for each once it is filled. `own`: not a mapped file."""
+
+    leaf: StoredLeaf
+    regions: Sequence[Region]
+    own: bool
+    arrays: list[Array | None]
+
+
+def read_targets(
+    source: Source, targets: Sequence[Target], fetches: Sequence[Fetch], budget: int, crew: Crew, progress: Progress
+) -> None:
+    """Fill every target. Pieces are read in steps so that, beside the targets, memory stays within the budget."""
+    alone = _fed_by_one(fetches)
+    for step in plan_steps(fetches, min(budget, _STEP)):
+        maps = _map_files(source, step, targets)
+        units = [_Unit(source, fetch, targets[fetch.leaf], maps.get(fetch.piece.file), progress) for fetch in step]
+        crew.run(task for batch in _batches(units) for task in batch)
+        crew.run(_deliveries(units, alone))
+    for target in targets:
+        _fill_empty(target)
+
+
+def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
+    """(leaf, target) pairs that one piece fills alone."""
+    count: dict[tuple[int, int], int] = {}
+    for fetch in fetches:
+        for number, _ in fetch.targets:
+            count[fetch.leaf, number] = count.get((fetch.leaf, number), 0) + 1
+    return {pair for pair, n in count.items() if n == 1}
+
+
+def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target]) -> dict[int, tuple[Mapping, int]]:
+    """Mappings (and where in the file they start) of the files this step reads enough of."""
+    if not source.mapped:
+        return {}
+    spans: dict[int, tuple[int, int, str]] = {}
+    for fetch in step:
+        piece = fetch.piece
+        if piece.stored is None and piece.length:
+            low, high, key = spans.get(piece.file, (piece.offset, 0, targets[fetch.leaf].leaf.key))
+            spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
+    maps: dict[int, tuple[Mapping, int]] = {}
+    for number, (low, high, key) in spans.items():
+        if high - low >= _MAP_FROM:
+            with source.open(number, key) as file:
+                mapping = file.map(low, high - low)
+            if mapping is None:  # the file system does not allow it
+                return {}
+            maps[number] = (mapping, low)
+    return maps
+
+
+class _Unit:
+    """One piece on its way into memory."""
+
+    def __init__(
+        self, source: Source, fetch: Fetch, target: Target, mapping: tuple[Mapping, int] | None, progress: Progress
+    ) -> None:
+        self.fetch, self.target, self.piece = fetch, target, fetch.piece
+        self._source, self._progress = source, progress
+        self.mapping = None if self.piece.stored is not None else mapping
+        if self.mapping:
+            start = self.piece.offset - self.mapping[1]
+            self.memory = self.mapping[0].data[start : start + self.piece.length]
+        else:
+            self.memory = aligned_empty(self.piece.length)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The blocks to read, in parts that one task takes on."""
+        if self.piece.stored is not None:
+            return [(0, block_count(self.piece.length))]
+        spec = self.target.leaf.spec
+        assert spec is not None
+        found: list[tuple[int, int]] = []
+        for part in self.fetch.parts:
+            found += touched_blocks(self.piece.region.shape, part, spec.dtype.itemsize, BLOCK)
+        step = _PART // BLOCK
+        return [(a, min(a + step, last)) for first, last in _merged(found) for a in range(first, last, step)]
+
+    def read(self, first: int, last: int) -> None:
+        """Bring blocks into memory and check them."""
+        key = self.target.leaf.key
+        start, end = first * BLOCK, min(last * BLOCK, self.piece.length)
+        if self.mapping:
+            low = self.piece.offset - self.mapping[1]
+            self.mapping[0].bring_in(low + start, low + end)
+        else:
+            with self._source.open(self.piece.file, key) as file:
+                if self.piece.stored is not None:
+                    unpack(file, self.piece, self.memory, self._source.compression, self._where())
+                else:
+                    _read_exactly(file, self.piece.offset + start, self.memory[start:end], self._where())
+        if self._source.verify:
+            check_blocks(self.piece, first, last, self.memory[start:end], key, self._where())
+        self._progress(end - start)
+
+    def _where(self) -> str:
+        return self._source.store.locate(self._source.files[self.piece.file].name)
+
+    def lying(self, common: Region) -> Array:
+        """A part of the piece as it lies in memory."""
+        spec = self.target.leaf.spec
+        assert spec is not None
+        whole = self.memory.view(spec.dtype).reshape(self.piece.region.shape)
+        return whole[(*common.within(self.piece.region).slices, ...)]
+
+    def usable_as_it_lies(self, number: int, common: Region) -> bool:
+        """Whether JAX (or, where the target must own its memory, the user) can have this part without a copy."""
+        lying = self.lying(common)
+        private = self.mapping is None and len(self.fetch.targets) == 1
+        aligned = lying.flags.c_contiguous and lying.ctypes.data % _ALIGN == 0
+        return aligned and common == self.target.regions[number] and (private or not self.target.own)
+
+    def copy_to(self, number: int, common: Region) -> None:
+        filled = self.target.arrays[number]
+        assert filled is not None
+        filled[common.within(self.target.regions[number]).slices] = self.lying(common)
+
+
+def _batches(units: Sequence[_Unit]) -> list[list[Task]]:
+    """Tasks of a useful size: parts of large pieces, and many small pieces together."""
+    large: list[Task] = []
+    small: list[tuple[_Unit, int, int]] = []
+    tasks: list[Task] = []
+    size = 0
+    for unit in units:
+        for first, last in unit.ranges():
+            if last - first >= _PART // BLOCK:
+                large.append(lambda u=unit, a=first, b=last: u.read(a, b))
+                continue
+            small.append((unit, first, last))
+            size += min(unit.piece.length, (last - first) * BLOCK) + 4096
+            if size >= _PART:
+                tasks.append(_read_all(small))
+                small, size = [], 0
+    if small:
+        tasks.append(_read_all(small))
+    return [large, tasks]
+
+
+def _read_all(ranges: list[tuple[_Unit, int, int]]) -> Task:
+    def read() -> None:
+        for unit, first, last in ranges:
+            unit.read(first, last)
+
+    return read
+
+
+def _deliveries(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> list[Task]:
+    """Hand over what is usable as it lies; the rest are copies, into memory made before several threads write it."""
+    copies: list[Task] = []
+    for unit in units:
+        for number, common in unit.fetch.targets:
+            if (unit.fetch.leaf, number) in alone and unit.usable_as_it_lies(number, common):
+                unit.target.arrays[number] = unit.lying(common)
+            else:
+                _allocate(unit.target, number)
+                copies.append(lambda u=unit, n=number, c=common: u.copy_to(n, c))
+    return copies
+
+
+def _allocate(target: Target, number: int) -> None:
+    spec = target.leaf.spec
+    assert spec is not None
+    if target.arrays[number] is None:
+        region = target.regions[number]
+        memory = aligned_empty(region.size * spec.dtype.itemsize)
+        target.arrays[number] = memory.view(spec.dtype).reshape(region.shape)
+
+
+def _fill_empty(target: Target) -> None:
+    """Regions without elements have no piece."""
+    for number, array in enumerate(target.arrays):
+        if array is None:
+            assert target.regions[number].size == 0
+            _allocate(target, number)
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def check_blocks(piece: Piece, first: int, last: int, data: Array, key: str, where: str) -> None:
+    """`IntegrityError` unless the blocks have the digests they were saved with; without digests all is accepted."""
+    if piece.digests is None:
+        return
+    for number, start, end in blocks(first, last, piece.length):
+        if digest(data[start - first * BLOCK : end - first * BLOCK].data) != piece.digests[number]:
+            at = (
+                ""
+                if piece.stored is not None
+                else f" between bytes {piece.offset + start:,} and {piece.offset + end:,}"
+            )
+            raise IntegrityError(f"leaf {key!r}: {where} is damaged{at}: the data does not match its digest")
+
+
+def unpack(file: StoredFile, piece: Piece, memory: Array, compression: str | None, where: str) -> None:
+    """Decode a compressed or bit-packed piece, never beyond the size it was declared with."""
+    assert piece.stored is not None
+    packed = np.empty(piece.stored, np.uint8)
+    _read_exactly(file, piece.offset, packed, where)
+    if compression is None:  # two 4-bit floats in a byte, as other programs write them, the low half first
+        memory[0::2] = packed & 15
+        memory[1::2] = packed >> 4
+        return
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed.data)) as reader:
+            view = memoryview(memory.data)
+            filled = 0
+            while filled < piece.length and (count := reader.readinto(view[filled:])):
+                filled += count
+            complete = filled == piece.length and not reader.read(1)
+    except zstandard.ZstdError as error:
+        raise IntegrityError(f"{where} is damaged: {error}") from error
+    if not complete:
+        raise IntegrityError(f"{where} is damaged: it does not hold exactly {piece.length:,} bytes")
+
+
+def _read_exactly(file: StoredFile, offset: int, buffer: Array, where: str) -> None:
+    try:
+        file.read_into(offset, buffer)
+    except EOFError as error:
+        raise IntegrityError(f"{where} is damaged: {error}") from error

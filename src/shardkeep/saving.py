@@ -1,0 +1,197 @@
+"""Saving: flatten → take_snapshot (the only blocking step) → plan → write → sync → commit."""
+
+import datetime
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardkeep.commit import Target, Turn, abandon, begin, commit, leave
+from shardkeep.errors import CheckpointExistsError, ShardkeepError, storage_error
+from shardkeep.manifest import check_metadata, check_prefix
+from shardkeep.naming import new_save_id
+from shardkeep.opening import new_target
+from shardkeep.pending import PendingSave, turns
+from shardkeep.planning import Draft
+from shardkeep.reports import SaveReport
+from shardkeep.staging import Snapshot, budget, staged_bytes, take_snapshot
+from shardkeep.tree import Leaf, flatten
+from shardkeep.workers import Crew
+from shardkeep.writing import Progress, write_files
+
+FormatName = Literal["safetensors", "tensorstore"]
+
+
+def save(
+    path: object,
+    tree: Any,
+    *,
+    format: FormatName = "safetensors",
+    prefix: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    compression: Literal["zstd"] | None = None,
+    max_shard_size: int | str | None = None,
+) -> SaveReport:
+    """Save a PyTree. When this returns the checkpoint is complete and durable; if it raises, the old one is intact.
+
+    A path ending in `.safetensors` gives plain files under Hugging Face names (split above `max_shard_size`, 5 GB by
+    default), any other path a checkpoint directory. Several trees share a directory under different `prefix`es.
+
+    >>> import jax.numpy as jnp, shardkeep
+    >>> report = shardkeep.save(tmp / "step_100", {"w": jnp.ones((4, 4)), "step": 100})
+    >>> shardkeep.load(tmp / "step_100")["step"]
+    100
+    """
+    job = _Job.prepare(path, tree, format, prefix, metadata, overwrite, compression, max_shard_size)
+    snapshot = job.take_snapshot(keep=False)
+    job.queue()
+    with Crew() as crew:
+        return job.run(snapshot, crew, lambda _: None)
+
+
+def save_async(
+    path: object,
+    tree: Any,
+    *,
+    format: FormatName = "safetensors",
+    prefix: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    compression: Literal["zstd"] | None = None,
+    max_shard_size: int | str | None = None,
+) -> PendingSave:
+    """Like `save`, but returns after the snapshot: the tree may be donated, deleted or changed at once.
+
+    What is wrong with the arguments or the tree is raised here; what goes wrong later is raised by `wait()`, logged at
+    once, and reported when the program ends if nobody waited. Saves to one target are committed in the order of calls.
+
+    >>> import jax.numpy as jnp, shardkeep
+    >>> pending = shardkeep.save_async(tmp / "step_200", {"w": jnp.ones((4, 4))})
+    >>> pending.wait().nbytes
+    64
+    """
+    job = _Job.prepare(path, tree, format, prefix, metadata, overwrite, compression, max_shard_size)
+    job.refuse_existing()
+    held = staged_bytes(job.leaves)
+    budget.take(held, f"the save to {job.path}")
+    try:
+        snapshot = job.take_snapshot(keep=True)
+        crew = Crew()
+    except BaseException:
+        budget.give_back(held)
+        raise
+    job.queue()
+    pending = PendingSave(job.path)
+
+    def work() -> SaveReport:
+        try:
+            with crew:
+                return job.run(snapshot, crew, lambda _: pending.mention_exit())
+        finally:
+            budget.give_back(held)
+
+    pending.start(work)
+    return pending
+
+
+@dataclass
+class _Job:
+    """One save, from the call to the commit."""
+
+    target: Target
+    draft: Draft
+    overwrite: bool
+    leaves: list[Leaf]
+    started: float
+    snapshot_seconds: float = 0.0
+    before: threading.Event | None = None
+    finished: Callable[[], None] = lambda: None
+
+    @classmethod
+    def prepare(
+        cls,
+        path: object,
+        tree: Any,
+        format: str,
+        prefix: str | None,
+        metadata: Mapping[str, Any] | None,
+        overwrite: bool,
+        compression: str | None,
+        max_shard_size: int | str | None,
+    ) -> "_Job":
+        """Check every argument and take the tree apart. Nothing is written."""
+        started = time.perf_counter()
+        target = new_target(path, format, compression, max_shard_size)
+        name = "" if prefix is None else check_prefix(prefix)
+        checked = check_metadata(metadata)
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        skeleton, leaves = flatten(tree)
+        return cls(target, Draft(new_save_id(), name, skeleton, checked, created), overwrite, leaves, started)
+
+    @property
+    def path(self) -> str:
+        return self.target.where
+
+    def refuse_existing(self) -> None:
+        """Raise before the snapshot what the commit would refuse anyway."""
+        found = None if self.overwrite else self.target.read_if_any()
+        if found is not None and self.draft.prefix in found.trees:
+            raise CheckpointExistsError(f"{self.path} already exists; pass overwrite=True to replace it")
+
+    def take_snapshot(self, keep: bool) -> Snapshot:
+        snapshot = take_snapshot(self.leaves, keep=keep)
+        self.leaves = []  # the caller's arrays are not held any longer than the snapshot needs
+        self.snapshot_seconds = time.perf_counter() - self.started
+        return snapshot
+
+    def queue(self) -> None:
+        """Take a place in the order of saves to this target; `run` must follow."""
+        self.before, self.finished = turns.queue(self.path)
+
+    def run(self, snapshot: Snapshot, crew: Crew, progress: Progress) -> SaveReport:
+        """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
+        try:
+            if self.before is not None:
+                self.before.wait()
+            return self._run(snapshot, crew, progress)
+        except OSError as error:
+            if isinstance(error, ShardkeepError):
+                raise
+            raise storage_error(error, f"saving to {self.path}", self._consequence(error, snapshot)) from error
+        finally:
+            self.finished()
+
+    def _consequence(self, error: OSError, snapshot: Snapshot) -> str:
+        intact = "Nothing was committed; what was there before is intact"
+        if error.errno != errno.ENOSPC:
+            return intact
+        return f"It needs {snapshot.nbytes:,} bytes and {self.target.store.free_bytes():,} are free. {intact}"
+
+    def _run(self, snapshot: Snapshot, crew: Crew, progress: Progress) -> SaveReport:
+        clock = [time.perf_counter()]
+        store = self.target.store
+        turn: Turn | None = None
+        try:
+            turn = begin(self.target, snapshot.leaves, self.draft, self.overwrite)
+            plan = turn.plan
+            written = write_files(store, plan.files, plan.leaves, snapshot.shards, crew, progress)
+            tree = self.target.finish(turn, plan.tree(written, self.draft.metadata, self.draft.created))
+            clock.append(time.perf_counter())
+            store.sync(plan.names)
+            clock.append(time.perf_counter())
+            commit(turn, tree)
+            clock.append(time.perf_counter())
+        except BaseException:
+            if turn is not None:
+                abandon(turn)
+            raise
+        finally:
+            leave(self.target)
+        phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
+        seconds = self.snapshot_seconds + clock[-1] - clock[0]
+        nbytes = sum(file.size for file in written)
+        return SaveReport(self.path, nbytes, len(written), seconds, {"snapshot": self.snapshot_seconds, **phases})

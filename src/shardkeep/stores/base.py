@@ -1,0 +1,167 @@
+"""What shardkeep asks of the place where bytes live. A name is a relative path with `/`."""
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+
+class StoredFile(AbstractContextManager["StoredFile"], Protocol):
+    """An open file of a checkpoint."""
+
+    size: int
+
+    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
+        """Fill `buffer` with the bytes at `offset`; `EOFError` if there are not enough."""
+        ...
+
+    def map(self, offset: int, length: int) -> "Mapping | None":
+        """The bytes in place, backed by the file, or None where that cannot be done safely."""
+        ...
+
+
+class Mapping(Protocol):
+    """A part of a file as read-only memory; valid as long as its `data` is referred to."""
+
+    data: "np.ndarray[Any, Any]"
+
+    def bring_in(self, start: int, end: int) -> None:
+        """Read a range into memory; `OSError` where touching it would end the program."""
+        ...
+
+
+class NewFile(AbstractContextManager["NewFile"], Protocol):
+    """A file being written, under a name nothing else uses."""
+
+    def write(self, offset: int, buffers: Sequence["memoryview"]) -> None:
+        """Put `buffers` one after another at `offset`. May be called from several threads."""
+        ...
+
+
+class Held(Protocol):
+    """A record that tells others its save is alive, until it is released."""
+
+    def append(self, line: bytes) -> None:
+        """Add a line to the record, durably."""
+        ...
+
+    def release(self) -> None:
+        """Remove the record and stop telling."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop telling but leave the record, so that a later save cleans up after this one."""
+        ...
+
+
+class Store(Protocol):
+    """A directory or a bucket prefix that holds one checkpoint."""
+
+    url: str
+    control: str  # the directory, inside, of the lock, the claims and the records of running saves
+
+    def locate(self, name: str) -> str:
+        """`name` as a person would look for it."""
+        ...
+
+    def prepare(self) -> None:
+        """Make the place exist, durably."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """A small file whole; `FileNotFoundError` if there is none."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """The size of a file, or None if there is none."""
+        ...
+
+    def open(self, name: str) -> StoredFile: ...
+
+    def create(self, name: str) -> NewFile:
+        """Begin a file that must not exist yet."""
+        ...
+
+    def sync(self, names: Sequence[str]) -> None:
+        """When this returns, the files and their names survive a power cut."""
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put `data` in the place of `name`: readers see the old or the new, and it is durable on return."""
+        ...
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, and directories that become empty. What is gone already is no error."""
+        ...
+
+    def write_into(self, name: str, offset: int, data: bytes) -> None:
+        """Change bytes of a file that is not yet part of a checkpoint."""
+        ...
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a finished file its final name, replacing what was there, durably."""
+        ...
+
+    def sync_directory(self, name: str) -> None:
+        """Make names that were removed from a directory stay removed after a power cut."""
+        ...
+
+    def remove_control(self) -> None:
+        """Remove the control directory; call it with the lock held and no save running."""
+        ...
+
+    def remove_if_empty(self) -> None:
+        """Remove the place itself if nothing is left in it."""
+        ...
+
+    def list(self, name: str) -> list[str]:
+        """The names in a directory; empty if there is none."""
+        ...
+
+    def is_taken(self, names: Iterable[str]) -> bool:
+        """Whether one of the names is in use, or a file stands where one of them needs a directory."""
+        ...
+
+    def lock(self, seconds: float) -> AbstractContextManager[None]:
+        """Exclude every other writer; `ConflictError` if it cannot be had in time."""
+        ...
+
+    def hold(self, name: str, line: bytes) -> Held:
+        """Create a record with a first line and hold it."""
+        ...
+
+    def try_hold(self, name: str) -> Held | None:
+        """Take over a record nobody holds; None if its save is alive or it is gone."""
+        ...
+
+    def claim(self, name: str) -> bool:
+        """Create `name` exclusively: True for the one who did, for ever."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be written, or None if that is unknown."""
+        ...
+
+
+def location(path: object) -> str:
+    """A path as text: a `str`, an `os.PathLike`, or any object whose `str()` is a path; `file://` becomes a path.
+
+    >>> location("file:///tmp/run%201")
+    '/tmp/run 1'
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"not a path: {path!r}")
+    if text.startswith("file://"):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"{text!r} names the host {parts.netloc!r}; a local path is written file:///path")
+        return unquote(parts.path)
+    if "://" in text:
+        raise ValueError(f"{text!r}: only local paths and file:// are supported by this version of shardkeep")
+    return os.path.abspath(os.path.expanduser(text))

@@ -1,0 +1,410 @@
+"""A checkpoint in a local (or locally mounted) directory."""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from shardkeep.errors import ConflictError
+
+CONTROL = ".shardkeep"
+_MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
+_MAX_BUFFERS = 1024
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
+_MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
+_FEW_FILES = 8
+
+
+class LocalStore:
+    """Files below one directory."""
+
+    def __init__(self, root: str, control: str = CONTROL) -> None:
+        self.url = root
+        self.control = control
+        self._root = root
+
+    def locate(self, name: str) -> str:
+        return os.path.join(self._root, name) if name else self._root
+
+    def prepare(self) -> None:
+        make_directories(self._root)
+
+    def read(self, name: str) -> bytes:
+        with open(self.locate(name), "rb") as file:
+            return file.read()
+
+    def size(self, name: str) -> int | None:
+        try:
+            return os.stat(self.locate(name)).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def open(self, name: str) -> "LocalFile":
+        return LocalFile(self.locate(name), self._mappable)
+
+    @cached_property
+    def _mappable(self) -> bool:
+        return is_mappable(self._root)
+
+    def create(self, name: str) -> "LocalNewFile":
+        path = self.locate(name)
+        make_directories(os.path.dirname(path))
+        return LocalNewFile(path)
+
+    def sync(self, names: Sequence[str]) -> None:
+        paths = [self.locate(name) for name in names]
+        if len(paths) > _FEW_FILES and sync_file_system(self._root):
+            return
+        for path in paths:
+            sync_path(path)
+        for directory in {os.path.dirname(path) for path in paths}:
+            sync_path(directory)
+
+    def replace(self, name: str, data: bytes) -> None:
+        replace_file(self.locate(name), data)
+
+    def remove(self, names: Iterable[str]) -> None:
+        directories: set[str] = set()
+        for name in names:
+            path = self.locate(name)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(path)
+            directories.add(os.path.dirname(path))
+        self._remove_empty(directories)
+
+    def _remove_empty(self, directories: set[str]) -> None:
+        for directory in sorted(directories, key=len, reverse=True):
+            while len(directory) > len(self._root):
+                try:
+                    os.rmdir(directory)
+                except FileNotFoundError:
+                    pass
+                except OSError:  # not empty, or not ours to remove
+                    break
+                directory = os.path.dirname(directory)
+
+    def write_into(self, name: str, offset: int, data: bytes) -> None:
+        descriptor = os.open(self.locate(name), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_at(descriptor, offset, [memoryview(data)], self.locate(name))
+        finally:
+            os.close(descriptor)
+
+    def rename(self, name: str, new: str) -> None:
+        os.rename(self.locate(name), self.locate(new))
+        sync_path(os.path.dirname(self.locate(new)))
+
+    def sync_directory(self, name: str) -> None:
+        sync_path(self.locate(name))
+
+    def remove_control(self) -> None:
+        for name in ("saves", "claims", ""):
+            directory = self.locate(f"{self.control}/{name}".rstrip("/"))
+            for inside in self.list(f"{self.control}/{name}".rstrip("/")):
+                with suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+                    os.unlink(os.path.join(directory, inside))
+            with suppress(OSError):
+                os.rmdir(directory)
+
+    def remove_if_empty(self) -> None:
+        with suppress(OSError):
+            os.rmdir(self._root)
+
+    def list(self, name: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.locate(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def is_taken(self, names: Iterable[str]) -> bool:
+        directories: set[str] = set()
+        for name in names:
+            if os.path.lexists(self.locate(name)):
+                return True
+            while name := os.path.dirname(name):
+                directories.add(name)
+        return any(os.path.lexists(self.locate(d)) and not os.path.isdir(self.locate(d)) for d in directories)
+
+    @contextmanager
+    def lock(self, seconds: float) -> Iterator[None]:
+        path = self.locate(f"{self.control}/lock")
+        deadline = time.monotonic() + seconds
+        while True:
+            make_directories(os.path.dirname(path))
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:  # a delete was faster
+                continue
+            try:
+                wait_for_lock(descriptor, path, deadline)
+                if not _is_same_file(descriptor, path):  # removed while we waited: the lock is another file now
+                    continue
+                yield
+                return
+            finally:
+                os.close(descriptor)
+
+    def hold(self, name: str, line: bytes) -> "LocalHeld":
+        path = self.locate(name)
+        make_directories(os.path.dirname(path))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        held = LocalHeld(path, descriptor)
+        held.append(line)
+        sync_path(os.path.dirname(path))
+        return held
+
+    def try_hold(self, name: str) -> "LocalHeld | None":
+        path = self.locate(name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return LocalHeld(path, descriptor)
+
+    def claim(self, name: str) -> bool:
+        path = self.locate(name)
+        make_directories(os.path.dirname(path))
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            return False
+        sync_path(os.path.dirname(path))
+        return True
+
+    def free_bytes(self) -> int:
+        return free_bytes(self._root)
+
+
+class LocalFile:
+    """An open file; its mappings stay valid after it is closed."""
+
+    def __init__(self, path: str, mappable: bool) -> None:
+        self._path = path
+        self._mappable = mappable
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
+        target = memoryview(cast(Any, buffer))
+        while len(target):
+            count = os.preadv(self._descriptor, [target[:_MAX_WRITE]], offset)
+            if count == 0:
+                raise EOFError(f"{self._path} ends before byte {offset + len(target)}")
+            target = target[count:]
+            offset += count
+
+    def map(self, offset: int, length: int) -> "LocalMapping | None":
+        if not self._mappable or length == 0:
+            return None
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        memory = mmap.mmap(self._descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
+        return LocalMapping(memory, offset - start, self._path)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> "LocalFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalMapping:
+    """A part of a file as memory."""
+
+    def __init__(self, memory: mmap.mmap, skip: int, path: str) -> None:
+        self._memory = memory
+        self._skip = skip
+        self._path = path
+        self.data = np.frombuffer(memory, dtype=np.uint8)[skip:]
+
+    def bring_in(self, start: int, end: int) -> None:
+        low = (self._skip + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._memory.madvise(_POPULATE_READ, low, self._skip + end - low)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14, where pages come in as they are touched
+                raise OSError(errno.EIO, "Input/output error", self._path) from error
+
+
+class LocalNewFile:
+    """A file being written at its final name, which nothing else uses."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        write_at(self._descriptor, offset, buffers, self.path)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> "LocalNewFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalHeld:
+    """A locked record file. The lock goes with the process, however it ends."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    def append(self, line: bytes) -> None:
+        # A line torn by a crash is the last one and is ignored; what was there before stays readable.
+        end = os.fstat(self._descriptor).st_size
+        write_at(self._descriptor, end, [memoryview(line + b"\n")], self._path)
+        os.fsync(self._descriptor)
+
+    def release(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self.abandon()
+
+    def abandon(self) -> None:
+        os.close(self._descriptor)
+
+
+def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:
+    """Write all of `buffers` at `offset`, however little the system takes at a time."""
+    pending = [b for b in buffers if len(b)]
+    while pending:
+        batch: list[memoryview] = []
+        total = 0
+        for buffer in pending[:_MAX_BUFFERS]:
+            batch.append(buffer[: _MAX_WRITE - total])
+            total += len(batch[-1])
+            if total >= _MAX_WRITE:
+                break
+        try:
+            count = os.pwritev(descriptor, batch, offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+        offset += count
+        while pending and count >= len(pending[0]):
+            count -= len(pending.pop(0))
+        if count:
+            pending[0] = pending[0][count:]
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Write aside, fsync, rename, fsync the directory."""
+    aside = f"{path}.{os.urandom(8).hex()}.tmp"
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            write_at(descriptor, 0, [memoryview(data)], aside)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
+    sync_path(os.path.dirname(path))
+
+
+def make_directories(path: str) -> None:
+    """Like `os.makedirs`, and the new names survive a power cut."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    if parent != path:
+        make_directories(parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path) from None
+        return
+    sync_path(parent)
+
+
+def sync_path(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(descriptor)
+
+
+def sync_file_system(path: str) -> bool:
+    """Make everything on the file system of `path` durable in one call; False where there is no such call."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    if call is None:
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if call(descriptor) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
+    """Take the lock of an open file, or `ConflictError` when the deadline has passed."""
+    pause = 0.001
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConflictError(
+                    f"another program holds the lock {path} for too long; if it is stuck, end it and try again"
+                ) from None
+        time.sleep(pause)
+        pause = min(pause * 2, 0.1)
+
+
+def free_bytes(path: str) -> int:
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _is_same_file(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def is_mappable(directory: str) -> bool:
+    """Whether files there may be mapped: only on file systems where another machine cannot change them."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    real = os.path.realpath(directory)
+    best, kind = "", ""
+    for line in mounts:
+        fields = line.split(" ")
+        point = fields[1].replace("\\040", " ")
+        inside = point == "/" or real == point or real.startswith(point + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind in _MAPPABLE

@@ -1,0 +1,107 @@
+"""Plain Python values as typed JSON: what is decoded equals what was encoded, in type and in every bit."""
+
+import base64
+import binascii
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from shardkeep.arrays import dtype_from_name, dtype_name
+from shardkeep.errors import IntegrityError
+
+Json: TypeAlias = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+class NotPlainError(TypeError):
+    """The value has a type that JSON cannot carry exactly."""
+
+
+def encode(value: object) -> Json:
+    """The typed JSON of a plain value.
+
+    >>> encode(255), encode(0.5), encode((1, None))
+    ({'int': '0xff'}, {'float': '0.5'}, {'tuple': [{'int': '0x1'}, None]})
+    """
+    encoder = _ENCODERS.get(type(value))
+    if encoder is not None:
+        return encoder(value)
+    if isinstance(value, np.generic):
+        return {"numpy": [dtype_name(value.dtype), value.tobytes().hex()]}
+    raise NotPlainError(type(value).__qualname__)
+
+
+def decode(data: Json) -> Any:
+    """The value that `encode` was given; anything else is an `IntegrityError`."""
+    if data is None or isinstance(data, bool | str):
+        return data
+    if isinstance(data, list):
+        return [decode(v) for v in data]
+    if isinstance(data, dict) and len(data) == 1:
+        ((tag, body),) = data.items()
+        decoder = _DECODERS.get(tag)
+        if decoder is not None:
+            try:
+                return decoder(body)
+            except (TypeError, ValueError, OverflowError, struct.error, binascii.Error) as error:
+                raise IntegrityError(f"malformed {tag} value in a manifest: {error}") from error
+    raise IntegrityError(f"malformed value in a manifest: {str(data)[:80]}")
+
+
+def is_plain(value: object) -> bool:
+    """Whether `value` is a leaf that `encode` can carry (containers are not leaves)."""
+    return type(value) in _SCALARS or isinstance(value, np.generic)
+
+
+def _encode_float(value: float) -> str:
+    # repr() is exact for every finite float; a NaN has bits of its own.
+    return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
+
+
+def _decode_float(text: Any) -> float:
+    if not isinstance(text, str):
+        raise TypeError("not a string")
+    if text.startswith("nan:"):
+        return cast(float, struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+    return float(text)
+
+
+def _decode_int(text: Any) -> int:
+    if not isinstance(text, str):
+        raise TypeError("not a string")
+    return int(text, 16)
+
+
+def _decode_numpy(body: Any) -> np.generic:
+    name, digits = body
+    dtype = dtype_from_name(name)
+    raw = bytes.fromhex(digits)
+    if len(raw) != dtype.itemsize:
+        raise ValueError("wrong number of bytes")
+    return cast(np.generic, np.frombuffer(raw, dtype=dtype)[0])
+
+
+_ENCODERS: dict[type, Callable[[Any], Json]] = {
+    type(None): lambda v: v,
+    bool: lambda v: v,
+    str: lambda v: v,
+    int: lambda v: {"int": hex(v)},
+    float: lambda v: {"float": _encode_float(v)},
+    complex: lambda v: {"complex": [_encode_float(v.real), _encode_float(v.imag)]},
+    bytes: lambda v: {"bytes": base64.b64encode(v).decode()},
+    list: lambda v: [encode(x) for x in v],
+    tuple: lambda v: {"tuple": [encode(x) for x in v]},
+    dict: lambda v: {"dict": [[encode(k), encode(x)] for k, x in v.items()]},
+}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "int": _decode_int,
+    "float": _decode_float,
+    "complex": lambda b: complex(_decode_float(b[0]), _decode_float(b[1])),
+    "bytes": lambda b: base64.b64decode(b, validate=True),
+    "tuple": lambda b: tuple(decode(v) for v in list(b)),
+    "dict": lambda b: {decode(k): decode(v) for k, v in b},
+    "numpy": _decode_numpy,
+}
+_SCALARS = frozenset((bool, int, float, complex, str, bytes))

@@ -1,0 +1,97 @@
+"""A crew of threads that belongs to one save or load.
+
+Executors refuse work once the interpreter begins to exit, so a save that has to outlive the main thread brings
+threads of its own, started before `save_async` returns.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable
+
+Task = Callable[[], None]
+
+
+def default_size() -> int:
+    return min(max(os.cpu_count() or 2, 2), 8)
+
+
+class Crew:
+    """Runs lists of tasks on several threads, the calling one included.
+
+    >>> done = []
+    >>> with Crew() as crew:
+    ...     crew.run([lambda i=i: done.append(i) for i in range(3)])
+    >>> sorted(done)
+    [0, 1, 2]
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=False)
+            for i in range((size or default_size()) - 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, tasks: Iterable[Task]) -> None:
+        """Run every task; the first error ends the others' turn and is raised here."""
+        round_ = _Round(list(tasks))
+        helpers = max(min(len(self._threads), len(round_.tasks) - 1), 0)
+        for _ in range(helpers):
+            self._work.put(round_)
+        round_.work()
+        round_.wait(helpers)
+        if round_.error is not None:
+            error, round_.error = round_.error, None
+            raise error
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _serve(self) -> None:
+        while (round_ := self._work.get()) is not None:
+            round_.work()
+            round_.left.release()
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Round:
+    """One list of tasks being worked off."""
+
+    def __init__(self, tasks: list[Task]) -> None:
+        self.tasks = tasks
+        self.error: BaseException | None = None
+        self.left = threading.Semaphore(0)
+        self._next = iter(tasks)
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        while self.error is None:
+            with self._lock:
+                task = next(self._next, None)
+            if task is None:
+                return
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001  (raised again by the thread that called run)
+                self.error = self.error or error
+
+    def wait(self, helpers: int) -> None:
+        """Until the helpers are done. An interrupt ends their turn, but they are waited for all the same."""
+        while helpers:
+            try:
+                self.left.acquire()
+                helpers -= 1
+            except KeyboardInterrupt as interrupt:
+                self.error = interrupt

@@ -1,0 +1,173 @@
+"""Bytes to files: hashed while hot, written in parallel, each block once."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import zstandard
+
+from shardkeep.arrays import Region
+from shardkeep.digests import BLOCK, block_count, blocks, digest
+from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.staging import Array, Shard, aligned_empty
+from shardkeep.stores.base import NewFile, Store
+from shardkeep.workers import Crew, Task
+
+_PART = 16 << 20  # what one task writes of a large file
+_BATCH = 8 << 20  # what one task writes in small files
+_FILE_COST = 64 << 10  # making a file costs about as much as writing this
+_ZSTD_LEVEL = 1
+
+Progress = Callable[[int], None]
+
+
+def write_files(
+    store: Store,
+    files: Sequence[FilePlan],
+    leaves: Sequence[LeafPlan],
+    shards: Sequence[Shard],
+    crew: Crew,
+    progress: Progress,
+) -> list[WrittenFile]:
+    """Write every file of a plan. What the caller gets has a digest for every byte; nothing is synced yet."""
+    writers = [_FileWriter(store, file, leaves, shards, progress) for file in files]
+    tasks: list[Task] = []
+    batch: list[_FileWriter] = []
+    cost = 0
+    for writer in writers:
+        if writer.parts:
+            tasks.extend(writer.part_tasks())
+            continue
+        batch.append(writer)
+        cost += _FILE_COST + writer.nbytes
+        if cost >= _BATCH:
+            tasks.append(_in_turn(batch))
+            batch, cost = [], 0
+    tasks.append(_in_turn(batch))
+    try:
+        crew.run(tasks)
+    finally:
+        for writer in writers:
+            writer.close()
+    return [writer.result() for writer in writers]
+
+
+def _in_turn(batch: "list[_FileWriter]") -> Task:
+    def write() -> None:
+        for writer in batch:
+            writer.write_whole()
+
+    return write
+
+
+class _FileWriter:
+    """Writes one file, whole or in parts, and collects its digests."""
+
+    def __init__(
+        self, store: Store, plan: FilePlan, leaves: Sequence[LeafPlan], shards: Sequence[Shard], progress: Progress
+    ) -> None:
+        self._store, self._plan, self._progress = store, plan, progress
+        self._leaves, self._shards = leaves, shards
+        self.nbytes = sum(piece.nbytes for piece in plan.pieces)
+        self.size = plan.size
+        self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
+        # A piece made of several shards is put together by the one task that writes it.
+        self.parts = _split(plan) if plan.size is not None and self.nbytes > _PART else []
+        self._file: NewFile | None = None
+        self._left = len(self.parts)
+        self._lock = threading.Lock()
+
+    def result(self) -> WrittenFile:
+        assert self.size is not None
+        return WrittenFile(self.size, digest(self._plan.header), tuple(tuple(d) for d in self.digests))
+
+    def write_whole(self) -> None:
+        everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
+        segments = self._segments(everything)
+        if self._plan.size is None:
+            segments = [memoryview(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(segments[0]))]
+            self.size = len(segments[0])
+        with self._store.create(self._plan.name) as file:
+            file.write(0, [memoryview(self._plan.header), *segments])
+        self._progress(self.nbytes)
+
+    def part_tasks(self) -> list[Task]:
+        return [lambda part=part: self._write_part(part) for part in self.parts]
+
+    def _write_part(self, part: list[tuple[int, int, int]]) -> None:
+        file = self._open()
+        segments = self._segments(part)
+        number, first, _ = part[0]
+        file.write(self._plan.pieces[number].offset + first * BLOCK, segments)
+        self._progress(sum(len(s) for s in segments))
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.close()
+
+    def _open(self) -> NewFile:
+        """The file, opened by the first part and closed by the last: few are open at any time."""
+        with self._lock:
+            if self._file is None:
+                self._file = self._store.create(self._plan.name)
+                self._file.write(0, [memoryview(self._plan.header)])
+            return self._file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+            self._file = None
+
+    def _segments(self, part: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """The bytes of (piece, first block, last block) ranges, their digests noted."""
+        segments: list[memoryview] = []
+        for number, first, last in part:
+            piece = self._plan.pieces[number]
+            data = self._bytes_of(piece, first, last)
+            for block, start, end in blocks(first, last, piece.nbytes):
+                self.digests[number][block] = digest(data[start - first * BLOCK : end - first * BLOCK])
+            segments.append(data)
+        return segments
+
+    def _bytes_of(self, piece: PiecePlan, first: int, last: int) -> memoryview:
+        """The raw bytes of some blocks of a piece; a copy where someone could change them meanwhile."""
+        data = gather(piece, self._leaves[piece.leaf], self._shards)
+        raw = data.reshape(-1).view(np.uint8)[first * BLOCK : last * BLOCK]
+        if not all(self._shards[shard].stable for shard, _ in piece.sources):
+            raw = raw.copy()
+        return memoryview(cast(Any, raw))
+
+
+def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
+    """A large file as parts of consecutive (piece, first block, last block) ranges."""
+    parts: list[list[tuple[int, int, int]]] = [[]]
+    room = _PART
+    for number, piece in enumerate(plan.pieces):
+        total = block_count(piece.nbytes)
+        step = _PART // BLOCK if len(piece.sources) == 1 else max(total, 1)
+        for first in range(0, total, step):
+            last = min(first + step, total)
+            size = sum(end - start for _, start, end in blocks(first, last, piece.nbytes))
+            if parts[-1] and (size > room or len(parts[-1]) >= 1000):
+                parts.append([])
+                room = _PART
+            parts[-1].append((number, first, last))
+            room -= size
+    return parts
+
+
+def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard]) -> Array:
+    """The piece's data, contiguous: a view of one shard, or put together from several."""
+    (shard, region), *others = piece.sources
+    if not others:
+        data = shards[shard].data
+        if region != piece.region:
+            data = data[piece.region.within(region).slices]
+        return data if data.flags.c_contiguous else np.ascontiguousarray(data)
+    assert leaf.spec is not None
+    whole: Array = aligned_empty(piece.nbytes).view(leaf.spec.dtype).reshape(piece.region.shape)
+    for shard, region in piece.sources:
+        common = cast(Region, region.intersect(piece.region))
+        whole[common.within(piece.region).slices] = shards[shard].data[common.within(region).slices]
+    return whole
