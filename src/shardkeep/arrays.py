@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -80,7 +80,7 @@ def parse_dtype(dtype: object) -> np.dtype[Any]:
     if isinstance(dtype, str):
         return dtype_from_name(_ALIASES.get(dtype, dtype))
     try:
-        parsed = np.dtype(getattr(dtype, "dtype", dtype))  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+        parsed: np.dtype[Any] = np.dtype(cast(Any, getattr(dtype, "dtype", dtype)))
         dtype_name(parsed)
     except TypeError as error:
         raise ValueError(f"unknown dtype {dtype!r}") from error

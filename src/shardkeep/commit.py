@@ -101,7 +101,8 @@ def begin(target: Target, leaves: Sequence[LeafPlan], draft: Draft, overwrite: b
         free = store.free_bytes()
         if free is not None and plan.nbytes + _SLACK > free:
             raise NotEnoughSpaceError(
-                f"saving to {target.where} needs {plan.nbytes + _SLACK:,} bytes and {free:,} are free; nothing was written"
+                f"saving to {target.where} needs {plan.nbytes + _SLACK:,} bytes and {free:,} are free; "
+                "nothing was written"
             )
         held = record(store, plan.save_id, plan.names)
     return Turn(target, draft.prefix, existing.save_id if existing else None, plan, held)

@@ -42,8 +42,8 @@ class Directory:
         inside = self.store.list("")
         if self.store.control in inside:
             raise IncompleteCheckpointError(
-                f"{self.where} holds no committed checkpoint: a save into it never finished, or a delete was cut short. "
-                "Save again with the same path, or remove the directory"
+                f"{self.where} holds no committed checkpoint: a save into it never finished, or a delete was cut "
+                "short. Save again with the same path, or remove the directory"
             )
         detail = "the directory holds something else" if inside else "there is nothing there"
         raise CheckpointNotFoundError(f"no checkpoint at {self.where}: {detail}")

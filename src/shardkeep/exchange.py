@@ -108,10 +108,10 @@ class Exchange:
 
     def finish(self, turn: Turn, tree: Tree) -> Tree:
         """Fill in the header of a single file, now that its manifest is known; the tree gets its final name."""
-        if len(turn.plan.files) > 1:
+        plan, *others = turn.plan.files
+        file = tree.files[0]
+        if others:
             return tree
-        (plan,) = turn.plan.files
-        (file,) = tree.files
         tree = replace(tree, files=(DataFile(self.single, file.size, len(plan.header)),))
         manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.prefix: tree})).decode()
         header = json.loads(plan.header[8:])

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from shardkeep.opening import open_checkpoint
 from shardkeep.planning import Fetch, plan_read
 from shardkeep.reading import Source, Target, read_targets
 from shardkeep.sharding import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
-from shardkeep.staging import Array, budget
+from shardkeep.staging import Array, budget, is_prng_dtype
 from shardkeep.stores.base import Store
 from shardkeep.tree import Leaf, Path, Skeleton, flatten
 from shardkeep.workers import Crew
@@ -208,18 +208,17 @@ def _mismatch(tree: Tree, missing: list[str], wrong: list[str]) -> MissingLeafEr
 def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted:
     """A saved leaf as the template wants it; `TemplateMismatchError` where it cannot be had."""
     like = leaf.value
-    shape = getattr(like, "shape", None)
-    is_array = shape is not None and hasattr(like, "dtype") and not isinstance(like, np.generic)
+    is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
     if not is_array or stored.spec is None:
         return _plain_as_template(stored, leaf, is_array)
-    is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
-    saved_shape = _logical_shape(stored)
+    is_key = is_prng_dtype(like.dtype)
+    shape, saved_shape = tuple(like.shape), _logical_shape(stored)
     if is_key != (stored.kind == "prng"):
         raise TemplateMismatchError(
             f"{leaf.key}: saved {_described(stored)}, the template has {like.dtype}{list(shape)}"
         )
-    if tuple(shape) != saved_shape:
-        raise TemplateMismatchError(f"{leaf.key}: saved shape {saved_shape}, the template has {tuple(shape)}")
+    if shape != saved_shape:
+        raise TemplateMismatchError(f"{leaf.key}: saved shape {saved_shape}, the template has {shape}")
     dtype = None if is_key else np.dtype(like.dtype)
     if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
         raise TemplateMismatchError(f"{leaf.key}: saved as {stored.dtype}, the template has {dtype.name}")
@@ -326,15 +325,21 @@ def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None]) -> list[
 
 
 def _array(target: Target | None) -> Array:
-    assert target is not None and target.arrays[0] is not None
-    return target.arrays[0]
+    assert target is not None
+    array = target.arrays[0]
+    assert array is not None
+    return array
 
 
 def _assemble(target: Target, sharding: Sharding) -> jax.Array:
     assert target.leaf.spec is not None
     shape = target.leaf.spec.shape
-    by_region = dict(zip(target.regions, target.arrays, strict=True))
-    return jax.make_array_from_callback(shape, sharding, lambda index: by_region[Region.from_index(index, shape)])
+    by_region: dict[Region, Any] = dict(zip(target.regions, target.arrays, strict=True))
+
+    def data(index: Any) -> Any:
+        return by_region[Region.from_index(index, shape)]
+
+    return jax.make_array_from_callback(shape, sharding, data)
 
 
 def _adapt(w: Wanted, value: Any) -> Any:
@@ -384,7 +389,7 @@ def _like(like: Any, value: Any) -> Any:
 
 def _needs_x64(dtype: np.dtype[Any]) -> bool:
     wide = dtype.name in ("int64", "uint64", "float64", "complex128") or dtype.kind in "mM"
-    return wide and (dtype.kind in "mM" or not jax.config.jax_enable_x64)
+    return wide and (dtype.kind in "mM" or not cast(Any, jax.config).jax_enable_x64)
 
 
 def _warn_64_bit(wanted: Sequence[Wanted]) -> None:
@@ -393,7 +398,7 @@ def _warn_64_bit(wanted: Sequence[Wanted]) -> None:
     ]
     if keys:
         log.warning(
-            "shardkeep: %d 64-bit arrays (%s%s) are given as NumPy, unchanged: set jax_enable_x64 to have them on devices",
+            "shardkeep: %d 64-bit arrays (%s%s) are NumPy, unchanged: set jax_enable_x64 to have them on devices",
             len(keys),
             ", ".join(keys[:5]),
             ", …" if len(keys) > 5 else "",

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from shardkeep.arrays import ArraySpec, Region, dtype_name
 from shardkeep.errors import UnsupportedLeafError
@@ -127,7 +128,11 @@ def _sharding_record(array: jax.Array) -> dict[str, Any]:
 
 
 def _is_prng_key(array: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return is_prng_dtype(array.dtype)
+
+
+def is_prng_dtype(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _is_on_cpu(array: jax.Array) -> bool:
@@ -144,7 +149,7 @@ def _refuse_unsupported(leaves: Sequence[Leaf]) -> None:
 
 
 def _problem(value: Any) -> str | None:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return "a value inside jit, grad or vmap has no data; save outside of the transformed function"
     if isinstance(value, jax.Array):
         return _array_problem(value)

@@ -233,7 +233,7 @@ def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[An
 
 def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     """One container as a Node without children, and its children; None for a leaf."""
-    cls = cast(type, type(tree))
+    cls: type[Any] = type(tree)
     if cls is list or cls is tuple:
         return Node(cls.__name__, tuple(str(i) for i in range(len(tree))), ()), tree
     if cls in _DICT_KINDS:
@@ -339,7 +339,7 @@ def _build_namedtuple(node: Node, children: list[Any]) -> Any:
         return tuple.__new__(cls, children)  # not cls(…): a file must not choose code to run
     name = node.class_name.rpartition(".")[2].rpartition(":")[2]
     try:
-        return namedtuple(name, node.names)(*children)
+        return namedtuple(name, node.names)(*children)  # pyright: ignore[reportUntypedNamedTuple]
     except ValueError:  # names that no namedtuple could have had
         return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
 
@@ -407,8 +407,12 @@ def _encode_key(key: Any) -> Json:
 def _from_json(data: Any) -> _Child:
     if data is None:
         return None
-    if data == 0 and type(data) is int:
+    if type(data) is int and data == 0:
         return _LEAF
+    return _container_from_json(cast(dict[str, Any], data))
+
+
+def _container_from_json(data: dict[str, Any]) -> Node:
     kind = next(iter(data))
     body = data[kind]
     if kind in ("list", "tuple"):

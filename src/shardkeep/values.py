@@ -12,7 +12,7 @@ import numpy as np
 from shardkeep.arrays import dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError
 
-Json: TypeAlias = None | bool | int | float | str | list[Any] | dict[str, Any]
+Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 
 class NotPlainError(TypeError):
@@ -64,7 +64,7 @@ def _decode_float(text: Any) -> float:
     if not isinstance(text, str):
         raise TypeError("not a string")
     if text.startswith("nan:"):
-        return cast(float, struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+        return struct.unpack(">d", bytes.fromhex(text[4:]))[0]
     return float(text)
 
 

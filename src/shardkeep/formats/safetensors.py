@@ -49,8 +49,8 @@ FROM_CODE = {code: name for name, code in TO_CODE.items()}
 class SafetensorsFormat:
     """Few large files, pieces packed as the devices hold them."""
 
-    name = "safetensors"
-    compression = None
+    name: str = "safetensors"
+    compression: str | None = None
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         return [region]
@@ -199,5 +199,5 @@ def element_type(code: str) -> "np.dtype[Any] | None":
     return dtype_from_name(FROM_CODE[code]) if code in FROM_CODE else None
 
 
-_BITS = {code: dtype_from_name(name).itemsize * 8 for code, name in FROM_CODE.items()}
-_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_WHOLE_BITS = {code: dtype_from_name(name).itemsize * 8 for code, name in FROM_CODE.items()}
+_BITS = _WHOLE_BITS | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}

@@ -40,7 +40,7 @@ _EXTENDED = frozenset(
 class TensorstoreFormat:
     """A directory per leaf, readable by TensorStore, zarr and eFormer."""
 
-    name = "tensorstore"
+    name: str = "tensorstore"
 
     def __init__(self, compression: str | None = None) -> None:
         self.compression = compression
@@ -124,6 +124,6 @@ def zarr_dtype(dtype: np.dtype[Any]) -> str:
     """The name a zarr reader knows; types it lacks are stored as unsigned integers of the same width."""
     if dtype.name in _EXTENDED:
         return dtype.name
-    if dtype.kind in "mM" or not dtype.isbuiltin == 1:
+    if dtype.kind in "mM" or dtype.isbuiltin != 1:
         return np.dtype(f"u{dtype.itemsize}").str
     return dtype.str

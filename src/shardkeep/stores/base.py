@@ -14,6 +14,8 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
 
     size: int
 
+    def close(self) -> None: ...
+
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
         """Fill `buffer` with the bytes at `offset`; `EOFError` if there are not enough."""
         ...

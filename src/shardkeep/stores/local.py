@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -135,7 +135,7 @@ class LocalStore:
         return any(os.path.lexists(self.locate(d)) and not os.path.isdir(self.locate(d)) for d in directories)
 
     @contextmanager
-    def lock(self, seconds: float) -> Iterator[None]:
+    def lock(self, seconds: float) -> Generator[None]:
         path = self.locate(f"{self.control}/lock")
         deadline = time.monotonic() + seconds
         while True:
