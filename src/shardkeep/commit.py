@@ -47,6 +47,11 @@ class Target(Protocol):
         ...
 
     @property
+    def companions(self) -> Sequence[str]:
+        """Names of files written for other programs, which go when the checkpoint goes."""
+        ...
+
+    @property
     def keeps_control(self) -> bool:
         """Whether the control directory stays when no save is running."""
         ...
@@ -181,7 +186,7 @@ def clean_up(target: Target, manifest: Manifest | None) -> list[str]:
     store = target.store
     dead: list[tuple[Held, list[str]]] = []
     needed = names_in(manifest) | set(target.documents)
-    for save_id in store.list(saves(store)):
+    for save_id in store.children(saves(store)):
         held = store.try_hold(f"{saves(store)}/{save_id}")
         names = recorded_names(store, save_id)
         if held is None:
@@ -194,8 +199,9 @@ def clean_up(target: Target, manifest: Manifest | None) -> list[str]:
         store.remove(left)
         held.release()
         removed += left
-    torn = [n for n in store.list("") if n.endswith(".tmp") and n.startswith(tuple(f"{d}." for d in target.documents))]
-    store.remove(torn)  # documents written aside by a save that died before the rename
+    # Documents written aside by a save that died before the rename.
+    starts = tuple(f"{document}." for document in (*target.documents, *target.companions))
+    store.remove(name for name in store.children("") if name.endswith(".tmp") and name.startswith(starts))
     return removed
 
 
@@ -221,13 +227,13 @@ def delete(target: Target) -> None:
     with store.lock(_LOCK_SECONDS):
         manifest = target.read_if_any()
         clean_up(target, manifest)
-        if store.list(saves(store)):
+        if store.children(saves(store)):
             raise ConflictError(f"a save to {target.where} is running; nothing was deleted")
         names = sorted(names_in(manifest))
         held = record(store, "0" * 32, names)  # so that a delete cut short is completed by whoever comes next
         store.remove(target.documents)
         store.sync_directory("")
-        store.remove(names)
+        store.remove([*names, *target.companions])
         held.release()
         store.remove_control()
 
@@ -244,11 +250,11 @@ def record(store: Store, save_id: str, names: Iterable[str]) -> Held:
 def leave(target: Target) -> None:
     """When nothing of ours is there and nobody is at work, leave no control directory behind."""
     store = target.store
-    if not store.list(store.control):
+    if not store.children(store.control):
         return
     with store.lock(_LOCK_SECONDS):
         documents = [name for name in target.documents if store.size(name) is not None]
-        if (not documents or not target.keeps_control) and not store.list(saves(store)):
+        if (not documents or not target.keeps_control) and not store.children(saves(store)):
             store.remove_control()
 
 

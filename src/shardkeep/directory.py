@@ -1,16 +1,20 @@
 """The checkpoint directory: any number of trees under their prefixes, one manifest."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardkeep.commit import Turn, recorded_names, saves
 from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError
 from shardkeep.formats.base import Format
+from shardkeep.formats.eformer import INDEX, METADATA, index_documents, read_eformer
 from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest, with_tree
 from shardkeep.naming import hashed, prefix_directory
 from shardkeep.planning import Draft, LeafPlan, SavePlan, plan_pieces
 from shardkeep.stores.base import Store
+
+log = logging.getLogger("shardkeep")
 
 
 @dataclass(frozen=True)
@@ -19,8 +23,18 @@ class Directory:
 
     store: Store
     format: Format = field(default_factory=SafetensorsFormat)
-    documents = (MANIFEST,)
-    keeps_control = True
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        return (MANIFEST,)
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        return (INDEX, METADATA)
+
+    @property
+    def keeps_control(self) -> bool:
+        return True
 
     @property
     def where(self) -> str:
@@ -30,7 +44,8 @@ class Directory:
         try:
             document = self.store.read(MANIFEST)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
+            return read_eformer(self.store, search=self.store.control not in self.store.children(""))
         except IsADirectoryError:
             raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
         return decode_manifest(document, self.where, self.store.locate(MANIFEST))
@@ -39,7 +54,7 @@ class Directory:
         manifest = self.read_if_any()
         if manifest is not None:
             return manifest
-        inside = self.store.list("")
+        inside = self.store.children("")
         if self.store.control in inside:
             raise IncompleteCheckpointError(
                 f"{self.where} holds no committed checkpoint: a save into it never finished, or a delete was cut "
@@ -62,7 +77,8 @@ class Directory:
         plan = plan_in(directory)
         if all(draft.save_id in name for name in plan.names):
             return plan
-        live = [name for save_id in self.store.list(saves(self.store)) for name in recorded_names(self.store, save_id)]
+        running = self.store.children(saves(self.store))
+        live = [name for save_id in running for name in recorded_names(self.store, save_id)]
         claim = f"{self.store.control}/claims/{hashed(draft.prefix)}"
         if not self.store.is_taken(plan.names) and not _overlap(plan.names, live) and self.store.claim(claim):
             return plan
@@ -74,7 +90,19 @@ class Directory:
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
         manifest = with_tree(current or Manifest(self.where, tree.save_id, {}), turn.prefix, tree)
         self.store.replace(MANIFEST, encode_manifest(manifest))
+        self._tell_eformer(manifest, turn.prefix)
         return MANIFEST
+
+    def _tell_eformer(self, manifest: Manifest, prefix: str) -> None:
+        """Keep the files that eFormer reads true. We never read them ourselves, so failing here undoes nothing."""
+        try:
+            for name, document in index_documents(manifest, prefix).items():
+                if document is not None:
+                    self.store.replace(name, document)
+                elif self.store.size(name) is not None:
+                    self.store.remove([name])
+        except OSError as error:
+            log.warning("shardkeep: %s is saved, but the index for eFormer is not up to date (%s)", self.where, error)
 
 
 def _overlap(names: Iterable[str], others: Iterable[str]) -> bool:

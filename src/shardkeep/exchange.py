@@ -46,7 +46,6 @@ class Exchange:
     store: Store
     base: str
     shard_size: int = DEFAULT_SHARD_SIZE
-    keeps_control = False
 
     @property
     def single(self) -> str:
@@ -61,6 +60,14 @@ class Exchange:
         return (self.single, self.index)
 
     @property
+    def companions(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def keeps_control(self) -> bool:
+        return False
+
+    @property
     def where(self) -> str:
         return self.store.locate(self.single)
 
@@ -68,7 +75,7 @@ class Exchange:
         found = self.read_if_any()
         if found is not None:
             return found
-        if self.store.list(self.store.control):
+        if self.store.children(self.store.control):
             raise IncompleteCheckpointError(f"{self.where}: a save to it never finished; save again")
         raise CheckpointNotFoundError(f"no checkpoint at {self.where}: there is nothing there")
 
@@ -247,7 +254,7 @@ def _longest(plan: SavePlan, file: FilePlan, draft: Draft) -> bytes:
     """The manifest as long as it can become: every number and digest at full length."""
     wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
     written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
-    tree = replace(plan, files=(wide,)).tree([written], draft.metadata, draft.created)
+    tree = replace(plan, files=(wide,)).tree([written], draft)
     return encode_manifest(Manifest("", plan.save_id, {draft.prefix: tree}))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, is_partition
 from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError
-from shardkeep.tree import Path, Skeleton, join_key
+from shardkeep.tree import Path, Skeleton, flatten, join_key, nest
 from shardkeep.values import Json, decode, encode
 
 MANIFEST = "manifest.json"
@@ -52,11 +52,13 @@ class StoredLeaf:
     """A saved leaf: an array with its pieces, or (kind "value") a plain value."""
 
     path: Path
-    kind: str  # jax, numpy, prng, value
+    kind: str  # jax, numpy, prng, zarr (an array another program wrote), value
     spec: ArraySpec | None = None
     pieces: tuple[Piece, ...] = ()
     value: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # prng: impl; jax: sharding; numpy: order
+    extra: Mapping[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # prng: impl; jax: sharding; numpy: order; zarr: directory
 
     @property
     def key(self) -> str:
@@ -87,6 +89,7 @@ class Tree:
     metadata: Mapping[str, Any]
     created: str
     compression: str | None = None
+    indexed: bool = True  # whether the index that eFormer reads may list it
 
     @property
     def nbytes(self) -> int:
@@ -130,10 +133,23 @@ class Manifest:
             if "" in self.trees or len(self.trees) == 1:
                 return self.trees.get("") or next(iter(self.trees.values()))
             raise PrefixError(f"{self.path} holds several trees: say prefix= one of {self._listed()}")
-        found = self.trees.get(check_prefix(prefix))
+        name = check_prefix(prefix)
+        found = self.trees.get(name) or self._below(name)
         if found is None:
             raise PrefixError(f"{self.path} has no tree of prefix {prefix!r}; it has {self._listed()}")
         return found
+
+    def _below(self, prefix: str) -> Tree | None:
+        """In another program's tree that knows no prefixes, one is a path: the leaves below it."""
+        tree = self.trees.get("")
+        if tree is None or tree.format != "foreign":
+            return None
+        start = tuple(prefix.split("."))
+        inside = [leaf for leaf in tree.leaves if leaf.path[: len(start)] == start and len(leaf.path) > len(start)]
+        if not inside:
+            return None
+        skeleton, found = flatten(nest([(leaf.path[len(start) :], leaf) for leaf in inside]))
+        return replace(tree, skeleton=skeleton, leaves=tuple(replace(f.value, path=f.path) for f in found))
 
     def _listed(self) -> str:
         return ", ".join(repr(p) if p else "(no prefix)" for p in self.trees) or "none"
@@ -247,6 +263,7 @@ def _encode_tree(tree: Tree) -> Json:
         "format": tree.format,
         "compression": tree.compression,
         "created": tree.created,
+        "indexed": tree.indexed,
         "metadata": dict(tree.metadata),
         "structure": tree.skeleton.to_json(),
         "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
@@ -289,8 +306,8 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     leaves = tuple(_decode_leaf(leaf, path, files) for leaf, path in zip(data["leaves"], paths, strict=True))
     if data["format"] not in ("safetensors", "tensorstore", "foreign") or data["compression"] not in (None, "zstd"):
         raise ValueError(f"unknown format {data['format']!r} or compression {data['compression']!r}")
-    if not isinstance(data["metadata"], dict):
-        raise ValueError("metadata is no object")
+    if not isinstance(data["metadata"], dict) or not isinstance(data["indexed"], bool):
+        raise ValueError("metadata is no object, or indexed is no boolean")
     return Tree(
         save_id=_checked_id(data["save"]),
         format=data["format"],
@@ -300,6 +317,7 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
         metadata=data["metadata"],
         created=str(data["created"]),
         compression=data["compression"],
+        indexed=data["indexed"],
     )
 
 
@@ -315,7 +333,7 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
         raise ValueError(f"leaf {data['key']!r} is not where the structure has it")
     if data["kind"] == "value":
         return StoredLeaf(path, "value", value=decode(data["value"]))
-    if data["kind"] not in ("jax", "numpy", "prng"):
+    if data["kind"] not in ("jax", "numpy", "prng", "zarr"):
         raise ValueError(f"unknown kind of leaf {data['kind']!r}")
     shape = tuple(_integer(n) for n in data["shape"])
     spec = ArraySpec(shape, dtype_from_name(data["dtype"]))
@@ -327,6 +345,8 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
     ):
         raise ValueError(f"impossible shape {shape}")
     pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
+    if data["kind"] == "zarr":
+        return StoredLeaf(path, "zarr", spec, extra={"directory": check_name(data["directory"])})
     if not is_partition(shape, [piece.region for piece in pieces]):
         raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
     extra = {k: v for k, v in data.items() if k in ("impl", "sharding", "order")}

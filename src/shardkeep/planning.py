@@ -59,6 +59,7 @@ class Draft:
     skeleton: Skeleton
     metadata: dict[str, Any]
     created: str
+    indexed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class SavePlan:
         """Bytes that will be written, at most."""
         return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
 
-    def tree(self, written: Sequence["WrittenFile"], metadata: dict[str, Any], created: str) -> Tree:
+    def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
         """The Tree to be committed, now that sizes and digests are known."""
         pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
         files: list[DataFile] = []
@@ -100,9 +101,10 @@ class SavePlan:
             skeleton=self.skeleton,
             leaves=leaves,
             files=tuple(files),
-            metadata=metadata,
-            created=created,
+            metadata=draft.metadata,
+            created=draft.created,
             compression=self.compression,
+            indexed=draft.indexed,
         )
 
 

@@ -46,11 +46,8 @@ def save(
     >>> shardkeep.load(tmp / "step_100")["step"]
     100
     """
-    job = _Job.prepare(path, tree, format, prefix, metadata, overwrite, compression, max_shard_size)
-    snapshot = job.take_snapshot(keep=False)
-    job.queue()
-    with Crew() as crew:
-        return job.run(snapshot, crew, lambda _: None)
+    target = new_target(path, format, compression, max_shard_size)
+    return run_save(SaveRequest(target, tree, prefix, metadata, overwrite))
 
 
 def save_async(
@@ -74,7 +71,35 @@ def save_async(
     >>> pending.wait().nbytes
     64
     """
-    job = _Job.prepare(path, tree, format, prefix, metadata, overwrite, compression, max_shard_size)
+    target = new_target(path, format, compression, max_shard_size)
+    return start_save(SaveRequest(target, tree, prefix, metadata, overwrite))
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a caller asks of a save. `indexed`: eFormer's index may list the tree."""
+
+    target: Target
+    tree: Any
+    prefix: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    indexed: bool = True
+    on_commit: Callable[[], None] | None = None
+
+
+def run_save(request: SaveRequest) -> SaveReport:
+    """The one way a tree is saved in the foreground."""
+    job = _Job.prepare(request)
+    snapshot = job.take_snapshot(keep=False)
+    job.queue()
+    with Crew() as crew:
+        return job.run(snapshot, crew, lambda _: None)
+
+
+def start_save(request: SaveRequest) -> PendingSave:
+    """The one way a tree is saved in the background: returns after the snapshot."""
+    job = _Job.prepare(request)
     job.refuse_existing()
     held = staged_bytes(job.leaves)
     budget.take(held, f"the save to {job.path}")
@@ -107,30 +132,21 @@ class _Job:
     overwrite: bool
     leaves: list[Leaf]
     started: float
+    on_commit: Callable[[], None] | None = None
     snapshot_seconds: float = 0.0
     before: threading.Event | None = None
     finished: Callable[[], None] = lambda: None
 
     @classmethod
-    def prepare(
-        cls,
-        path: object,
-        tree: Any,
-        format: str,
-        prefix: str | None,
-        metadata: Mapping[str, Any] | None,
-        overwrite: bool,
-        compression: str | None,
-        max_shard_size: int | str | None,
-    ) -> "_Job":
-        """Check every argument and take the tree apart. Nothing is written."""
+    def prepare(cls, request: SaveRequest) -> "_Job":
+        """Check what was asked and take the tree apart. Nothing is written."""
         started = time.perf_counter()
-        target = new_target(path, format, compression, max_shard_size)
-        name = "" if prefix is None else check_prefix(prefix)
-        checked = check_metadata(metadata)
+        name = "" if request.prefix is None else check_prefix(request.prefix)
+        checked = check_metadata(request.metadata)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        skeleton, leaves = flatten(tree)
-        return cls(target, Draft(new_save_id(), name, skeleton, checked, created), overwrite, leaves, started)
+        skeleton, leaves = flatten(request.tree)
+        draft = Draft(new_save_id(), name, skeleton, checked, created, request.indexed)
+        return cls(request.target, draft, request.overwrite, leaves, started, request.on_commit)
 
     @property
     def path(self) -> str:
@@ -179,7 +195,7 @@ class _Job:
             turn = begin(self.target, snapshot.leaves, self.draft, self.overwrite)
             plan = turn.plan
             written = write_files(store, plan.files, plan.leaves, snapshot.shards, crew, progress)
-            tree = self.target.finish(turn, plan.tree(written, self.draft.metadata, self.draft.created))
+            tree = self.target.finish(turn, plan.tree(written, self.draft))
             clock.append(time.perf_counter())
             store.sync(plan.names)
             clock.append(time.perf_counter())
@@ -191,6 +207,8 @@ class _Job:
             raise
         finally:
             leave(self.target)
+        if self.on_commit is not None:
+            self.on_commit()
         phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
         seconds = self.snapshot_seconds + clock[-1] - clock[0]
         nbytes = sum(file.size for file in written)

@@ -24,6 +24,7 @@ class Place:
 
     sharding: Sharding | None = None
     function: Callable[[Any], Any] | None = None
+    explicit: bool = False  # a rule or a sharding names this very leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class ShapedLeaf:
     path: Path
     shape: tuple[int, ...]
     saved: Mapping[str, Any] | None = None  # the sharding it had when saved
+    optional: bool = False  # may stay without a sharding
 
     @property
     def name(self) -> str:
@@ -48,12 +50,14 @@ def resolve_shardings(
     strict: bool = False,
     follow_saved: bool = True,
     prefix: str = "",
+    prefix_first: bool = False,
 ) -> list[Place]:
     """A Place for each array leaf. Rules go first, then `shardings`, then (on a mesh) the layout it was saved with.
 
-    `strict`: a leaf that neither a rule nor a sharding names is an error rather than a warning.
+    `strict`: a leaf that neither a rule nor a sharding names is an error rather than a warning. Rules are matched with
+    keys without the prefix (`prefix_first`: with it); only if no rule hits any key, the other form is tried.
     """
-    by_rule = _match_rules(leaves, rules, mesh, prefix)
+    by_rule = _match_rules(leaves, rules, mesh, prefix, prefix_first)
     named = _Named(shardings) if shardings is not None else None
     places: list[Place] = []
     unmatched: list[str] = []
@@ -64,7 +68,7 @@ def resolve_shardings(
         if asked is not _ABSENT:
             places.append(_place(asked, leaf, mesh))
             continue
-        if rules:
+        if rules and not leaf.optional:
             unmatched.append(leaf.name)
         saved = _saved_spec(leaf, mesh) if follow_saved and not rules and named is None else PartitionSpec()
         places.append(Place(NamedSharding(mesh, saved) if mesh is not None else None))
@@ -146,28 +150,31 @@ def _place(asked: Any, leaf: ShapedLeaf, mesh: Mesh | None) -> Place:
     if asked is None:
         return Place(NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
     if isinstance(asked, Sharding):
-        return Place(check_sharding(asked, leaf.name, leaf.shape))
+        return Place(check_sharding(asked, leaf.name, leaf.shape), explicit=True)
     if isinstance(asked, PartitionSpec):
-        return Place(named_sharding(mesh, asked, leaf.name, leaf.shape))
+        return Place(named_sharding(mesh, asked, leaf.name, leaf.shape), explicit=True)
     if callable(asked):
-        return Place(None, asked)
+        return Place(None, asked, explicit=True)
     raise ShardingError(
         f"leaf {leaf.name!r}: a sharding must be a Sharding, a PartitionSpec, a function or None, not {asked!r}"
     )
 
 
-def _match_rules(leaves: Sequence[ShapedLeaf], rules: Rules | None, mesh: Mesh | None, prefix: str) -> dict[int, Any]:
-    """Leaf number → what its first matching rule says. Only if no rule hits any key, keys with the prefix are tried."""
+def _match_rules(
+    leaves: Sequence[ShapedLeaf], rules: Rules | None, mesh: Mesh | None, prefix: str, prefix_first: bool
+) -> dict[int, Any]:
+    """Leaf number → what its first matching rule says."""
     if not rules:
         return {}
     if mesh is None and any(isinstance(spec, PartitionSpec) for _, spec in rules):
         raise ShardingError("partition_rules need a mesh; pass mesh=")
     patterns = [(re.compile(pattern), spec) for pattern, spec in rules]
-    plain = _hits(["/".join(leaf.path) for leaf in leaves], patterns)
-    if plain or not prefix:
-        return plain
-    start = tuple(prefix.split("."))
-    return _hits(["/".join((*start, *leaf.path)) for leaf in leaves], patterns)
+    starts = [(), tuple(prefix.split("."))] if prefix else [()]
+    for start in reversed(starts) if prefix_first else starts:
+        found = _hits(["/".join((*start, *leaf.path)) for leaf in leaves], patterns)
+        if found:
+            return found
+    return {}
 
 
 def _hits(names: Sequence[str], patterns: Sequence[tuple[re.Pattern[str], Any]]) -> dict[int, Any]:

@@ -102,9 +102,9 @@ class _Leaf:
     """Marks a leaf's place in a Skeleton; leaves are filled in order."""
 
 
-_LEAF = _Leaf()
+LEAF = _Leaf()
 _PLAIN = frozenset((bool, int, float, complex, str, bytes))
-_Child = Any  # a Node, _LEAF or None
+_Child = Any  # a Node, LEAF or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Skeleton:
         return [path for path, _ in self._places(self.root, ())]
 
     def _places(self, node: _Child, path: Path) -> Iterator[tuple[Path, _Child]]:
-        if node is _LEAF:
+        if node is LEAF:
             yield path, node
         elif node is not None:
             for name, child in zip(node.names, node.children, strict=True):
@@ -217,13 +217,13 @@ def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
 def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[Any], bool] | None) -> _Child:
     if is_leaf is not None and is_leaf(tree):
         leaves.append(Leaf(path, tree))
-        return _LEAF
+        return LEAF
     if tree is None:
         return None
     node = None if isinstance(tree, jax.Array | np.ndarray) or type(tree) in _PLAIN else _open(tree)
     if node is None:
         leaves.append(Leaf(path, tree))
-        return _LEAF
+        return LEAF
     shell, children = node
     below = tuple(
         _take_apart(child, (*path, name), leaves, is_leaf) for name, child in zip(shell.names, children, strict=True)
@@ -285,7 +285,7 @@ def _class_name(cls: type) -> str:
 
 
 def _rebuild(node: _Child, leaves: Iterator[Any]) -> Any:
-    if node is _LEAF:
+    if node is LEAF:
         return next(leaves)
     if node is None:
         return None
@@ -294,7 +294,7 @@ def _rebuild(node: _Child, leaves: Iterator[Any]) -> Any:
 
 def _prune(node: _Child, keep: Iterator[bool]) -> _Child:
     if not isinstance(node, Node):
-        return _LEAF if node is _LEAF and next(keep) else None
+        return LEAF if node is LEAF and next(keep) else None
     kept = [_prune(child, keep) for child in node.children]
     if not node.kind.endswith("dict"):
         return Node(node.kind, node.names, tuple(kept), node.keys, node.class_name, node.cls, node.aux, node.has_aux)
@@ -304,21 +304,26 @@ def _prune(node: _Child, keep: Iterator[bool]) -> _Child:
 
 
 def _holds_leaf(node: _Child) -> bool:
-    return node is _LEAF or (isinstance(node, Node) and any(_holds_leaf(child) for child in node.children))
+    return node is LEAF or (isinstance(node, Node) and any(_holds_leaf(child) for child in node.children))
 
 
 def _usable_class(node: Node) -> type | None:
     """The class a Node may be rebuilt as: the live one, or one already imported that has the same shape."""
     cls = node.cls
     if cls is None and node.has_aux:
-        module, _, qualname = node.class_name.partition(":")
-        found: Any = sys.modules.get(module)
-        for name in qualname.split("."):
-            found = vars(found).get(name) if isinstance(found, types.ModuleType | type) else None
-        cls = found if isinstance(found, type) else None
+        cls = find_class(node.class_name)
     if node.kind == "namedtuple":
         return cls if cls is not None and issubclass(cls, tuple) and getattr(cls, "_fields", 0) == node.names else None
     return cls if cls is not None and _treedef(cls, node) is not None else None
+
+
+def find_class(class_name: str) -> type | None:
+    """A class the program has already imported, by "module:qualname"; nothing is imported to find it."""
+    module, _, qualname = class_name.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = vars(found).get(name) if isinstance(found, types.ModuleType | type) else None
+    return found if isinstance(found, type) else None
 
 
 def _treedef(cls: type, node: Node) -> Any:
@@ -375,7 +380,7 @@ _FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, byt
 
 
 def _to_json(node: _Child) -> Json:
-    if node is _LEAF:
+    if node is LEAF:
         return 0
     if node is None:
         return None
@@ -408,7 +413,7 @@ def _from_json(data: Any) -> _Child:
     if data is None:
         return None
     if type(data) is int and data == 0:
-        return _LEAF
+        return LEAF
     return _container_from_json(cast(dict[str, Any], data))
 
 

@@ -119,8 +119,12 @@ class Store(Protocol):
         """Remove the place itself if nothing is left in it."""
         ...
 
-    def list(self, name: str) -> list[str]:
+    def children(self, name: str) -> list[str]:
         """The names in a directory; empty if there is none."""
+        ...
+
+    def find_directories_with(self, name: str) -> list[str]:
+        """The directories below that hold a file of this name."""
         ...
 
     def is_taken(self, names: Iterable[str]) -> bool:

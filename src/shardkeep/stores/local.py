@@ -109,7 +109,7 @@ class LocalStore:
     def remove_control(self) -> None:
         for name in ("saves", "claims", ""):
             directory = self.locate(f"{self.control}/{name}".rstrip("/"))
-            for inside in self.list(f"{self.control}/{name}".rstrip("/")):
+            for inside in self.children(f"{self.control}/{name}".rstrip("/")):
                 with suppress(FileNotFoundError, IsADirectoryError, PermissionError):
                     os.unlink(os.path.join(directory, inside))
             with suppress(OSError):
@@ -119,7 +119,7 @@ class LocalStore:
         with suppress(OSError):
             os.rmdir(self._root)
 
-    def list(self, name: str) -> list[str]:
+    def children(self, name: str) -> list[str]:
         try:
             return sorted(os.listdir(self.locate(name)))
         except (FileNotFoundError, NotADirectoryError):
@@ -133,6 +133,14 @@ class LocalStore:
             while name := os.path.dirname(name):
                 directories.add(name)
         return any(os.path.lexists(self.locate(d)) and not os.path.isdir(self.locate(d)) for d in directories)
+
+    def find_directories_with(self, name: str) -> list[str]:
+        found: list[str] = []
+        for directory, _, files in os.walk(self._root):
+            if name in files:
+                relative = os.path.relpath(directory, self._root)
+                found.append("" if relative == "." else relative.replace(os.sep, "/"))
+        return sorted(found)
 
     @contextmanager
     def lock(self, seconds: float) -> Generator[None]:

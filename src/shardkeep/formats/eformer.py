@@ -1,0 +1,237 @@
+"""eFormer's checkpoint directories: read as they are, and the index that lets eFormer read ours.
+
+Version 1.0 of the index has no prefixes, 2.0 (and later ones, named after the package) has; without any index the
+zarr arrays are found by looking. Structures come from `<prefix>_structure.json`, their pickles decoded inertly.
+"""
+
+import base64
+import binascii
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from shardkeep.digests import digest
+from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError
+from shardkeep.formats.pickles import Record, decode_pickle, plain_value
+from shardkeep.formats.tensorstore import zarr_dtype
+from shardkeep.formats.zarr import ZARRAY, describe, file_names
+from shardkeep.manifest import DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix
+from shardkeep.naming import prefix_directory
+from shardkeep.stores.base import Store
+from shardkeep.tree import LEAF, Node, Path, Skeleton, find_class, flatten, nest
+
+log = logging.getLogger("shardkeep")
+
+INDEX = "tensorstore_index.json"
+METADATA = "checkpoint_metadata.json"
+_MARK = "shardkeep"
+
+
+def read_eformer(store: Store, search: bool) -> Manifest | None:
+    """The checkpoint another program left in a directory, described as ours; None if there is none.
+
+    `search`: without an index, look for arrays.
+    """
+    index = _read_json(store, INDEX)
+    if index is None:
+        return _discover(store) if search else None
+    where = store.locate(INDEX)
+    if _MARK in index:
+        raise IncompleteCheckpointError(f"{where} was written by shardkeep, but the manifest beside it is missing")
+    if index.get("format") != "tensorstore":
+        raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' can be read")
+    try:
+        grouped = {check_prefix(p): _paths(entries) for p, entries in (index.get("prefixes") or {}).items()}
+        if "arrays" in index or not grouped:
+            grouped = {"": _paths(index.get("arrays") or []), **grouped}
+    except (TypeError, AttributeError, KeyError) as error:
+        raise IntegrityError(f"{where} is malformed: {error}") from error
+    if len(grouped) > 1 and not grouped.get("", True):
+        del grouped[""]
+    return _manifest(store, grouped, digest(store.read(INDEX)))
+
+
+def _discover(store: Store) -> Manifest | None:
+    found = store.find_directories_with(ZARRAY)
+    if not found:
+        return None
+    nested = [name for name in store.find_directories_with(INDEX) if name]
+    if nested:
+        listed = ", ".join(nested[:8])
+        raise CheckpointNotFoundError(f"{store.url} is not a checkpoint but holds some: load one of {listed}")
+    log.warning("shardkeep: %s has no index; %d zarr arrays were found by looking", store.url, len(found))
+    return _manifest(store, {"": found}, digest("\n".join(found).encode()))
+
+
+def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> Manifest:
+    metadata = _read_json(store, METADATA) or {}
+    trees: dict[str, Tree] = {}
+    for prefix, directories in grouped.items():
+        structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
+        trees[prefix] = _tree(store, prefix, directories, metadata, structure, identity)
+    return Manifest(store.url, identity, trees)
+
+
+def _tree(
+    store: Store,
+    prefix: str,
+    directories: Sequence[str],
+    metadata: Mapping[str, Any],
+    structure: dict[str, Any] | None,
+    identity: str,
+) -> Tree:
+    start = prefix.replace(".", "/") + "/" if prefix else ""
+    paths = [tuple(d.removeprefix(start).split("/")) for d in directories]
+    skeleton, found = flatten(nest(list(zip(paths, directories, strict=True))))
+    places: list[Any] = [leaf.value for leaf in found]
+    if structure is not None:
+        metadata = {**metadata, "custom_metadata": structure.get("extras") or {}}
+        skeleton, places = _structured(structure, store.locate(f"{prefix}_structure.json"))
+    leaves: list[StoredLeaf] = []
+    files: list[DataFile] = []
+    for path, place in zip(skeleton.paths(), places, strict=True):
+        if not isinstance(place, str):
+            leaves.append(StoredLeaf(path, "value", value=place.value))
+            continue
+        array = describe(store, place)
+        leaves.append(StoredLeaf(path, "zarr", array.spec, extra={"directory": place}))
+        files += [DataFile(name, store.size(name) or 0) for name in file_names(store, place, array)]
+    return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
+
+
+class _Plain:
+    """A leaf that is no array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[Any]]:
+    """The tree a structure file describes, and for each leaf its directory or its value."""
+    try:
+        keys, mask = structure["leaf_keys_full"], structure["arr_mask"]
+        relpaths = iter(structure["array_relpaths"])
+        payload = structure["nonarray_payload"]
+        treedef = decode_pickle(base64.b64decode(structure["treedef_b64"]), where)
+        start = len(str(structure["prefix"]).split("."))
+        names: list[Path] = [tuple(str(key).split("."))[start:] for key in keys]
+        places: list[Any] = []
+        for number, is_array in enumerate(mask):
+            if is_array:
+                places.append(check_name(next(relpaths)))
+            else:
+                raw = base64.b64decode(payload[str(number)])
+                places.append(_Plain(plain_value(decode_pickle(raw, where))))
+        return _skeleton(treedef, names), places
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, binascii.Error) as error:
+        if isinstance(error, IntegrityError):
+            raise
+        raise IntegrityError(f"{where} is malformed: {error!r}") from error
+
+
+def _skeleton(treedef: Any, names: Sequence[Path]) -> Skeleton:
+    """A pickled PyTreeDef (nodes in post-order) as a Skeleton."""
+    if not isinstance(treedef, Record) or treedef.name != "PyTreeDef":
+        raise ValueError("not a pickled PyTreeDef")
+    nodes = cast(tuple[Any, list[Any]], treedef.state)[1]
+    stack: list[tuple[Any, int]] = []  # (child, its first leaf)
+    leaves = 0
+    for kind, arity, data, cls, *_ in nodes:
+        children = stack[len(stack) - arity :] if arity else []
+        del stack[len(stack) - len(children) :]
+        first = children[0][1] if children else leaves
+        if kind == 0:
+            stack.append((LEAF, leaves))
+            leaves += 1
+        else:
+            stack.append((_node(kind, data, cls, [c for c, _ in children], [f for _, f in children], names), first))
+    ((root, _),) = stack
+    skeleton = Skeleton(root)
+    if len(skeleton.paths()) != len(names):
+        raise ValueError("the structure and its list of leaves differ")
+    return skeleton
+
+
+def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int], names: Sequence[Path]) -> Any:
+    below = tuple(children)
+    numbers = tuple(str(i) for i in range(len(children)))
+    if kind == 1:
+        return None
+    if kind in (2, 4):
+        return Node("tuple" if kind == 2 else "list", numbers, below)
+    if kind == 5:
+        return Node("dict", tuple(str(key) for key in data), below, tuple(data))
+    if kind == 3:
+        name = data.class_name()
+        loaded = find_class(name)
+        fields = getattr(loaded, "_fields", None) or _names_of(firsts, names) or numbers
+        return Node("namedtuple", tuple(fields) if len(fields) == len(children) else numbers, below, class_name=name)
+    record = cls if isinstance(cls, type) else data
+    name = record.class_name() if isinstance(record, type) and issubclass(record, Record) else "unknown:unknown"
+    return Node("custom", _names_of(firsts, names) or numbers, below, class_name=name, has_aux=False)
+
+
+def _names_of(firsts: list[int], names: Sequence[Path]) -> tuple[str, ...] | None:
+    """What the paths of the leaves call some siblings: the first place where their first leaves differ."""
+    paths = [names[i] for i in firsts if i < len(names)]
+    if len(paths) != len(firsts) or not paths:
+        return None
+    for depth in range(min(len(p) for p in paths)):
+        found = tuple(p[depth] for p in paths)
+        if len(set(found)) == len(found) and (len(found) > 1 or depth == len(paths[0]) - 1):
+            return found
+    return None
+
+
+def _paths(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [check_name(entry["path"]) for entry in entries]
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(store.read(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{store.locate(name)} is damaged: {error}") from error
+    if not isinstance(data, dict):
+        raise IntegrityError(f"{store.locate(name)} holds no JSON object")
+    return data
+
+
+def index_documents(manifest: Manifest, prefix: str) -> dict[str, bytes | None]:
+    """The files eFormer reads, for the trees it can: name → content, None for one that must not be there."""
+    trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
+    if not trees:
+        return {INDEX: None}
+    index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
+    index["prefixes"] = {p: entries for p, entries in trees.items() if p}
+    if "" in trees:
+        index["arrays"] = trees[""]
+    metadata = dict(manifest.trees[prefix].metadata)
+    return {INDEX: json.dumps(index, indent=1).encode(), METADATA: json.dumps(metadata).encode()}
+
+
+def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
+    """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
+    if not tree.indexed or not (tree.format == "tensorstore" or any(leaf.kind == "zarr" for leaf in tree.leaves)):
+        return None
+    directory = prefix_directory(prefix)
+    start = f"{directory}/" if directory else ""
+    present = {file.name for file in tree.files}
+    arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    entries: list[dict[str, Any]] = []
+    for leaf in arrays:
+        place = start + "/".join(leaf.path)
+        assert leaf.spec is not None
+        if f"{place}/{ZARRAY}" in present and (leaf.kind == "zarr" or _same_type(leaf)):
+            entries.append({"path": place, "shape": list(leaf.spec.shape), "dtype": leaf.spec.dtype.name})
+    return entries if entries or not arrays else None
+
+
+def _same_type(leaf: StoredLeaf) -> bool:
+    """Whether zarr has the leaf's own type, rather than its bits under another."""
+    assert leaf.spec is not None
+    name = zarr_dtype(leaf.spec.dtype)
+    return leaf.kind != "prng" and (name == leaf.spec.dtype.name or name == leaf.spec.dtype.str)

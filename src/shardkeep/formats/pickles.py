@@ -1,0 +1,97 @@
+"""eFormer's pickled tree structures, decoded without running anything they contain.
+
+Every class or function a pickle names becomes an inert record: nothing is imported, looked up or called. What comes
+out is plain values, plus records where the pickle wanted something else.
+"""
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+
+from shardkeep.arrays import dtype_from_name, dtype_name
+from shardkeep.errors import IntegrityError
+from shardkeep.tree import StandIn
+from shardkeep.values import NotPlainError, encode
+
+_LIMIT = 64 << 20
+
+
+class Record:
+    """What stands for an object of a class that a pickle names."""
+
+    module = ""
+    name = ""
+
+    def __new__(cls, *args: Any, **_: Any) -> "Record":
+        made = super().__new__(cls)
+        made.args = args
+        made.state = None
+        return made
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise pickle.UnpicklingError("not a dict")
+
+    @classmethod
+    def class_name(cls) -> str:
+        return f"{cls.module}:{cls.name}"
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        return type("Record", (Record,), {"module": str(module), "name": str(name)})
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        raise pickle.UnpicklingError("persistent ids are not supported")
+
+
+def decode_pickle(data: bytes, where: str) -> Any:
+    """The plain values and inert records in a pickle."""
+    if len(data) > _LIMIT:
+        raise IntegrityError(f"{where}: a pickled structure of {len(data):,} bytes is not plausible")
+    try:
+        return _InertUnpickler(io.BytesIO(data)).load()
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        IndexError,
+        KeyError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error}") from error
+
+
+def plain_value(value: Any) -> Any:
+    """A decoded leaf as a plain value: NumPy scalars rebuilt from their bytes, anything else as a stand-in."""
+    if isinstance(value, Record):
+        scalar = _numpy_scalar(value)
+        return StandIn(value.class_name(), {}) if scalar is None else scalar
+    try:
+        encode(value)
+    except (NotPlainError, RecursionError):
+        return StandIn(f"builtins:{type(value).__name__}", {})
+    return value
+
+
+def _numpy_scalar(record: Record) -> Any:
+    """numpy scalars are pickled as scalar(dtype, bytes)."""
+    if record.name != "scalar" or not record.module.startswith("numpy") or len(record.args) != 2:
+        return None
+    kind, raw = record.args
+    try:
+        dtype = dtype_from_name(dtype_name(np.dtype(kind.args[0])))
+        return np.frombuffer(raw, dtype=dtype)[0] if len(raw) == dtype.itemsize else None
+    except (TypeError, ValueError, AttributeError, IndexError):
+        return None

@@ -1,0 +1,181 @@
+"""From host memory to what the caller gets: arrays on their devices, then functions, callbacks and casts."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from shardkeep.arrays import Region, kind_of
+from shardkeep.choosing import Request, Wanted
+from shardkeep.formats.zarr import read_zarr
+from shardkeep.manifest import Tree
+from shardkeep.planning import Fetch, plan_read
+from shardkeep.reading import Source, Target, read_targets
+from shardkeep.staging import Array, budget
+from shardkeep.stores.base import Store
+from shardkeep.workers import Crew
+
+log = logging.getLogger("shardkeep")
+
+
+def read_leaves(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request) -> list[Any]:
+    """The values of the leaves, in order; at most `in_flight` of them under way at once."""
+    step = request.in_flight or max(len(wanted), 1)
+    values: list[Any] = []
+    with Crew() as crew:
+        for start in range(0, len(wanted), step):
+            some = wanted[start : start + step]
+            targets = _read(store, tree, some, request, crew)
+            values += _finish(some, targets, request)
+    _warn_64_bit(wanted)
+    return values
+
+
+def _read(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, crew: Crew) -> list[Target | None]:
+    """The data of each array in host memory, checked; None for plain values."""
+    targets: list[Target] = []
+    fetches: list[Fetch] = []
+    slots: list[Target | None] = []
+    for w in wanted:
+        if w.stored.spec is None:
+            slots.append(None)
+            continue
+        regions = _regions(w)
+        fetches += plan_read(len(targets), w.stored, regions)
+        targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
+        slots.append(targets[-1])
+    crew.run(lambda t=target: read_zarr(store, t) for target in targets if target.leaf.kind == "zarr")
+    source = Source(store, tree.files, tree.compression, request.verify, request.mapped)
+    read_targets(source, targets, fetches, budget.limit, crew, lambda _: None)
+    return slots
+
+
+def _stays_on_host(w: Wanted) -> bool:
+    """Whether the caller gets a NumPy array to write to, which must not be a mapped file."""
+    assert w.stored.spec is not None
+    return w.as_numpy or needs_x64(w.stored.spec.dtype)
+
+
+def _regions(w: Wanted) -> list[Region]:
+    """The regions of a leaf that this process needs, each once."""
+    assert w.stored.spec is not None
+    shape = w.stored.spec.shape
+    if w.place.sharding is None or w.shape is not None or _stays_on_host(w):
+        return [Region.whole(shape)]
+    indices = w.place.sharding.addressable_devices_indices_map(shape)
+    return list(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+
+
+def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request: Request) -> list[Any]:
+    """Arrays onto devices (those of one device in one call), then what is left to do for each."""
+    values: list[Any] = [None] * len(wanted)
+    grouped: dict[Any, list[int]] = {}
+    for number, (w, target) in enumerate(zip(wanted, targets, strict=True)):
+        if target is None:
+            values[number] = w.stored.value
+        elif _stays_on_host(w):
+            values[number] = _reshaped(_array(target), w)
+        elif w.shape is not None or w.place.sharding is None or isinstance(w.place.sharding, SingleDeviceSharding):
+            grouped.setdefault(w.place.sharding, []).append(number)
+        else:
+            values[number] = _assemble(target, w.place.sharding)
+    for sharding, numbers in grouped.items():
+        arrays = [_reshaped(_array(targets[n]), wanted[n]) for n in numbers]
+        for number, array in zip(numbers, jax.device_put(arrays, sharding), strict=True):
+            values[number] = array
+    jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
+    return [_adapt(w, value, request) for w, value in zip(wanted, values, strict=True)]
+
+
+def _array(target: Target | None) -> Array:
+    assert target is not None
+    array = target.arrays[0]
+    assert array is not None
+    return array
+
+
+def _reshaped(array: Array, w: Wanted) -> Array:
+    return array if w.shape is None else array.reshape(w.shape)
+
+
+def _assemble(target: Target, sharding: Sharding) -> jax.Array:
+    assert target.leaf.spec is not None
+    shape = target.leaf.spec.shape
+    by_region: dict[Region, Any] = dict(zip(target.regions, target.arrays, strict=True))
+
+    def data(index: Any) -> Any:
+        return by_region[Region.from_index(index, shape)]
+
+    return jax.make_array_from_callback(shape, sharding, data)
+
+
+def _adapt(w: Wanted, value: Any, request: Request) -> Any:
+    """The last steps of one leaf: key data to keys, byte order, check, function, callback, cast, template's kind."""
+    is_array = w.stored.spec is not None
+    if is_array and request.check is not None:
+        request.check(w.stored, value)
+    if w.stored.kind == "prng":
+        value = jax.random.wrap_key_data(value, impl=w.stored.extra["impl"])
+    if w.stored.extra.get("order"):
+        value = value.astype(value.dtype.newbyteorder(w.stored.extra["order"]))
+    if w.place.function is not None:
+        value = apply_function(w.place.function, value)
+    if is_array and request.callback is not None:
+        value = request.callback(value, w.stored)
+    if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and w.stored.kind != "prng":
+        value = cast_array(value, w.dtype, w.stored.key)
+    return value if w.like is None else _like(w.like, value)
+
+
+def apply_function(function: Callable[[Any], Any], array: Any) -> Any:
+    """A callable sharding: a returned `Sharding` is applied, anything else is the result."""
+    result = function(array)
+    return jax.device_put(array, result) if isinstance(result, Sharding) else result
+
+
+def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
+    """Cast within one kind (float to float, integer to integer); an integer that does not fit is a `ValueError`."""
+    if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
+        return array
+    if kind_of(dtype) == "int" and array.size:
+        low, high = int(array.min()), int(array.max())
+        limits = jax.numpy.iinfo(dtype)
+        if low < int(limits.min) or high > int(limits.max):
+            raise ValueError(f"leaf {key!r} holds {low} to {high}, which does not fit {dtype.name}")
+    if isinstance(array, jax.Array) and needs_x64(dtype):
+        log.warning("shardkeep: leaf %r as %s is NumPy: set jax_enable_x64 to have it on devices", key, dtype.name)
+        return np.asarray(array).astype(dtype)
+    return array.astype(dtype)
+
+
+def _like(like: Any, value: Any) -> Any:
+    """A plain value as a 0-d array like the template's, or the other way round."""
+    if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        return jax.device_put(np.asarray(value).astype(like.dtype), getattr(like, "sharding", None))
+    if isinstance(like, np.ndarray):
+        return np.asarray(value).astype(like.dtype)
+    return value[()] if isinstance(like, np.generic) else type(like)(value.item())
+
+
+def needs_x64(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX, as it is set up now, would truncate arrays of this type."""
+    if dtype.kind in "mM":
+        return True
+    wide = dtype.name in ("int64", "uint64", "float64", "complex128")
+    return wide and not cast(Any, jax.config).jax_enable_x64
+
+
+def _warn_64_bit(wanted: Sequence[Wanted]) -> None:
+    keys = [
+        w.stored.key for w in wanted if w.stored.spec is not None and not w.as_numpy and needs_x64(w.stored.spec.dtype)
+    ]
+    if keys:
+        log.warning(
+            "shardkeep: %d 64-bit arrays (%s%s) are NumPy, unchanged: set jax_enable_x64 to have them on devices",
+            len(keys),
+            ", ".join(keys[:5]),
+            ", …" if len(keys) > 5 else "",
+        )
