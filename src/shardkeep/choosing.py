@@ -42,6 +42,7 @@ class Request:
     prefix_first: bool = False  # rules are matched with keys that begin with the prefix
     all_jax: bool = False  # NumPy leaves become JAX arrays too
     in_flight: int | None = None  # arrays read at once
+    verbose: bool = False  # show a progress bar
     check: Callable[[StoredLeaf, Any], None] | None = None  # sees each array before anyone else
     callback: Callable[[Any, StoredLeaf], Any] | None = None  # gets each array once it is placed, in saved order
 

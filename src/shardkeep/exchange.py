@@ -27,14 +27,14 @@ from shardkeep.errors import (
 from shardkeep.formats.foreign import tree_of_safetensors
 from shardkeep.formats.safetensors import decode_header, group_by_size, header_length, pack
 from shardkeep.manifest import DataFile, Manifest, Tree, check_name, decode_manifest, encode_manifest
+from shardkeep.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.planning import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import LocalStore
 
-SUFFIX = ".safetensors"
-INDEX = ".safetensors.index.json"
+SUFFIX = SAFETENSORS
+INDEX = SAFETENSORS_INDEX
 DEFAULT_SHARD_SIZE = 5_000_000_000
-_SHARD = re.compile(r"(?P<base>.+?)(-[0-9a-f]{32})?-\d{5}-of-\d{5}\.safetensors")
 _BIG = 10**17  # stands for any offset or size while the room for the manifest is measured
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -109,9 +109,10 @@ class Exchange:
 
     def _shard_names(self, count: int, save_id: str) -> list[str]:
         """Hugging Face's names, or where one of them is in use, names with the save's id."""
-        ends = [f"-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)]
-        names = [self.base + end for end in ends]
-        return [f"{self.base}-{save_id}{end}" for end in ends] if self.store.is_taken(names) else names
+        names = [shard_filename(self.base, i + 1, count) for i in range(count)]
+        if not self.store.is_taken(names):
+            return names
+        return [shard_filename(f"{self.base}-{save_id}", i + 1, count) for i in range(count)]
 
     def finish(self, turn: Turn, tree: Tree) -> Tree:
         """Fill in the header of a single file, now that its manifest is known; the tree gets its final name."""
@@ -146,9 +147,9 @@ def exchange_at(path: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
         base = name[: -len(INDEX)]
     elif name.endswith(SUFFIX):
         base = name[: -len(SUFFIX)]
-        shard = _SHARD.fullmatch(name)
-        if shard and os.path.exists(os.path.join(directory, shard["base"] + INDEX)):
-            base = shard["base"]
+        common = base_of_shard(name)
+        if os.path.exists(os.path.join(directory, common + INDEX)):
+            base = common
     else:
         base = name
     return Exchange(LocalStore(directory, control=f".{base}{SUFFIX}.shardkeep"), base, shard_size)
@@ -160,7 +161,7 @@ def exchange_in(directory: str) -> Exchange | None:
     for ending in (INDEX, SUFFIX):
         bases = [n[: -len(ending)] for n in names if n.endswith(ending) and not n.startswith(".")]
         if ending == SUFFIX:
-            bases = [b for b in bases if not _SHARD.fullmatch(b + SUFFIX)]
+            bases = [b for b in bases if not SHARD_END.search(b)]
         if "model" in bases or len(bases) == 1:
             return exchange_at(os.path.join(directory, ("model" if "model" in bases else bases[0]) + ending))
         if bases:

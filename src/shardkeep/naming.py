@@ -8,6 +8,10 @@ from collections.abc import Sequence
 
 from shardkeep.tree import Path
 
+SAFETENSORS = ".safetensors"
+SAFETENSORS_INDEX = ".safetensors.index.json"
+SHARD_END = re.compile(r"(-[0-9a-f]{32})?-\d{5}-of-\d{5}\Z")
+
 _MAX_NAME = 200  # bytes; file systems take 255, and a suffix may follow
 _MAX_PATH = 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,])?")
@@ -27,6 +31,37 @@ def prefix_directory(prefix: str) -> str:
     'model/encoder'
     """
     return "/".join(_safe(part) for part in prefix.split(".")) if prefix else ""
+
+
+def shard_filename(base_prefix: object, idx: int, total: int) -> str:
+    """The name of one of several safetensors files, counted from 1.
+
+    >>> shard_filename("/x/model", 1, 4)
+    '/x/model-00001-of-00004.safetensors'
+    """
+    return f"{base_prefix}-{idx:05d}-of-{total:05d}{SAFETENSORS}"
+
+
+def index_filename(base_prefix: object) -> str:
+    """The name of the index of several safetensors files.
+
+    >>> index_filename("/x/model")
+    '/x/model.safetensors.index.json'
+    """
+    return f"{base_prefix}{SAFETENSORS_INDEX}"
+
+
+def base_of_shard(name: str) -> str:
+    """What the names of a model's files have in common; a save's id in a shard's name does not count.
+
+    >>> base_of_shard("model.safetensors.index.json")
+    'model'
+    """
+    for ending in (SAFETENSORS_INDEX, SAFETENSORS):
+        if name.endswith(ending):
+            name = name[: -len(ending)]
+            break
+    return SHARD_END.sub("", name)
 
 
 def leaf_directories(paths: Sequence[Path]) -> list[str]:

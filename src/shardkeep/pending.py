@@ -20,6 +20,18 @@ class PendingSave:
         self._error: BaseException | None = None
         self._mentioned = False
 
+    @classmethod
+    def nothing(cls, path: str) -> "PendingSave":
+        """The handle of a save that was not to be made."""
+        pending = cls(path)
+        pending._report = SaveReport(path, 0, 0, 0.0)
+        pending._finished.set()
+        return pending
+
+    def done_well(self) -> bool:
+        """Whether the save has ended and nothing went wrong."""
+        return self._finished.is_set() and self._error is None
+
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self._finished.is_set()

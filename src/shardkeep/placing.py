@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import jax
@@ -13,6 +14,7 @@ from shardkeep.choosing import Request, Wanted
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
 from shardkeep.planning import Fetch, plan_read
+from shardkeep.progress import Bar, Progress
 from shardkeep.reading import Source, Target, read_targets
 from shardkeep.staging import Array, budget
 from shardkeep.stores.base import Store
@@ -25,16 +27,20 @@ def read_leaves(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Req
     """The values of the leaves, in order; at most `in_flight` of them under way at once."""
     step = request.in_flight or max(len(wanted), 1)
     values: list[Any] = []
-    with Crew() as crew:
+    total = sum(w.stored.nbytes for w in wanted)
+    bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
+    with Crew() as crew, bar as progress:
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
-            targets = _read(store, tree, some, request, crew)
+            targets = _read(store, tree, some, request, crew, progress)
             values += _finish(some, targets, request)
     _warn_64_bit(wanted)
     return values
 
 
-def _read(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, crew: Crew) -> list[Target | None]:
+def _read(
+    store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, crew: Crew, progress: Progress
+) -> list[Target | None]:
     """The data of each array in host memory, checked; None for plain values."""
     targets: list[Target] = []
     fetches: list[Fetch] = []
@@ -49,7 +55,7 @@ def _read(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, 
         slots.append(targets[-1])
     crew.run(lambda t=target: read_zarr(store, t) for target in targets if target.leaf.kind == "zarr")
     source = Source(store, tree.files, tree.compression, request.verify, request.mapped)
-    read_targets(source, targets, fetches, budget.limit, crew, lambda _: None)
+    read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots
 
 

@@ -1,7 +1,7 @@
 """Files to host memory: only the blocks that are needed, each checked against its digest before anyone sees it."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import DataFile, Piece, StoredLeaf
 from shardkeep.planning import Fetch, plan_steps
+from shardkeep.progress import Progress
 from shardkeep.staging import Array, aligned_empty
 from shardkeep.stores.base import Mapping, Store, StoredFile
 from shardkeep.workers import Crew, Task
@@ -20,8 +21,6 @@ _MAP_FROM = 1 << 20  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
 _ALIGN = 64
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)

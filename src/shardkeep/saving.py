@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ from shardkeep.naming import new_save_id
 from shardkeep.opening import new_target
 from shardkeep.pending import PendingSave, turns
 from shardkeep.planning import Draft
+from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
 from shardkeep.staging import Snapshot, budget, staged_bytes, take_snapshot
 from shardkeep.tree import Leaf, flatten
 from shardkeep.workers import Crew
-from shardkeep.writing import Progress, write_files
+from shardkeep.writing import write_files
 
 FormatName = Literal["safetensors", "tensorstore"]
 
@@ -86,6 +88,7 @@ class SaveRequest:
     overwrite: bool = False
     indexed: bool = True
     on_commit: Callable[[], None] | None = None
+    verbose: bool = False
 
 
 def run_save(request: SaveRequest) -> SaveReport:
@@ -93,8 +96,8 @@ def run_save(request: SaveRequest) -> SaveReport:
     job = _Job.prepare(request)
     snapshot = job.take_snapshot(keep=False)
     job.queue()
-    with Crew() as crew:
-        return job.run(snapshot, crew, lambda _: None)
+    with Crew() as crew, job.bar(snapshot) as progress:
+        return job.run(snapshot, crew, progress)
 
 
 def start_save(request: SaveRequest) -> PendingSave:
@@ -114,8 +117,8 @@ def start_save(request: SaveRequest) -> PendingSave:
 
     def work() -> SaveReport:
         try:
-            with crew:
-                return job.run(snapshot, crew, lambda _: pending.mention_exit())
+            with crew, job.bar(snapshot) as progress:
+                return job.run(snapshot, crew, lambda n: (progress(n), pending.mention_exit())[0])
         finally:
             budget.give_back(held)
 
@@ -133,6 +136,7 @@ class _Job:
     leaves: list[Leaf]
     started: float
     on_commit: Callable[[], None] | None = None
+    verbose: bool = False
     snapshot_seconds: float = 0.0
     before: threading.Event | None = None
     finished: Callable[[], None] = lambda: None
@@ -146,7 +150,7 @@ class _Job:
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         skeleton, leaves = flatten(request.tree)
         draft = Draft(new_save_id(), name, skeleton, checked, created, request.indexed)
-        return cls(request.target, draft, request.overwrite, leaves, started, request.on_commit)
+        return cls(request.target, draft, request.overwrite, leaves, started, request.on_commit, request.verbose)
 
     @property
     def path(self) -> str:
@@ -163,6 +167,10 @@ class _Job:
         self.leaves = []  # the caller's arrays are not held any longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
         return snapshot
+
+    def bar(self, snapshot: Snapshot) -> AbstractContextManager[Progress]:
+        """A progress bar if one was asked for."""
+        return Bar(f"saving {self.path}", snapshot.nbytes) if self.verbose else nullcontext(lambda _: None)
 
     def queue(self) -> None:
         """Take a place in the order of saves to this target; `run` must follow."""

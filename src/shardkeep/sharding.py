@@ -68,7 +68,7 @@ def resolve_shardings(
         if asked is not _ABSENT:
             places.append(_place(asked, leaf, mesh))
             continue
-        if rules and not leaf.optional:
+        if (rules or (strict and named is not None)) and not leaf.optional:
             unmatched.append(leaf.name)
         saved = _saved_spec(leaf, mesh) if follow_saved and not rules and named is None else PartitionSpec()
         places.append(Place(NamedSharding(mesh, saved) if mesh is not None else None))

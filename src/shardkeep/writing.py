@@ -1,7 +1,7 @@
 """Bytes to files: hashed while hot, written in parallel, each block once."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +10,7 @@ import zstandard
 from shardkeep.arrays import Region
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.progress import Progress
 from shardkeep.staging import Array, Shard, aligned_empty
 from shardkeep.stores.base import NewFile, Store
 from shardkeep.workers import Crew, Task
@@ -18,8 +19,6 @@ _PART = 16 << 20  # what one task writes of a large file
 _BATCH = 8 << 20  # what one task writes in small files
 _FILE_COST = 64 << 10  # making a file costs about as much as writing this
 _ZSTD_LEVEL = 1
-
-Progress = Callable[[int], None]
 
 
 def write_files(

@@ -1,0 +1,133 @@
+"""Arrays gathered, cast and moved between devices, hosts and processes, for the documented API."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from shardkeep.arrays import kind_of, parse_dtype
+from shardkeep.progress import Bar
+from shardkeep.staging import is_prng_dtype
+from shardkeep.tree import flatten
+
+
+def cpu_device() -> Any:
+    return jax.local_devices(backend="cpu")[0]
+
+
+def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
+    """`x` gathered: replicated on `mesh` (None: on one device), or on the CPU so that no copy stays on accelerators.
+
+    Floats are cast to `float_dtype`; None keeps them. What is no array is given back unchanged.
+    """
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+    x = cast_floats(x, float_dtype)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    if cpu_offload:
+        return jax.device_put(x, SingleDeviceSharding(cpu_device()))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+
+
+def cast_floats(x: Any, float_dtype: Any) -> Any:
+    """A float array as `float_dtype`; anything else, and everything if that is None, unchanged."""
+    if float_dtype is None or not isinstance(x, jax.Array | np.ndarray):
+        return x
+    dtype = parse_dtype(float_dtype)
+    if is_prng_dtype(x.dtype) or kind_of(np.dtype(x.dtype)) != "float":
+        return x
+    return x.astype(dtype)
+
+
+def reshard(x: Any, target_sharding: Sharding) -> jax.Array:
+    """`x` laid out as `target_sharding` says, replicated ones included."""
+    return jax.device_put(x, target_sharding)
+
+
+def apply_gather_functions(
+    state: Any, gather_fns: bool | Mapping[str, Any] | None, mismatch_allowed: bool, verbose: bool
+) -> Any:
+    """Each leaf through its gather function, the structure kept.
+
+    `True` takes every array to the host, `False` or None none; a dict (nested or dotted) names a function per key.
+    A key without one is left as it is if `mismatch_allowed`, else it is a `KeyError`.
+    """
+    if gather_fns is None or gather_fns is False:
+        return state
+    skeleton, leaves = flatten(state)
+    functions = None if gather_fns is True else _functions(gather_fns)
+    total = sum(int(getattr(leaf.value, "nbytes", 0)) for leaf in leaves)
+    bar = Bar("gathering", total) if verbose else None
+    values: list[Any] = []
+    for leaf in leaves:
+        values.append(_gathered(leaf.value, ".".join(leaf.path), functions, mismatch_allowed))
+        if bar is not None:
+            bar(int(getattr(leaf.value, "nbytes", 0)))
+    if bar is not None:
+        bar.__exit__(None, None, None)
+    return skeleton.rebuild(values)
+
+
+def _functions(gather_fns: Any) -> dict[str, Any]:
+    _, leaves = flatten(gather_fns, is_leaf=callable)
+    return {".".join(leaf.path): leaf.value for leaf in leaves}
+
+
+def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_allowed: bool) -> Any:
+    if functions is None:
+        return jax.device_get(value) if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) else value
+    function: Callable[[Any], Any] | None = functions.get(key)
+    if function is None:
+        if mismatch_allowed:
+            return value
+        raise KeyError(f"no gather function for {key!r}; there are functions for {', '.join(functions) or 'nothing'}")
+    return function(value)
+
+
+def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
+    """Pieces along the first axis, none above the limit unless one row already is.
+
+    >>> [len(piece) for piece in chunk_tensor_by_memory(np.zeros((5, 2), np.int8), 4)]
+    [2, 2, 1]
+    """
+    if memory_limit <= 0:
+        raise ValueError(f"the memory limit must be positive, not {memory_limit}")
+    if tensor.ndim == 0 or tensor.shape[0] == 0:
+        return [tensor]
+    row = max(estimate_array_nbytes(tensor) // tensor.shape[0], 1)
+    step = max(memory_limit // row, 1)
+    return [tensor[start : start + step] for start in range(0, tensor.shape[0], step)]
+
+
+def estimate_array_nbytes(array: Any) -> int:
+    """Bytes of an array, without moving it; sub-byte types count one byte per element.
+
+    >>> estimate_array_nbytes(jax.ShapeDtypeStruct((2, 3), "float32"))
+    24
+    """
+    if is_prng_dtype(array.dtype):
+        return int(array.nbytes)
+    return int(np.prod(array.shape, dtype=object)) * np.dtype(array.dtype).itemsize
+
+
+def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Sharding | None = None) -> jax.Array:
+    """Process 0's tensor on every process, sent in pieces no larger than the limit.
+
+    Laid out as `target_sharding` says, else replicated over all devices.
+    """
+    pieces = chunk_tensor_by_memory(tensor, memory_limit_bytes)
+    if jax.process_count() > 1:
+        pieces = [np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(piece))) for piece in pieces]
+    whole = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate([np.asarray(p) for p in pieces])
+    sharding = target_sharding or _everywhere()
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _everywhere() -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec())

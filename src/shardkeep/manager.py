@@ -1,0 +1,447 @@
+"""AsyncCheckpointManager: eFormer's documented manager on shardkeep's one save path and one load path."""
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+from jax.sharding import Mesh
+
+from shardkeep.arrays import parse_dtype
+from shardkeep.choosing import Request
+from shardkeep.commit import Target
+from shardkeep.directory import Directory
+from shardkeep.errors import IntegrityError, PrefixError, ShardingError
+from shardkeep.exchange import SUFFIX
+from shardkeep.formats.eformer import INDEX
+from shardkeep.formats.tensorstore import TensorstoreFormat
+from shardkeep.gathering import apply_gather_functions, cast_floats, to_host
+from shardkeep.loading import load_request
+from shardkeep.manifest import StoredLeaf, check_metadata
+from shardkeep.metadata import compute_checksum, describe_arrays, metadata_of
+from shardkeep.opening import new_target, open_checkpoint
+from shardkeep.pending import PendingSave
+from shardkeep.saving import SaveRequest, run_save, start_save
+from shardkeep.sharding import Rules
+from shardkeep.staging import is_prng_dtype
+from shardkeep.stores.base import location
+from shardkeep.stores.local import LocalStore
+from shardkeep.tree import Skeleton, flatten, nest
+
+log = logging.getLogger("shardkeep")
+
+Callback = Callable[[Any, str], Any]
+
+
+class AsyncCheckpointManager:
+    """Saves and loads trees as eFormer documents it. Each argument is an attribute that may be set later.
+
+    `enable=False` turns saving off. `float_dtype` is what floats are cast to when a gather is asked for. `verbose`
+    shows progress and a summary. `gcs_bucket` takes relative paths into that bucket, with the key file
+    `gcs_credentials_path`. `enable_validation` records a SHA-256 of each array. `enable_compression` is zstd on
+    TensorStore chunks. `use_tensorstore=False` saves safetensors.
+
+    >>> import jax.numpy as jnp
+    >>> with AsyncCheckpointManager() as manager:
+    ...     _ = manager.save({"w": jnp.ones(3)}, str(tmp / "run"), mesh=None, metadata={"step": 1})
+    ...     tree, metadata = manager.load(str(tmp / "run"), mesh=None)
+    >>> tree["w"].shape, metadata["custom_metadata"]
+    ((3,), {'step': 1})
+    """
+
+    def __init__(
+        self,
+        enable: bool | None = None,
+        float_dtype: Any = jnp.bfloat16,
+        verbose: bool = False,
+        gcs_bucket: str | None = None,
+        gcs_credentials_path: str | None = None,
+        enable_validation: bool = False,
+        enable_compression: bool = False,
+        use_tensorstore: bool = True,
+    ) -> None:
+        self.enable = enable
+        self.float_dtype = float_dtype
+        self.verbose = verbose
+        self.gcs_bucket = gcs_bucket
+        self.gcs_credentials_path = gcs_credentials_path
+        self.enable_validation = enable_validation
+        self.enable_compression = enable_compression
+        self.use_tensorstore = use_tensorstore
+        self._global_manager: GlobalAsyncCheckpointManager | None = None
+        self._pending: list[PendingSave] = []
+
+    def save(
+        self,
+        tree: Any,
+        path: Any,
+        mesh: Mesh | None = None,
+        gather_fns: bool | Mapping[str, Any] | None = None,
+        float_dtype: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        callback: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+        do_all_gather: bool = False,
+        cpu_offload: bool = False,
+    ) -> str:
+        """Save a tree, replacing the one of that prefix; the path is returned once it is durable."""
+        if self._is_off(path):
+            return str(path)
+        prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
+        report = run_save(self._request(prepared, path, metadata, callback, prefix))
+        if self.verbose:
+            log.warning("shardkeep: saved %s", report)
+        return str(path)
+
+    save_tree = save
+
+    def save_async(
+        self,
+        tree: Any,
+        path: Any,
+        mesh: Mesh | None = None,
+        gather_fns: bool | Mapping[str, Any] | None = None,
+        float_dtype: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        callback: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+        do_all_gather: bool = False,
+        cpu_offload: bool = False,
+    ) -> PendingSave:
+        """Like `save`, but returns after the snapshot; `wait_until_finished` (or the handle) tells the rest."""
+        if self._is_off(path):
+            return PendingSave.nothing(str(path))
+        prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
+        return self.follow(start_save(self._request(prepared, path, metadata, callback, prefix)))
+
+    def save_pytree(
+        self,
+        pytree: Any,
+        path: Any,
+        mesh: Mesh | None = None,
+        *,
+        prefix: str,
+        do_all_gather: bool = False,
+        cpu_offload: bool = True,
+        dtype: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        write_index: bool = True,
+    ) -> str:
+        """Save a tree with its exact structure into a directory, its data below `<path>/<prefix>/`."""
+        if not isinstance(prefix, str) or not prefix:
+            raise PrefixError(f"save_pytree needs a prefix, a string that is not empty, not {prefix!r}")
+        if self._is_off(path):
+            return str(path)
+        prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
+        run_save(self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index))
+        return str(path)
+
+    def load(
+        self,
+        path: Any,
+        mesh: Mesh | None,
+        shardings: Any = None,
+        mismatch_allowed: bool = True,
+        callback: Callback | None = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        validate: bool | None = None,
+        prefix_filter: str | None = None,
+        prefix: str | None = None,
+        use_async: bool = True,
+        chunk_size: int | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A tree as nested dicts of strings, and its metadata."""
+        if prefix_filter is not None:
+            warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
+            prefix = prefix_filter if prefix is None else prefix
+        request = Request(
+            prefix=prefix,
+            mesh=mesh,
+            rules=partition_rules,
+            shardings=shardings,
+            dtype=None if dtype is None else parse_dtype(dtype),
+            strict_rules=not mismatch_allowed,
+            follow_saved=False,
+            all_jax=True,
+            in_flight=checked_chunk_size(chunk_size) if use_async else 1,
+            callback=_by_name(callback),
+            verbose=self.verbose,
+        )
+        refuse_unsaid_layout(mesh, partition_rules, shardings)
+        return self._load_dict(path, request, validate)
+
+    def load_pytree(
+        self,
+        path: Any,
+        mesh: Mesh | None,
+        *,
+        prefix: str,
+        shardings: Any = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        template: Any = None,
+        strict_shapes: bool = True,
+        callback: Callback | None = None,
+        chunk_size: int | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """A tree in its own structure (or the template's), and the `extras` it was saved with."""
+        request = Request(
+            template=template,
+            prefix=prefix,
+            mesh=mesh,
+            rules=partition_rules,
+            shardings=shardings,
+            dtype=None if dtype is None else parse_dtype(dtype),
+            strict_shapes=strict_shapes,
+            follow_saved=False,
+            prefix_first=True,
+            all_jax=True,
+            in_flight=checked_chunk_size(chunk_size),
+            callback=_by_name(callback),
+            verbose=self.verbose,
+        )
+        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, None))
+        return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
+
+    def load_tree_parallel(
+        self,
+        path: Any,
+        shardings: Any = None,
+        mismatch_allowed: bool = True,
+        callback: Callback | None = None,
+        dtype: Any = None,
+        validate: bool | None = None,
+        prefix_filter: str | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A tree read by several threads at once; `prefix_filter` keeps the keys equal to it or under it."""
+        name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
+        request = Request(
+            include=None if name is None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
+            shardings=shardings,
+            dtype=None if dtype is None else parse_dtype(dtype),
+            strict_rules=not mismatch_allowed,
+            follow_saved=False,
+            all_jax=True,
+            callback=_by_name(callback),
+            verbose=self.verbose,
+        )
+        return self._load_dict(path, request, validate)
+
+    @staticmethod
+    def compute_checksum(array: Any) -> str:
+        """SHA-256 of the array's C-order bytes, in hex."""
+        return compute_checksum(array)
+
+    @staticmethod
+    def is_tensorstore(path: Any) -> bool:
+        """Whether a checkpoint in the TensorStore format is there; never raises."""
+        try:
+            _, manifest = open_checkpoint(AsyncCheckpointManager.safe_loadpath(path))
+        except (OSError, ValueError):
+            return False
+        return any(
+            tree.format == "tensorstore" or any(leaf.kind == "zarr" for leaf in tree.leaves)
+            for tree in manifest.trees.values()
+        )
+
+    @staticmethod
+    def safe_loadpath(path: Any) -> "LoadPath":
+        """The path without the name of the index, as an object with `/`, `str()` and `exists()`."""
+        text = str(path)
+        return LoadPath(text[: -len(INDEX)].rstrip("/") or "/" if text.endswith("/" + INDEX) else text)
+
+    @property
+    def global_manager(self) -> GlobalAsyncCheckpointManager:
+        """JAX's own manager, always the same one."""
+        if self._global_manager is None:
+            self._global_manager = GlobalAsyncCheckpointManager()
+        return self._global_manager
+
+    def wait_until_finished(self) -> None:
+        """Wait for every pending save; raises the first failure, after all have ended."""
+        pending, self._pending = self._pending, []
+        failures: list[BaseException] = []
+        for save in pending:
+            try:
+                save.wait()
+            except Exception as error:  # noqa: BLE001  (the first is raised below, the others were logged)
+                failures.append(error)
+        if self._global_manager is not None:
+            self._global_manager.wait_until_finished()
+        if failures:
+            raise failures[0]
+
+    check_for_errors = wait_until_finished
+
+    def close(self) -> None:
+        """Wait for pending saves and raise what failed."""
+        self.wait_until_finished()
+
+    def __enter__(self) -> "AsyncCheckpointManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def follow(self, pending: PendingSave) -> PendingSave:
+        """Count a save among those `wait_until_finished` covers."""
+        self._pending = [save for save in self._pending if not save.done_well()] + [pending]
+        return pending
+
+    def _is_off(self, path: Any) -> bool:
+        if self.enable is False:
+            log.warning("shardkeep: saving is disabled: nothing was written to %s", path)
+            return True
+        return False
+
+    def _located(self, path: Any) -> str:
+        text = str(self.safe_loadpath(path))
+        if self.gcs_bucket is not None and "://" not in text and not os.path.isabs(text):
+            return f"gs://{self.gcs_bucket}/{text}"
+        return text
+
+    def _target(self, path: Any, directory: bool) -> Target:
+        text = self._located(path)
+        if self.use_tensorstore:
+            return Directory(LocalStore(location(text)), TensorstoreFormat("zstd" if self.enable_compression else None))
+        if directory and text.endswith(SUFFIX):
+            return Directory(LocalStore(location(text)))
+        return new_target(text, "safetensors", None, None)
+
+    def _prepared(
+        self, tree: Any, mesh: Mesh | None, gather_fns: Any, float_dtype: Any, do_all_gather: bool, cpu_offload: bool
+    ) -> Any:
+        """The tree as it will be stored: gathered, cast and moved to the host as asked."""
+        if mesh is None:
+            log.warning("shardkeep: no mesh given: a CPU mesh serves gathering, arrays keep their sharding")
+        tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
+        dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
+        if dtype is not None:
+            parse_dtype(dtype)
+        skeleton, leaves = flatten(tree)
+        values: list[Any] = []
+        for leaf in leaves:
+            value = cast_floats(leaf.value, dtype)
+            if isinstance(value, jax.Array) and _is_numeric(value):
+                if do_all_gather:
+                    value = to_host(value, None, mesh, cpu_offload or mesh is None)
+                elif cpu_offload:
+                    value = to_host(value, None, mesh, True)
+            values.append(value)
+        return skeleton.rebuild(values)
+
+    def _request(
+        self,
+        tree: Any,
+        path: Any,
+        metadata: Mapping[str, Any] | None,
+        callback: Callable[[str], None] | None,
+        prefix: str | None,
+        directory: bool = False,
+        indexed: bool = True,
+    ) -> SaveRequest:
+        arrays = {
+            ".".join(leaf.path): leaf.value
+            for leaf in flatten(tree)[1]
+            if isinstance(leaf.value, jax.Array | np.ndarray)
+            and not jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
+        }
+        return SaveRequest(
+            target=self._target(path, directory),
+            tree=tree,
+            prefix=prefix,
+            metadata=describe_arrays(arrays, check_metadata(metadata), self.enable_validation),
+            overwrite=True,
+            indexed=indexed,
+            on_commit=None if callback is None else lambda: callback(str(path)),
+            verbose=self.verbose,
+        )
+
+    def _load_dict(self, path: Any, request: Request, validate: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
+        return as_dict(skeleton, leaves), metadata_of(tree)
+
+    def _validated(self, path: Any, request: Request, validate: bool | None) -> Request:
+        """The request with the checks that `validate` asks for."""
+        if validate is False:
+            return replace(request, verify=False)
+        if not (self.enable_validation if validate is None else validate):
+            return request
+        _, manifest = open_checkpoint(self._located(path))
+        tree = manifest.tree(request.prefix)
+        checksums = metadata_of(tree).get("checksum") or {}
+        digests = any(piece.digests is not None for leaf in tree.leaves for piece in leaf.pieces)
+        if not checksums and not digests and validate:
+            raise ValueError(
+                f"{manifest.path} carries neither digests nor checksums: there is nothing to validate against"
+            )
+        shared = tree.format == "foreign" and len(manifest.trees) > 1
+        return replace(request, check=lambda leaf, value: _check(leaf, value, checksums, shared))
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) and not is_prng_dtype(value.dtype)
+
+
+def _check(leaf: StoredLeaf, value: Any, checksums: Mapping[str, str], shared: bool) -> None:
+    """Compare an array with the SHA-256 recorded for it. `shared`: eFormer kept one record for several prefixes."""
+    recorded = checksums.get(".".join(leaf.path))
+    if recorded is None or compute_checksum(value) == recorded:
+        return
+    text = f"leaf {leaf.key!r} does not match the checksum recorded for it"
+    if not shared:
+        raise IntegrityError(text)
+    log.warning("shardkeep: %s (several prefixes share one record, so it may belong to another)", text)
+
+
+def as_dict(skeleton: Skeleton, leaves: list[Any]) -> dict[str, Any]:
+    """Leaves as nested dicts of strings."""
+    return nest(list(zip(skeleton.paths(), leaves, strict=True)))
+
+
+def refuse_unsaid_layout(mesh: Mesh | None, rules: Rules | None, shardings: Any) -> None:
+    """A mesh of several axes says nothing about which of them cut what."""
+    if mesh is not None and len(mesh.axis_names) > 1 and not rules and shardings is None:
+        raise ShardingError(
+            f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: pass partition_rules= or shardings= to say "
+            "how arrays are laid out on it"
+        )
+
+
+def checked_chunk_size(chunk_size: int | None) -> int | None:
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    return chunk_size
+
+
+def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
+    """A callback on (array, dotted key) as the engine calls it."""
+    return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
+
+
+class LoadPath:
+    """A path or URL that can be joined with `/`, shown, and asked whether something is there."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __truediv__(self, name: object) -> "LoadPath":
+        return LoadPath(f"{self._text.rstrip('/')}/{str(name).lstrip('/')}")
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"LoadPath({self._text!r})"
+
+    def exists(self) -> bool:
+        """Whether a file or directory is there."""
+        return os.path.exists(location(self._text))

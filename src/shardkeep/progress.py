@@ -1,0 +1,50 @@
+"""A progress bar for one save or load: bytes, GB/s and the time that remains."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+Progress = Callable[[int], None]
+
+_WIDTH = 30
+_EVERY = 0.1  # seconds between two drawings
+
+
+class Bar:
+    """Counts bytes and draws itself on stderr: over and over on a terminal, once at the end elsewhere."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, max(total, 1), 0
+        self._started = time.perf_counter()
+        self._drawn = 0.0
+        self._lock = threading.Lock()
+        self._live = sys.stderr.isatty()
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.perf_counter()
+            if self._live and now - self._drawn > _EVERY:
+                self._drawn = now
+                sys.stderr.write("\r" + self.text())
+                sys.stderr.flush()
+
+    def text(self) -> str:
+        """The bar as it stands."""
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        share = min(self._done / self._total, 1.0)
+        filled = int(share * _WIDTH)
+        left = (seconds / share - seconds) if share else 0.0
+        bar = "█" * filled + "·" * (_WIDTH - filled)
+        rate = self._done / seconds / 1e9
+        return f"{self._label} {bar} {share:4.0%} {self._done / 1e6:,.1f} MB {rate:.2f} GB/s {left:.1f} s left"
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.stderr.write(("\r" if self._live else "") + self.text() + "\n")
+        sys.stderr.flush()

@@ -1,0 +1,6 @@
+"""eFormer's documented serialization API on shardkeep's engine: replace `eformer.serialization` in imports."""
+
+from shardkeep.serialization.async_manager import AsyncCheckpointManager, CheckpointMetadata
+from shardkeep.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
+
+__all__ = ["AsyncCheckpointManager", "CheckpointMetadata", "tree_deserialize_leaves", "tree_serialize_leaves"]

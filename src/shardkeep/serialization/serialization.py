@@ -1,0 +1,128 @@
+"""eFormer's `serialization` path: trees to and from directories, without a manager of our own."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardkeep.choosing import Request
+from shardkeep.directory import Directory
+from shardkeep.formats.tensorstore import TensorstoreFormat
+from shardkeep.loading import load_request
+from shardkeep.manager import as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.pending import PendingSave
+from shardkeep.saving import SaveRequest, run_save, start_save
+from shardkeep.sharding import Rules
+from shardkeep.stores.base import location
+from shardkeep.stores.local import LocalStore
+from shardkeep.tree import flatten
+
+
+def is_array_like(x: Any) -> bool:
+    """Whether `x` has a shape and a dtype.
+
+    >>> is_array_like(3)
+    False
+    """
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def join_key(prefix: str | None, k: Any) -> str:
+    """`k` below `prefix`, with a dot between them.
+
+    >>> join_key("model", "w"), join_key("", "w")
+    ('model.w', 'w')
+    """
+    return f"{prefix}.{k}" if prefix and str(k) else prefix or str(k)
+
+
+def leaf_key_paths(pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """The tree with each leaf replaced by its dotted path, `prefix` in front.
+
+    >>> leaf_key_paths({"a": [1, None]}, "m")
+    {'a': ['m.a.0', None]}
+    """
+    skeleton, leaves = flatten(pytree, is_leaf)
+    return skeleton.rebuild([join_key(prefix, ".".join(leaf.path)) for leaf in leaves])
+
+
+def tree_serialize_leaves(
+    checkpoint_dir: Any,
+    pytree: Any,
+    manager: Any = None,
+    *,
+    prefix: str | None = None,
+    commit_callback: Callable[[], None] | None = None,
+    write_index: bool = True,
+) -> None:
+    """Save the leaves in the TensorStore format; with `prefix`, several trees share one directory.
+
+    Without a `manager` this returns when the save is committed. With one (JAX's `GlobalAsyncCheckpointManager` or
+    `AsyncCheckpointManager`) it returns after the snapshot, and the manager's `wait_until_finished` covers the save.
+
+    >>> import jax.numpy as jnp
+    >>> tree_serialize_leaves(tmp / "leaves", {"w": jnp.ones(2)})
+    >>> sorted(tree_deserialize_leaves(tmp / "leaves", None))
+    ['w']
+    """
+    target = Directory(LocalStore(location(checkpoint_dir)), TensorstoreFormat())
+    request = SaveRequest(target, pytree, prefix, None, True, write_index, commit_callback)
+    if manager is None:
+        run_save(request)
+    elif hasattr(manager, "follow"):
+        manager.follow(start_save(request))
+    else:
+        _hand_over(manager, start_save(request))
+
+
+def _hand_over(manager: Any, pending: PendingSave) -> None:
+    """Let JAX's manager wait for the save: an empty serialization whose commit step is our save.
+
+    On a thread of its own, because JAX's manager starts an event loop and there may be a running one here.
+    """
+    failure: list[BaseException] = []
+
+    def serialize() -> None:
+        try:
+            manager.serialize([], [], on_commit_callback=pending.wait)
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            failure.append(error)
+
+    thread = threading.Thread(target=serialize, name="shardkeep-hand-over")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+def tree_deserialize_leaves(
+    checkpoint_dir: Any,
+    mesh: Mesh | None,
+    manager: Any = None,
+    *,
+    prefix: str | None = None,
+    partition_rules: Rules | None = None,
+    shardings: Any = None,
+    callback: Callable[[Any, str], Any] | None = None,
+    chunk_size: int | None = None,
+) -> dict[str, Any]:
+    """A tree as nested dicts of strings, from our checkpoints and eFormer's. `manager`'s pending saves come first.
+
+    `chunk_size` is how many arrays are in flight at once.
+    """
+    refuse_unsaid_layout(mesh, partition_rules, shardings)
+    request = Request(
+        prefix=prefix,
+        mesh=mesh,
+        rules=partition_rules,
+        shardings=shardings,
+        follow_saved=False,
+        all_jax=True,
+        in_flight=checked_chunk_size(chunk_size),
+        callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
+    )
+    if manager is not None:
+        manager.wait_until_finished()
+    skeleton, leaves, _ = load_request(checkpoint_dir, request)
+    return as_dict(skeleton, leaves)

@@ -1,0 +1,117 @@
+"""eFormer's `sharding_utils` path: trees of shardings."""
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardkeep.errors import ShardingError
+from shardkeep.opening import open_checkpoint
+from shardkeep.placing import apply_function
+from shardkeep.sharding import ShapedLeaf, resolve_shardings
+from shardkeep.tree import flatten, nest
+
+log = logging.getLogger("shardkeep")
+
+
+def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = None) -> Any:
+    """Each array put where its leaf of `sharding_tree` says, compared by dotted path; the structure is kept.
+
+    A leaf is a `Sharding`, a `PartitionSpec` (with `mesh`), a function of the array, or None (replicated on `mesh`,
+    else one device). Trees that differ are told in one warning, and the arrays given back unchanged.
+
+    >>> import jax.numpy as jnp
+    >>> apply_sharding_tree({"w": jnp.ones(2)}, None)["w"].shape
+    (2,)
+    """
+    if sharding_tree is None:
+        return arrays
+    skeleton, leaves = flatten(arrays)
+    names = [".".join(leaf.path) for leaf in leaves]
+    asked = _by_name(sharding_tree)
+    difference = _difference(set(asked), set(names))
+    if difference:
+        log.warning("shardkeep: the sharding tree does not fit the arrays (%s): they are left as they are", difference)
+        return arrays
+    values: list[Any] = []
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf.value, jax.Array | np.ndarray):
+            values.append(leaf.value)
+            continue
+        (place,) = resolve_shardings(
+            [ShapedLeaf(leaf.path, leaf.value.shape)], mesh=mesh, shardings={name: asked[name]}, follow_saved=False
+        )
+        if place.function is not None:
+            values.append(apply_function(place.function, leaf.value))
+        else:
+            values.append(jax.device_put(leaf.value, place.sharding or jax.devices()[0]))
+    return skeleton.rebuild(values)
+
+
+def create_sharding_tree_from_index(
+    checkpoint_dir: Any, mesh: Mesh | None = None, prefix: str | None = None, default_sharding: Any = None
+) -> dict[str, Any]:
+    """A nested dict shaped like the checkpoint with a sharding for each array.
+
+    `default_sharding` is a `Sharding`, a `PartitionSpec` (wrapped with `mesh`), a function of a dict with `path`,
+    `shape` and `dtype`, or None (replicated on `mesh`, or over all devices).
+    """
+    _, manifest = open_checkpoint(checkpoint_dir)
+    leaves = [leaf for leaf in manifest.tree(prefix).leaves if leaf.spec is not None]
+    return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in leaves])
+
+
+def _sharding_for(leaf: Any, mesh: Mesh | None, default: Any) -> Any:
+    if default is None:
+        everywhere = mesh if mesh is not None else Mesh(np.array(jax.devices()), ("all",))
+        return NamedSharding(everywhere, PartitionSpec())
+    if isinstance(default, Sharding):
+        return default
+    if isinstance(default, PartitionSpec):
+        if mesh is None:
+            raise ShardingError(f"{default} needs a mesh; pass mesh=")
+        return NamedSharding(mesh, PartitionSpec(*list(default)[: len(leaf.spec.shape)]))
+    if callable(default):
+        return default({"path": "/".join(leaf.path), "shape": leaf.spec.shape, "dtype": leaf.spec.dtype.name})
+    raise ShardingError(f"default_sharding must be a Sharding, a PartitionSpec, a function or None, not {default!r}")
+
+
+def make_itsharded(xs: Any, mesh: Mesh) -> Any:
+    """Fully addressable JAX arrays become replicated on `mesh`; everything else is left as it is."""
+
+    def place(x: Any) -> Any:
+        if isinstance(x, jax.Array) and x.is_fully_addressable:
+            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+        return x
+
+    skeleton, leaves = flatten(xs)
+    return skeleton.rebuild([place(leaf.value) for leaf in leaves])
+
+
+def validate_sharding_tree(sharding_tree: Any, expected_structure: Any) -> bool:
+    """Whether both have the same leaves in the same places (None is a leaf); warns where not, never raises.
+
+    >>> validate_sharding_tree({"w": None}, {"w": 1})
+    True
+    """
+    found, expected = set(_by_name(sharding_tree)), set(_by_name(expected_structure))
+    difference = _difference(found, expected)
+    if difference:
+        log.warning("shardkeep: the sharding tree does not have the expected structure: %s", difference)
+    return not difference
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    _, leaves = flatten(tree, is_leaf=lambda x: x is None or isinstance(x, Sharding | PartitionSpec))
+    return {".".join(leaf.path): leaf.value for leaf in leaves}
+
+
+def _difference(found: set[str], expected: set[str]) -> str:
+    parts = [
+        f"{what} {', '.join(sorted(names)[:8])}"
+        for what, names in (("missing", expected - found), ("not expected", found - expected))
+        if names
+    ]
+    return "; ".join(parts)
