@@ -348,12 +348,7 @@ class AsyncCheckpointManager:
         directory: bool = False,
         indexed: bool = True,
     ) -> SaveRequest:
-        arrays = {
-            ".".join(leaf.path): leaf.value
-            for leaf in flatten(tree)[1]
-            if isinstance(leaf.value, jax.Array | np.ndarray)
-            and not jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
-        }
+        arrays = {".".join(leaf.path): leaf.value for leaf in flatten(tree)[1] if _is_numeric(leaf.value)}
         return SaveRequest(
             target=self._target(path, directory),
             tree=tree,

@@ -43,8 +43,6 @@ class Bar:
     def __enter__(self) -> "Bar":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.stderr.write(("\r" if self._live else "") + self.text() + "\n")
         sys.stderr.flush()
