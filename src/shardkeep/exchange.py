@@ -152,7 +152,7 @@ def exchange_at(path: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
             base = common
     else:
         base = name
-    return Exchange(LocalStore(directory, control=f".{base}{SUFFIX}.shardkeep"), base, shard_size)
+    return Exchange(LocalStore(directory, control=f".{base}{SUFFIX}.shardkeep", confined=False), base, shard_size)
 
 
 def exchange_in(directory: str) -> Exchange | None:

@@ -70,8 +70,8 @@ def save_async(
 
     >>> import jax.numpy as jnp, shardkeep
     >>> pending = shardkeep.save_async(tmp / "step_200", {"w": jnp.ones((4, 4))})
-    >>> pending.wait().nbytes
-    64
+    >>> pending.wait().files
+    1
     """
     target = new_target(path, format, compression, max_shard_size)
     return start_save(SaveRequest(target, tree, prefix, metadata, overwrite))

@@ -295,10 +295,11 @@ def _rebuild(node: _Child, leaves: Iterator[Any]) -> Any:
 def _prune(node: _Child, keep: Iterator[bool]) -> _Child:
     if not isinstance(node, Node):
         return LEAF if node is LEAF and next(keep) else None
-    kept = [_prune(child, keep) for child in node.children]
+    pruned = [_prune(child, keep) for child in node.children]
+    kept = [child if _holds_leaf(child) else None for child in pruned]
     if not node.kind.endswith("dict"):
         return Node(node.kind, node.names, tuple(kept), node.keys, node.class_name, node.cls, node.aux, node.has_aux)
-    held = [i for i, child in enumerate(kept) if _holds_leaf(child)]
+    held = [i for i, child in enumerate(kept) if child is not None]
     names, keys = tuple(node.names[i] for i in held), tuple(node.keys[i] for i in held)
     return Node(node.kind, names, tuple(kept[i] for i in held), keys, node.class_name, node.cls, node.aux, node.has_aux)
 

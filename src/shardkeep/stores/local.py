@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardkeep.errors import ConflictError
+from shardkeep.errors import ConflictError, IntegrityError
 
 CONTROL = ".shardkeep"
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
@@ -25,12 +25,14 @@ _FEW_FILES = 8
 
 
 class LocalStore:
-    """Files below one directory."""
+    """Files below one directory. `confined`: a symbolic link that leads out of it is not followed."""
 
-    def __init__(self, root: str, control: str = CONTROL) -> None:
+    def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
         self.url = root
         self.control = control
         self._root = root
+        self._confined = confined
+        self._inside: dict[str, bool] = {}
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -39,8 +41,10 @@ class LocalStore:
         make_directories(self._root)
 
     def read(self, name: str) -> bytes:
-        with open(self.locate(name), "rb") as file:
-            return file.read()
+        with self.open(name) as file:
+            data = np.empty(file.size, np.uint8)
+            file.read_into(0, data)
+            return data.tobytes()
 
     def size(self, name: str) -> int | None:
         try:
@@ -49,7 +53,23 @@ class LocalStore:
             return None
 
     def open(self, name: str) -> "LocalFile":
-        return LocalFile(self.locate(name), self._mappable)
+        path = self.locate(name)
+        if self._confined and not self._is_inside(path):
+            raise IntegrityError(f"{path} is a symbolic link, or lies behind one, that leads out of {self._root}")
+        return LocalFile(path, self._mappable)
+
+    def _is_inside(self, path: str) -> bool:
+        """Whether a path stays below the root when links are followed; directories are looked at once."""
+        directory = os.path.dirname(path)
+        if directory not in self._inside:
+            self._inside[directory] = (os.path.realpath(directory) + os.sep).startswith(self._real_root)
+        if not self._inside[directory] or not os.path.islink(path):
+            return self._inside[directory]
+        return os.path.realpath(path).startswith(self._real_root)
+
+    @cached_property
+    def _real_root(self) -> str:
+        return os.path.realpath(self._root).rstrip(os.sep) + os.sep
 
     @cached_property
     def _mappable(self) -> bool:
@@ -76,6 +96,8 @@ class LocalStore:
         directories: set[str] = set()
         for name in names:
             path = self.locate(name)
+            if not self._is_inside(os.path.join(os.path.dirname(path), "x")):
+                continue  # behind a link that leads out: not ours to remove
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
             directories.add(os.path.dirname(path))
