@@ -9,7 +9,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-_NUMPY_NAMES = frozenset(
+NUMPY_NAMES = frozenset(
     [
         "bool",
         "int8",
@@ -47,7 +47,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 @lru_cache(maxsize=256)
 def _name_of(dtype: np.dtype[Any]) -> str:
     name = dtype.name
-    if name in _NUMPY_NAMES or name in _EXTENDED or (dtype.kind in "mM" and "[" in name):
+    if name in NUMPY_NAMES or name in _EXTENDED or (dtype.kind in "mM" and "[" in name):
         return name
     raise TypeError(f"arrays of dtype {dtype} cannot be saved")
 
@@ -63,7 +63,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
         raise ValueError(f"a dtype name must be a string, not {name!r}")
     if name in _EXTENDED:
         return _EXTENDED[name]
-    if name in _NUMPY_NAMES or name.startswith(("datetime64[", "timedelta64[")):
+    if name in NUMPY_NAMES or name.startswith(("datetime64[", "timedelta64[")):
         try:
             return np.dtype(name)
         except TypeError as error:
@@ -79,8 +79,11 @@ def parse_dtype(dtype: object) -> np.dtype[Any]:
     """
     if isinstance(dtype, str):
         return dtype_from_name(_ALIASES.get(dtype, dtype))
+    own = getattr(dtype, "dtype", None)  # jnp.float32 has one; on np.float32 it is a descriptor
     try:
-        parsed: np.dtype[Any] = np.dtype(cast(Any, getattr(dtype, "dtype", dtype)))
+        if dtype is None:
+            raise TypeError("None")
+        parsed: np.dtype[Any] = own if isinstance(own, np.dtype) else np.dtype(cast(Any, dtype))
         dtype_name(parsed)
     except TypeError as error:
         raise ValueError(f"unknown dtype {dtype!r}") from error
@@ -92,6 +95,14 @@ def kind_of(dtype: np.dtype[Any]) -> str:
     if dtype.name in _EXTENDED:
         return "int" if "int" in dtype.name else "complex" if "complex" in dtype.name else "float"
     return {"f": "float", "i": "int", "u": "int", "c": "complex", "b": "bool"}.get(dtype.kind, "other")
+
+
+def kind_of_value(value: object) -> str:
+    """The kind of a plain number; "other" for what is none."""
+    if isinstance(value, np.generic):
+        return kind_of(value.dtype)
+    kinds: dict[type, str] = {bool: "bool", int: "int", float: "float", complex: "complex"}
+    return kinds.get(type(value), "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +198,10 @@ def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: in
 
 def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     """Whether the regions fill an array of `shape` exactly once, as the cells of a grid."""
+    if 0 in shape:
+        return list(regions) == [Region.whole(shape)]
+    if not regions or any(0 in r.shape for r in regions):
+        return False
     for axis, extent in enumerate(shape):
         edges = sorted({r.start[axis] for r in regions})
         following = dict(zip(edges, [*edges[1:], extent], strict=True))

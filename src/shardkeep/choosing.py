@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from shardkeep.arrays import kind_of
+from shardkeep.arrays import kind_of, kind_of_value
 from shardkeep.errors import MissingLeafError, TemplateMismatchError
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.sharding import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
@@ -20,7 +21,6 @@ from shardkeep.tree import Leaf, Path, Skeleton, flatten
 log = logging.getLogger("shardkeep")
 
 _SHOWN = 20
-_NUMBER = bool | int | float | complex | np.generic
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _choose_by_template(tree: Tree, request: Request) -> Choice:
         try:
             if stored is None:
                 raise TemplateMismatchError(f"{leaf.key}: not in the checkpoint")
-            choice.wanted.append(_as_template(stored, leaf, request.strict_shapes))
+            choice.wanted.append(_as_template(stored, leaf, request))
         except TemplateMismatchError as error:
             if not request.strict_shapes and not _is_abstract(leaf.value):
                 log.warning("shardkeep: %s; the template's value is used", error)
@@ -153,7 +153,7 @@ def _mismatch(tree: Tree, missing: list[str], wrong: list[str]) -> MissingLeafEr
     return (MissingLeafError if missing else TemplateMismatchError)("\n".join(lines))
 
 
-def _as_template(stored: StoredLeaf, leaf: Leaf, strict_shapes: bool) -> Wanted:
+def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted:
     """A saved leaf as the template wants it; `TemplateMismatchError` where it cannot be had."""
     like = leaf.value
     is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
@@ -161,10 +161,12 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, strict_shapes: bool) -> Wanted:
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
     shape, saved_shape = tuple(like.shape), logical_shape(stored)
-    if is_key != (stored.kind == "prng"):
+    if is_key != (stored.kind == "prng") or (
+        is_key and like.dtype != jax.random.key(0, impl=stored.extra["impl"]).dtype
+    ):
         raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {like.dtype}{list(shape)}")
     same_size = np.prod(shape, dtype=object) == np.prod(saved_shape, dtype=object)
-    if shape != saved_shape and (strict_shapes or is_key or not same_size):
+    if shape != saved_shape and (request.strict_shapes or is_key or not same_size):
         raise TemplateMismatchError(f"{leaf.key}: saved shape {saved_shape}, the template has {shape}")
     dtype = None if is_key else np.dtype(like.dtype)
     if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
@@ -172,23 +174,30 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, strict_shapes: bool) -> Wanted:
     sharding = getattr(like, "sharding", None)
     place = Place()
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
-        place = Place(check_sharding(sharding, leaf.key, shape), explicit=True)
+        place = Place(check_sharding(sharding, leaf.key, shape, request.mesh), explicit=True)
     return Wanted(stored, place, isinstance(like, np.ndarray), dtype, shape=None if shape == saved_shape else shape)
 
 
 def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted:
     """Where the template or the checkpoint has a plain value: the saved value, as the template's kind of thing."""
     if stored.spec is None:
-        if is_array and (tuple(leaf.value.shape) != () or not isinstance(stored.value, _NUMBER)):
-            raise TemplateMismatchError(f"{leaf.key}: saved the value {stored.value!r}, the template has an array")
+        if is_array and (tuple(leaf.value.shape) != () or not _same_kind(stored.value, leaf.value.dtype)):
+            found = f"{leaf.value.dtype}{list(leaf.value.shape)}"
+            raise TemplateMismatchError(f"{leaf.key}: saved the value {stored.value!r:.60}, the template has {found}")
         return Wanted(stored, like=leaf.value if is_array else None)
-    if stored.spec.shape != () or not isinstance(leaf.value, _NUMBER):
+    if stored.spec.shape != () or stored.kind == "prng" or not _same_kind(leaf.value, stored.spec.dtype):
         raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {leaf.value!r:.60}")
     return Wanted(stored, as_numpy=True, like=leaf.value)
 
 
+def _same_kind(number: Any, dtype: Any) -> bool:
+    return not is_prng_dtype(dtype) and kind_of_value(number) == kind_of(np.dtype(dtype)) != "other"
+
+
 def _named(stored: StoredLeaf) -> str:
-    return "PRNG keys" if stored.kind == "prng" else f"{stored.dtype}{list(stored.shape or ())}"
+    return (
+        f"PRNG keys ({stored.extra['impl']})" if stored.kind == "prng" else f"{stored.dtype}{list(stored.shape or ())}"
+    )
 
 
 def logical_shape(stored: StoredLeaf) -> tuple[int, ...]:

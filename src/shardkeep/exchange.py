@@ -25,7 +25,7 @@ from shardkeep.errors import (
     PrefixError,
 )
 from shardkeep.formats.foreign import tree_of_safetensors
-from shardkeep.formats.safetensors import decode_header, group_by_size, header_length, pack
+from shardkeep.formats.safetensors import decode_header, group_by_size, header_length, pack, safe_text
 from shardkeep.manifest import DataFile, Manifest, Tree, check_name, decode_manifest, encode_manifest
 from shardkeep.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.planning import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
@@ -94,7 +94,7 @@ class Exchange:
                 f"save prefix {draft.prefix!r} under another name or to a directory"
             )
         whole = plan_pieces(leaves, lambda spec, region: [region], whole=True)
-        pieces = [replace(piece, name=".".join(leaves[piece.leaf].path)) for piece in whole]
+        pieces = [replace(piece, name=safe_text(".".join(leaves[piece.leaf].path))) for piece in whole]
         _refuse_collisions(self.where, [p.name for p in pieces])
         groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
         plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())

@@ -1,6 +1,8 @@
 """Arrays gathered, cast and moved between devices, hosts and processes, for the documented API."""
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -9,9 +11,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import kind_of, parse_dtype
+from shardkeep.placing import needs_x64
 from shardkeep.progress import Bar
-from shardkeep.staging import is_prng_dtype
+from shardkeep.staging import budget, is_prng_dtype
 from shardkeep.tree import flatten
+
+log = logging.getLogger("shardkeep")
 
 
 def cpu_device() -> Any:
@@ -21,7 +26,8 @@ def cpu_device() -> Any:
 def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
     """`x` gathered: replicated on `mesh` (None: on one device), or on the CPU so that no copy stays on accelerators.
 
-    Floats are cast to `float_dtype`; None keeps them. What is no array is given back unchanged.
+    Floats are cast to `float_dtype`; None keeps them. What is no array is given back unchanged, and what JAX would
+    truncate (64-bit types without jax_enable_x64) stays NumPy.
     """
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
@@ -31,22 +37,44 @@ def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> A
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     if cpu_offload:
-        return jax.device_put(x, SingleDeviceSharding(cpu_device()))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+        return reshard(x, SingleDeviceSharding(cpu_device()))
+    return reshard(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+
+
+def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) -> Any:
+    """One array gathered; on its way to the host it waits until pending saves leave room in the memory budget."""
+    if not cpu_offload:
+        return to_host(array, None, mesh, False)
+    budget.take(array.nbytes, f"moving {key} to the host")
+    try:
+        return to_host(array, None, mesh, True)
+    finally:
+        budget.give_back(array.nbytes)
 
 
 def cast_floats(x: Any, float_dtype: Any) -> Any:
     """A float array as `float_dtype`; anything else, and everything if that is None, unchanged."""
     if float_dtype is None or not isinstance(x, jax.Array | np.ndarray):
         return x
-    dtype = parse_dtype(float_dtype)
-    if is_prng_dtype(x.dtype) or kind_of(np.dtype(x.dtype)) != "float":
+    dtype = parse_float_dtype(float_dtype)
+    if is_prng_dtype(x.dtype) or kind_of(np.dtype(x.dtype)) != "float" or x.dtype == dtype:
         return x
-    return x.astype(dtype)
+    return np.asarray(x).astype(dtype) if needs_x64(dtype) else x.astype(dtype)
 
 
-def reshard(x: Any, target_sharding: Sharding) -> jax.Array:
-    """`x` laid out as `target_sharding` says, replicated ones included."""
+def parse_float_dtype(dtype: Any) -> np.dtype[Any]:
+    """A dtype that floats can be cast to; `ValueError` for any other."""
+    parsed = parse_dtype(dtype)
+    if kind_of(parsed) != "float":
+        raise ValueError(f"floats cannot be cast to {parsed.name}: name a float dtype")
+    return parsed
+
+
+def reshard(x: Any, target_sharding: Sharding | None) -> Any:
+    """`x` laid out as `target_sharding` says, replicated ones included; never truncated (see `to_host`)."""
+    if isinstance(x, np.ndarray) and needs_x64(x.dtype):
+        log.warning("shardkeep: a %s array stays NumPy: set jax_enable_x64 to have it on devices", x.dtype.name)
+        return x
     return jax.device_put(x, target_sharding)
 
 
@@ -63,14 +91,11 @@ def apply_gather_functions(
     skeleton, leaves = flatten(state)
     functions = None if gather_fns is True else _functions(gather_fns)
     total = sum(int(getattr(leaf.value, "nbytes", 0)) for leaf in leaves)
-    bar = Bar("gathering", total) if verbose else None
     values: list[Any] = []
-    for leaf in leaves:
-        values.append(_gathered(leaf.value, ".".join(leaf.path), functions, mismatch_allowed))
-        if bar is not None:
-            bar(int(getattr(leaf.value, "nbytes", 0)))
-    if bar is not None:
-        bar.__exit__(None, None, None)
+    with Bar("gathering", total) if verbose else nullcontext(lambda _: None) as progress:
+        for leaf in leaves:
+            values.append(_gathered(leaf.value, ".".join(leaf.path), functions, mismatch_allowed))
+            progress(int(getattr(leaf.value, "nbytes", 0)))
     return skeleton.rebuild(values)
 
 
@@ -106,25 +131,29 @@ def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
 
 
 def estimate_array_nbytes(array: Any) -> int:
-    """Bytes of an array, without moving it; sub-byte types count one byte per element.
+    """Bytes of an array, without moving it; sub-byte types count one byte per element. A plain value counts as NumPy's.
 
     >>> estimate_array_nbytes(jax.ShapeDtypeStruct((2, 3), "float32"))
     24
     """
+    if not hasattr(array, "dtype"):
+        return int(np.asarray(array).nbytes)
     if is_prng_dtype(array.dtype):
         return int(array.nbytes)
     return int(np.prod(array.shape, dtype=object)) * np.dtype(array.dtype).itemsize
 
 
-def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Sharding | None = None) -> jax.Array:
+def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Sharding | None = None) -> Any:
     """Process 0's tensor on every process, sent in pieces no larger than the limit.
 
-    Laid out as `target_sharding` says, else replicated over all devices.
+    Laid out as `target_sharding` says, else replicated over all devices; never truncated (see `to_host`).
     """
     pieces = chunk_tensor_by_memory(tensor, memory_limit_bytes)
     if jax.process_count() > 1:
         pieces = [np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(piece))) for piece in pieces]
     whole = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate([np.asarray(p) for p in pieces])
+    if needs_x64(whole.dtype):
+        return reshard(whole, target_sharding)
     sharding = target_sharding or _everywhere()
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 

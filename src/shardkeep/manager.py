@@ -3,29 +3,30 @@
 import logging
 import os
 import re
+import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import Mesh
 
 from shardkeep.arrays import parse_dtype
 from shardkeep.choosing import Request
 from shardkeep.commit import Target
 from shardkeep.directory import Directory
-from shardkeep.errors import IntegrityError, PrefixError, ShardingError
+from shardkeep.errors import PrefixError, ShardingError
 from shardkeep.exchange import SUFFIX
 from shardkeep.formats.eformer import INDEX
 from shardkeep.formats.tensorstore import TensorstoreFormat
-from shardkeep.gathering import apply_gather_functions, cast_floats, to_host
+from shardkeep.gathering import apply_gather_functions, cast_floats, offload, parse_float_dtype
 from shardkeep.loading import load_request
-from shardkeep.manifest import StoredLeaf, check_metadata
-from shardkeep.metadata import compute_checksum, describe_arrays, metadata_of
+from shardkeep.manifest import StoredLeaf, Tree, check_metadata
+from shardkeep.metadata import checker, compute_checksum, describe_arrays, dotted_names, metadata_of
 from shardkeep.opening import new_target, open_checkpoint
 from shardkeep.pending import PendingSave
 from shardkeep.saving import SaveRequest, run_save, start_save
@@ -34,6 +35,9 @@ from shardkeep.staging import is_prng_dtype
 from shardkeep.stores.base import location
 from shardkeep.stores.local import LocalStore
 from shardkeep.tree import Skeleton, flatten, nest
+
+if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
 log = logging.getLogger("shardkeep")
 
@@ -77,6 +81,7 @@ class AsyncCheckpointManager:
         self.use_tensorstore = use_tensorstore
         self._global_manager: GlobalAsyncCheckpointManager | None = None
         self._pending: list[PendingSave] = []
+        self._lock = threading.Lock()
 
     def save(
         self,
@@ -93,12 +98,10 @@ class AsyncCheckpointManager:
     ) -> str:
         """Save a tree, replacing the one of that prefix; the path is returned once it is durable."""
         if self._is_off(path):
-            return str(path)
+            return path_text(path)
         prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
-        report = run_save(self._request(prepared, path, metadata, callback, prefix))
-        if self.verbose:
-            log.warning("shardkeep: saved %s", report)
-        return str(path)
+        self._tell("saved", run_save(self._request(prepared, path, metadata, callback, prefix)))
+        return path_text(path)
 
     save_tree = save
 
@@ -117,7 +120,7 @@ class AsyncCheckpointManager:
     ) -> PendingSave:
         """Like `save`, but returns after the snapshot; `wait_until_finished` (or the handle) tells the rest."""
         if self._is_off(path):
-            return PendingSave.nothing(str(path))
+            return PendingSave.nothing(path_text(path))
         prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
         return self.follow(start_save(self._request(prepared, path, metadata, callback, prefix)))
 
@@ -138,10 +141,11 @@ class AsyncCheckpointManager:
         if not isinstance(prefix, str) or not prefix:
             raise PrefixError(f"save_pytree needs a prefix, a string that is not empty, not {prefix!r}")
         if self._is_off(path):
-            return str(path)
+            return path_text(path)
         prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
-        run_save(self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index))
-        return str(path)
+        request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
+        self._tell("saved", run_save(request))
+        return path_text(path)
 
     def load(
         self,
@@ -208,7 +212,7 @@ class AsyncCheckpointManager:
             callback=_by_name(callback),
             verbose=self.verbose,
         )
-        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, None))
+        skeleton, leaves, tree = self._load(path, request, None)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
 
     def load_tree_parallel(
@@ -255,23 +259,29 @@ class AsyncCheckpointManager:
     @staticmethod
     def safe_loadpath(path: Any) -> "LoadPath":
         """The path without the name of the index, as an object with `/`, `str()` and `exists()`."""
-        text = str(path)
+        text = path_text(path)
+        if text == INDEX:
+            return LoadPath(".")
         return LoadPath(text[: -len(INDEX)].rstrip("/") or "/" if text.endswith("/" + INDEX) else text)
 
     @property
-    def global_manager(self) -> GlobalAsyncCheckpointManager:
+    def global_manager(self) -> "GlobalAsyncCheckpointManager":
         """JAX's own manager, always the same one."""
-        if self._global_manager is None:
-            self._global_manager = GlobalAsyncCheckpointManager()
+        from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+        with self._lock:
+            if self._global_manager is None:
+                self._global_manager = GlobalAsyncCheckpointManager()
         return self._global_manager
 
     def wait_until_finished(self) -> None:
         """Wait for every pending save; raises the first failure, after all have ended."""
-        pending, self._pending = self._pending, []
+        with self._lock:
+            pending, self._pending = self._pending, []
         failures: list[BaseException] = []
         for save in pending:
             try:
-                save.wait()
+                self._tell("saved", save.wait())
             except Exception as error:  # noqa: BLE001  (the first is raised below, the others were logged)
                 failures.append(error)
         if self._global_manager is not None:
@@ -293,8 +303,16 @@ class AsyncCheckpointManager:
 
     def follow(self, pending: PendingSave) -> PendingSave:
         """Count a save among those `wait_until_finished` covers."""
-        self._pending = [save for save in self._pending if not save.done_well()] + [pending]
+        with self._lock:
+            done = [save for save in self._pending if save.done_well()]
+            self._pending = [save for save in self._pending if save not in done] + [pending]
+        for save in done:
+            self._tell("saved", save.report)
         return pending
+
+    def _tell(self, what: str, report: object) -> None:
+        if self.verbose:
+            log.warning("shardkeep: %s %s", what, report)
 
     def _is_off(self, path: Any) -> bool:
         if self.enable is False:
@@ -325,16 +343,13 @@ class AsyncCheckpointManager:
         tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
         if dtype is not None:
-            parse_dtype(dtype)
+            parse_float_dtype(dtype)
         skeleton, leaves = flatten(tree)
         values: list[Any] = []
         for leaf in leaves:
             value = cast_floats(leaf.value, dtype)
-            if isinstance(value, jax.Array) and _is_numeric(value):
-                if do_all_gather:
-                    value = to_host(value, None, mesh, cpu_offload or mesh is None)
-                elif cpu_offload:
-                    value = to_host(value, None, mesh, True)
+            if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) and (do_all_gather or cpu_offload):
+                value = offload(value, leaf.key, mesh, cpu_offload or mesh is None)
             values.append(value)
         return skeleton.rebuild(values)
 
@@ -348,7 +363,9 @@ class AsyncCheckpointManager:
         directory: bool = False,
         indexed: bool = True,
     ) -> SaveRequest:
-        arrays = {".".join(leaf.path): leaf.value for leaf in flatten(tree)[1] if _is_numeric(leaf.value)}
+        leaves = [leaf for leaf in flatten(tree)[1] if isinstance(leaf.value, jax.Array | np.ndarray)]
+        names = dotted_names([leaf.path for leaf in leaves])
+        arrays = {name: leaf.value for name, leaf in zip(names, leaves, strict=True)}
         return SaveRequest(
             target=self._target(path, directory),
             tree=tree,
@@ -356,13 +373,21 @@ class AsyncCheckpointManager:
             metadata=describe_arrays(arrays, check_metadata(metadata), self.enable_validation),
             overwrite=True,
             indexed=indexed,
-            on_commit=None if callback is None else lambda: callback(str(path)),
+            on_commit=None if callback is None else lambda: callback(path_text(path)),
             verbose=self.verbose,
         )
 
     def _load_dict(self, path: Any, request: Request, validate: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
+        skeleton, leaves, tree = self._load(path, request, validate)
         return as_dict(skeleton, leaves), metadata_of(tree)
+
+    def _load(self, path: Any, request: Request, validate: bool | None) -> tuple[Skeleton, list[Any], Tree]:
+        started = time.perf_counter()
+        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
+        seconds = time.perf_counter() - started
+        rate = tree.nbytes / seconds / 1e9
+        self._tell("loaded", f"{path_text(path)}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate:.2f} GB/s)")
+        return skeleton, leaves, tree
 
     def _validated(self, path: Any, request: Request, validate: bool | None) -> Request:
         """The request with the checks that `validate` asks for."""
@@ -371,30 +396,7 @@ class AsyncCheckpointManager:
         if not (self.enable_validation if validate is None else validate):
             return request
         _, manifest = open_checkpoint(self._located(path))
-        tree = manifest.tree(request.prefix)
-        checksums = metadata_of(tree).get("checksum") or {}
-        digests = any(piece.digests is not None for leaf in tree.leaves for piece in leaf.pieces)
-        if not checksums and not digests and validate:
-            raise ValueError(
-                f"{manifest.path} carries neither digests nor checksums: there is nothing to validate against"
-            )
-        shared = tree.format == "foreign" and len(manifest.trees) > 1
-        return replace(request, check=lambda leaf, value: _check(leaf, value, checksums, shared))
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray) and not is_prng_dtype(value.dtype)
-
-
-def _check(leaf: StoredLeaf, value: Any, checksums: Mapping[str, str], shared: bool) -> None:
-    """Compare an array with the SHA-256 recorded for it. `shared`: eFormer kept one record for several prefixes."""
-    recorded = checksums.get(".".join(leaf.path))
-    if recorded is None or compute_checksum(value) == recorded:
-        return
-    text = f"leaf {leaf.key!r} does not match the checksum recorded for it"
-    if not shared:
-        raise IntegrityError(text)
-    log.warning("shardkeep: %s (several prefixes share one record, so it may belong to another)", text)
+        return replace(request, check=checker(manifest, manifest.tree(request.prefix), validate is True))
 
 
 def as_dict(skeleton: Skeleton, leaves: list[Any]) -> dict[str, Any]:
@@ -422,6 +424,11 @@ def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | No
     return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
 
 
+def path_text(path: Any) -> str:
+    """A path or URL as text: of an `os.PathLike` what it stands for, of anything else its `str()`."""
+    return os.fsdecode(os.fspath(path)) if isinstance(path, str | os.PathLike) else str(path)
+
+
 class LoadPath:
     """A path or URL that can be joined with `/`, shown, and asked whether something is there."""
 
@@ -436,6 +443,12 @@ class LoadPath:
 
     def __repr__(self) -> str:
         return f"LoadPath({self._text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoadPath) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
     def exists(self) -> bool:
         """Whether a file or directory is there."""

@@ -173,7 +173,12 @@ def check_prefix(prefix: object) -> str:
     """
     if not isinstance(prefix, str):
         raise PrefixError(f"a prefix must be a string, not {prefix!r}")
-    if prefix.startswith("/") or any(ord(c) < 32 or ord(c) == 127 for c in prefix) or len(prefix) > 500:
+    if (
+        not _is_unicode(prefix)
+        or prefix.startswith("/")
+        or any(ord(c) < 32 or ord(c) == 127 for c in prefix)
+        or len(prefix) > 500
+    ):
         raise PrefixError(f"prefix {prefix[:80]!r} must be a short relative name without control characters")
     parts = re.split(r"[/.]", prefix)
     if prefix and ("" in parts or parts[0].startswith("~") or os.path.isabs(prefix)):
@@ -192,7 +197,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             return {key: copy(v, f"{where}[{key!r}]") for key, v in value.items()}
         if isinstance(value, list | tuple):
             return [copy(v, f"{where}[{i}]") for i, v in enumerate(value)]
-        if value is None or type(value) in (bool, int, float, str):
+        if value is None or type(value) in (bool, int, float) or (type(value) is str and _is_unicode(value)):
             return value
         raise MetadataError(
             f"metadata{where} is a {type(value).__name__}, which is not JSON; convert it (float(x), int(x), x.tolist())"
@@ -204,6 +209,15 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         return copy(metadata or {}, "")
     except RecursionError:
         raise MetadataError("metadata contains itself or is nested too deeply") from None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text is free of surrogates, which JSON does not carry faithfully."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -273,9 +287,9 @@ def _encode_tree(tree: Tree) -> Json:
 
 def _encode_leaf(leaf: StoredLeaf) -> Json:
     if leaf.spec is None:
-        return {"key": leaf.key, "kind": leaf.kind, "value": encode(leaf.value)}
+        return {"key": encode(leaf.key), "kind": leaf.kind, "value": encode(leaf.value)}
     record: dict[str, Any] = {
-        "key": leaf.key,
+        "key": encode(leaf.key),
         "kind": leaf.kind,
         "dtype": leaf.spec.dtype.name,
         "shape": list(leaf.spec.shape),
@@ -329,7 +343,7 @@ def _decode_file(data: list[Any]) -> DataFile:
 
 
 def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) -> StoredLeaf:
-    if data["key"] != join_key(path):
+    if decode(data["key"]) != join_key(path):
         raise ValueError(f"leaf {data['key']!r} is not where the structure has it")
     if data["kind"] == "value":
         return StoredLeaf(path, "value", value=decode(data["value"]))

@@ -3,7 +3,8 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +12,12 @@ import jax
 import numpy as np
 
 from shardkeep._version import __version__
-from shardkeep.manifest import Tree
+from shardkeep.errors import IntegrityError
+from shardkeep.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.staging import is_prng_dtype
+from shardkeep.tree import Path, join_key
+
+log = logging.getLogger("shardkeep")
 
 
 @dataclass
@@ -53,15 +59,32 @@ def _iso(moment: datetime.datetime | str | None) -> str | None:
     return (moment.astimezone(datetime.UTC) if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).isoformat()
 
 
+def dotted_names(paths: Sequence[Path]) -> list[str]:
+    """The names arrays have in the metadata: dotted; with dots in names escaped where two would be the same.
+
+    >>> dotted_names([("a", "b.c")]), dotted_names([("a.b",), ("a", "b")])
+    (['a.b.c'], ['a\\\\.b', 'a.b'])
+    """
+    names = [".".join(path) for path in paths]
+    return names if len(set(names)) == len(names) else [join_key(path) for path in paths]
+
+
 def describe_arrays(arrays: Mapping[str, Any], custom: Mapping[str, Any] | None, checksums: bool) -> dict[str, Any]:
-    """The metadata a save records for arrays by dotted key; `checksums`: with the SHA-256 of each."""
+    """The metadata a save records for arrays by name; `checksums`: with the SHA-256 of each as it is stored."""
     return CheckpointMetadata(
         timestamp=datetime.datetime.now(datetime.UTC),
-        checksum={key: compute_checksum(array) for key, array in arrays.items()} if checksums else None,
+        checksum={key: compute_checksum(_stored(array)) for key, array in arrays.items()} if checksums else None,
         array_metadata={key: {"shape": list(a.shape), "dtype": str(a.dtype)} for key, a in arrays.items()},
         framework_version=jax.__version__,
         custom_metadata=dict(custom or {}),
     ).to_dict()
+
+
+def _stored(array: Any) -> Any:
+    """An array as its bytes are stored: the data of PRNG keys, and no foreign byte order."""
+    if is_prng_dtype(array.dtype):
+        return jax.random.key_data(array)
+    return array.astype(array.dtype.newbyteorder("=")) if isinstance(array, np.ndarray) else array
 
 
 def compute_checksum(array: Any) -> str:
@@ -77,7 +100,10 @@ def metadata_of(tree: Tree) -> dict[str, Any]:
         return {key: _decoded(key, value) for key, value in found.items() if key in known}
     if tree.format == "foreign":
         return found
-    return CheckpointMetadata(timestamp=tree.created, custom_metadata=found).to_dict()
+    leaves = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    names = dotted_names([leaf.path for leaf in leaves])
+    arrays = {n: {"shape": list(x.shape or ()), "dtype": x.dtype} for n, x in zip(names, leaves, strict=True)}
+    return CheckpointMetadata(timestamp=tree.created, array_metadata=arrays, custom_metadata=found).to_dict()
 
 
 def _decoded(key: str, value: Any) -> Any:
@@ -88,3 +114,27 @@ def _decoded(key: str, value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredLeaf, Any], None]:
+    """What compares arrays with the SHA-256 recorded for them. `required`: there must be something to compare with."""
+    arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    recorded: Mapping[str, str] = metadata_of(tree).get("checksum") or {}
+    names = dotted_names([leaf.path for leaf in arrays])
+    checksums = {leaf.path: recorded[name] for leaf, name in zip(arrays, names, strict=True) if name in recorded}
+    foreign = tree.format == "foreign"
+    unchecked = [leaf.key for leaf in arrays if leaf.path not in checksums] if foreign else []
+    if required and unchecked and not checksums:
+        raise ValueError(f"{manifest.path} carries neither digests nor checksums: there is nothing to validate against")
+    if required and unchecked:
+        log.warning("shardkeep: %s: no checksum is recorded for %s", manifest.path, ", ".join(unchecked[:8]))
+
+    def check(leaf: StoredLeaf, value: Any) -> None:
+        if leaf.path not in checksums or compute_checksum(value) == checksums[leaf.path]:
+            return
+        text = f"leaf {leaf.key!r} does not match the checksum recorded for it"
+        if not foreign or len(manifest.trees) == 1:
+            raise IntegrityError(text)
+        log.warning("shardkeep: %s (eFormer keeps one record for all prefixes: it may be another's)", text)
+
+    return check

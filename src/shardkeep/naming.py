@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from shardkeep.tree import Path
+from shardkeep.tree import Path, join_key
 
 SAFETENSORS = ".safetensors"
 SAFETENSORS_INDEX = ".safetensors.index.json"
@@ -74,7 +74,7 @@ def leaf_directories(paths: Sequence[Path]) -> list[str]:
     _hash_clashes(paths, names)
     joined = ["/".join(parts) for parts in names]
     return [
-        name if len(os.fsencode(name)) <= _MAX_PATH else hashed("\0".join(path))
+        name if len(os.fsencode(name)) <= _MAX_PATH else hashed(join_key(path))
         for name, path in zip(joined, paths, strict=True)
     ]
 

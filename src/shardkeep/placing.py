@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.arrays import Region, kind_of
+from shardkeep.arrays import NUMPY_NAMES, Region, kind_of
 from shardkeep.choosing import Request, Wanted
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
@@ -34,7 +35,7 @@ def read_leaves(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Req
             some = wanted[start : start + step]
             targets = _read(store, tree, some, request, crew, progress)
             values += _finish(some, targets, request)
-    _warn_64_bit(wanted)
+    _warn_numpy(wanted, values)
     return values
 
 
@@ -54,7 +55,7 @@ def _read(
         targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
         slots.append(targets[-1])
     crew.run(lambda t=target: read_zarr(store, t) for target in targets if target.leaf.kind == "zarr")
-    source = Source(store, tree.files, tree.compression, request.verify, request.mapped)
+    source = Source(store, tree.files, tree.compression, request.verify, request.mapped and store.mappable)
     read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots
 
@@ -62,7 +63,7 @@ def _read(
 def _stays_on_host(w: Wanted) -> bool:
     """Whether the caller gets a NumPy array to write to, which must not be a mapped file."""
     assert w.stored.spec is not None
-    return w.as_numpy or needs_x64(w.stored.spec.dtype)
+    return w.as_numpy or stays_numpy(w.stored.spec.dtype)
 
 
 def _regions(w: Wanted) -> list[Region]:
@@ -125,15 +126,24 @@ def _adapt(w: Wanted, value: Any, request: Request) -> Any:
         request.check(w.stored, value)
     if w.stored.kind == "prng":
         value = jax.random.wrap_key_data(value, impl=w.stored.extra["impl"])
-    if w.stored.extra.get("order"):
-        value = value.astype(value.dtype.newbyteorder(w.stored.extra["order"]))
     if w.place.function is not None:
         value = apply_function(w.place.function, value)
     if is_array and request.callback is not None:
         value = request.callback(value, w.stored)
     if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and w.stored.kind != "prng":
         value = cast_array(value, w.dtype, w.stored.key)
-    return value if w.like is None else _like(w.like, value)
+    if isinstance(value, np.ndarray):
+        value = _settled(w, value)
+    return value if w.like is None else _like(w.like, value, w.stored.key)
+
+
+def _settled(w: Wanted, value: Array) -> Any:
+    """A host array in the byte order it was saved with; or, if a cast made it fit for JAX, on its devices."""
+    if not w.as_numpy and not stays_numpy(value.dtype):
+        return jax.device_put(value, w.place.sharding)
+    if w.stored.extra.get("order") and w.dtype is None:
+        return value.astype(value.dtype.newbyteorder(w.stored.extra["order"]))
+    return value
 
 
 def apply_function(function: Callable[[Any], Any], array: Any) -> Any:
@@ -147,40 +157,57 @@ def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
     if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
         return array
     if kind_of(dtype) == "int" and array.size:
-        low, high = int(array.min()), int(array.max())
-        limits = jax.numpy.iinfo(dtype)
-        if low < int(limits.min) or high > int(limits.max):
-            raise ValueError(f"leaf {key!r} holds {low} to {high}, which does not fit {dtype.name}")
-    if isinstance(array, jax.Array) and needs_x64(dtype):
+        check_fits(int(array.min()), int(array.max()), dtype, key)
+    if isinstance(array, jax.Array) and stays_numpy(dtype):
         log.warning("shardkeep: leaf %r as %s is NumPy: set jax_enable_x64 to have it on devices", key, dtype.name)
         return np.asarray(array).astype(dtype)
     return array.astype(dtype)
 
 
-def _like(like: Any, value: Any) -> Any:
-    """A plain value as a 0-d array like the template's, or the other way round."""
-    if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
-        return jax.device_put(np.asarray(value).astype(like.dtype), getattr(like, "sharding", None))
-    if isinstance(like, np.ndarray):
-        return np.asarray(value).astype(like.dtype)
-    return value[()] if isinstance(like, np.generic) else type(like)(value.item())
+def _like(like: Any, value: Any, key: str) -> Any:
+    """A plain value as a 0-d array like the template's, or the other way round; one that does not fit is refused."""
+    if isinstance(like, np.generic):
+        return cast_array(value, like.dtype, key)[()]
+    if not hasattr(like, "dtype"):
+        return type(like)(value.item())
+    dtype = np.dtype(like.dtype)
+    if kind_of(dtype) == "int":
+        check_fits(int(value), int(value), dtype, key)
+    array = np.array(value, dtype)
+    return array if isinstance(like, np.ndarray) else jax.device_put(array, getattr(like, "sharding", None))
 
 
-def needs_x64(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX, as it is set up now, would truncate arrays of this type."""
+def check_fits(low: int, high: int, dtype: np.dtype[Any], key: str) -> None:
+    """`ValueError` unless an integer type holds both numbers."""
+    limits = jax.numpy.iinfo(dtype)
+    if low < int(limits.min) or high > int(limits.max):
+        raise ValueError(f"leaf {key!r} holds {low} to {high}, which does not fit {dtype.name}")
+
+
+def stays_numpy(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX, as it is set up now, cannot hold arrays of this type without changing them."""
+    if dtype.name in ("int64", "uint64", "float64", "complex128"):
+        return not cast(Any, jax.config).jax_enable_x64
+    return dtype.name not in NUMPY_NAMES and not _is_known_to_jax(dtype)
+
+
+@lru_cache(maxsize=64)
+def _is_known_to_jax(dtype: np.dtype[Any]) -> bool:
     if dtype.kind in "mM":
-        return True
-    wide = dtype.name in ("int64", "uint64", "float64", "complex128")
-    return wide and not cast(Any, jax.config).jax_enable_x64
+        return False
+    try:
+        jax.device_put(np.zeros(1, dtype)).block_until_ready()
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
-def _warn_64_bit(wanted: Sequence[Wanted]) -> None:
-    keys = [
-        w.stored.key for w in wanted if w.stored.spec is not None and not w.as_numpy and needs_x64(w.stored.spec.dtype)
-    ]
+def _warn_numpy(wanted: Sequence[Wanted], values: Sequence[Any]) -> None:
+    arrays = [(w, v) for w, v in zip(wanted, values, strict=True) if isinstance(v, np.ndarray) and not w.as_numpy]
+    keys = [w.stored.key for w, v in arrays if w.like is None and stays_numpy(v.dtype)]
     if keys:
         log.warning(
-            "shardkeep: %d 64-bit arrays (%s%s) are NumPy, unchanged: set jax_enable_x64 to have them on devices",
+            "shardkeep: %d arrays (%s%s) are NumPy, unchanged: JAX cannot hold them; for 64-bit ones set jax_enable_x64",
             len(keys),
             ", ".join(keys[:5]),
             ", …" if len(keys) > 5 else "",

@@ -145,6 +145,12 @@ class Fetch:
     leaf: int
     piece: Piece
     targets: tuple[tuple[int, Region], ...]
+    band: int | None = None  # bytes of the band of the piece that is read, where not all of it
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that reading it takes."""
+        return self.piece.length if self.band is None else self.band
 
     @property
     def parts(self) -> list[Region]:
@@ -162,14 +168,33 @@ def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[
     return fetches
 
 
+def split_fetch(fetch: Fetch, limit: int) -> list[Fetch]:
+    """A piece too large for the memory that may be used, read in bands along its first axis that has any extent."""
+    region = fetch.piece.region
+    axis = next((i for i, n in enumerate(region.shape) if n > 1), None)
+    if fetch.piece.length <= limit or fetch.piece.stored is not None or axis is None:
+        return [fetch]
+    row = fetch.piece.length // region.shape[axis]
+    step = max(limit // row, 1)
+    bands: list[Fetch] = []
+    for first in range(0, region.shape[axis], step):
+        count = min(step, region.shape[axis] - first)
+        start = tuple(a + first if i == axis else a for i, a in enumerate(region.start))
+        band = Region(start, tuple(count if i == axis else n for i, n in enumerate(region.shape)))
+        hits = tuple((i, c) for i, common in fetch.targets if (c := common.intersect(band)) is not None)
+        if hits:
+            bands.append(Fetch(fetch.leaf, fetch.piece, hits, count * row))
+    return bands
+
+
 def plan_steps(fetches: Sequence[Fetch], limit: int) -> list[list[Fetch]]:
     """Fetches in order, in steps whose pieces together stay within `limit` bytes (a larger piece stands alone)."""
     steps: list[list[Fetch]] = []
     filled = 0
     for fetch in fetches:
-        if not steps or filled + fetch.piece.length > limit:
+        if not steps or filled + fetch.nbytes > limit:
             steps.append([])
             filled = 0
         steps[-1].append(fetch)
-        filled += fetch.piece.length
+        filled += fetch.nbytes
     return steps

@@ -11,7 +11,7 @@ from shardkeep.arrays import Region, touched_blocks
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import DataFile, Piece, StoredLeaf
-from shardkeep.planning import Fetch, plan_steps
+from shardkeep.planning import Fetch, plan_steps, split_fetch
 from shardkeep.progress import Progress
 from shardkeep.staging import Array, aligned_empty
 from shardkeep.stores.base import Mapping, Store, StoredFile
@@ -61,14 +61,25 @@ def read_targets(
     source: Source, targets: Sequence[Target], fetches: Sequence[Fetch], budget: int, crew: Crew, progress: Progress
 ) -> None:
     """Fill every target. Pieces are read in steps so that, beside the targets, memory stays within the budget."""
+    limit = min(budget, _STEP)
     alone = _fed_by_one(fetches)
-    for step in plan_steps(fetches, min(budget, _STEP)):
+    if not source.mapped:
+        fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
+        alone = _fed_by_one(fetches)
+    for step in plan_steps(fetches, limit):
         maps = _map_files(source, step, targets)
         units = [_Unit(source, fetch, targets[fetch.leaf], maps.get(fetch.piece.file), progress) for fetch in step]
         crew.run(task for batch in _batches(units) for task in batch)
         crew.run(_deliveries(units, alone))
     for target in targets:
         _fill_empty(target)
+
+
+def _goes_whole(fetch: Fetch, targets: Sequence[Target], alone: set[tuple[int, int]]) -> bool:
+    """Whether the piece is just what its only target wants: then it is read into its final place."""
+    number, common = fetch.targets[0]
+    wanted = targets[fetch.leaf].regions[number]
+    return len(fetch.targets) == 1 and (fetch.leaf, number) in alone and common == wanted == fetch.piece.region
 
 
 def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
@@ -95,8 +106,6 @@ def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target])
         if high - low >= _MAP_FROM:
             with source.open(number, key) as file:
                 mapping = file.map(low, high - low)
-            if mapping is None:  # the file system does not allow it
-                return {}
             maps[number] = (mapping, low)
     return maps
 

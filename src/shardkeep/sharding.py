@@ -100,13 +100,22 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
                 f"leaf {name!r} of shape {shape}: {spec} cuts dimension {axis} ({extent}) into {parts} parts, "
                 f"which does not divide it; the mesh is {dict(mesh.shape)}"
             )
+    used = [a for entry in entries if entry for a in (entry if isinstance(entry, tuple) else (entry,))]
+    if len(set(used)) < len(used):
+        raise ShardingError(f"leaf {name!r} of shape {shape}: {spec} names an axis of {dict(mesh.shape)} twice")
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...]) -> Sharding:
-    """The sharding as it fits an array of `shape`; a named one is cut to its rank."""
+def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
+    """The sharding as it fits an array of `shape`; a named one is cut to its rank, one without devices takes `mesh`."""
     if isinstance(sharding, NamedSharding):
-        fitted = named_sharding(cast(Mesh, sharding.mesh), sharding.spec, name, shape)
+        if not isinstance(sharding.mesh, Mesh):
+            if mesh is None:
+                raise ShardingError(
+                    f"leaf {name!r}: {sharding.spec} is on an abstract mesh, without devices; pass mesh="
+                )
+            return named_sharding(mesh, sharding.spec, name, shape)
+        fitted = named_sharding(sharding.mesh, sharding.spec, name, shape)
         return sharding if fitted.spec == sharding.spec else fitted.with_memory_kind(cast(Any, sharding.memory_kind))
     try:
         sharding.shard_shape(shape)

@@ -28,6 +28,7 @@ log = logging.getLogger("shardkeep")
 
 Array = np.ndarray[Any, Any]
 _HUGE = 2 << 20
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _SHOWN = 10
 
 
@@ -192,7 +193,8 @@ def aligned_empty(nbytes: int) -> Array:
         memory = np.empty(nbytes + 64, dtype=np.uint8)
         start = -memory.ctypes.data % 64
         return memory[start : start + nbytes]
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Not reserved: a large piece may be read in part, and only the pages touched count.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)

@@ -103,6 +103,7 @@ class _Leaf:
 
 
 LEAF = _Leaf()
+_MAX_DEPTH = 150  # JSON readers recurse; a tree that can be taken apart must also be readable
 _PLAIN = frozenset((bool, int, float, complex, str, bytes))
 _Child = Any  # a Node, LEAF or None
 
@@ -184,10 +185,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Sk
     {'b': [10, None], 'a': 20}
     """
     leaves: list[Leaf] = []
-    try:
-        return Skeleton(_take_apart(tree, (), leaves, is_leaf)), leaves
-    except RecursionError:
-        raise TreeError("the tree is nested too deeply to be saved (or contains itself)") from None
+    return Skeleton(_take_apart(tree, (), leaves, is_leaf)), leaves
 
 
 def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
@@ -220,6 +218,10 @@ def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[An
         return LEAF
     if tree is None:
         return None
+    if len(path) > _MAX_DEPTH:
+        raise TreeError(
+            f"the tree is nested too deeply (more than {_MAX_DEPTH} levels), or contains itself, at {join_key(path)!r:.80}"
+        )
     node = None if isinstance(tree, jax.Array | np.ndarray) or type(tree) in _PLAIN else _open(tree)
     if node is None:
         leaves.append(Leaf(path, tree))
@@ -335,7 +337,7 @@ def _treedef(cls: type, node: Node) -> Any:
     assert make is not None, "this version of JAX has no way to make a tree node"
     try:
         return make(tree_util.default_registry, (cls, node.aux), [tree_util.tree_structure(0)] * len(node.names))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RuntimeError):
         return None
 
 
@@ -392,7 +394,7 @@ def _to_json(node: _Child) -> Json:
         pairs: list[Any] = [[_encode_key(k), c] for k, c in zip(node.keys, children, strict=True)]
         factory = {"factory": getattr(node.aux, "__name__", None)} if node.kind == "defaultdict" else {}
         return {node.kind: pairs, **factory}
-    named: list[Any] = [[name, child] for name, child in zip(node.names, children, strict=True)]
+    named: list[Any] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]
     if node.kind == "namedtuple":
         return {"namedtuple": node.class_name, "children": named}
     try:
@@ -419,7 +421,7 @@ def _from_json(data: Any) -> _Child:
 
 
 def _container_from_json(data: dict[str, Any]) -> Node:
-    kind = next(iter(data))
+    kind = next(iter(data), "nothing")
     body = data[kind]
     if kind in ("list", "tuple"):
         return Node(kind, tuple(str(i) for i in range(len(body))), tuple(_from_json(child) for child in body))
@@ -431,7 +433,7 @@ def _container_from_json(data: dict[str, Any]) -> Node:
         return Node(kind, name_children(keys), below, keys, aux=_FACTORIES.get(str(data.get("factory"))))
     if kind not in ("namedtuple", "custom"):
         raise ValueError(f"unknown container {kind!r}")
-    names = tuple(str(name) for name, _ in data["children"])
+    names = tuple(str(decode(name)) for name, _ in data["children"])
     if len(set(names)) < len(names):
         raise ValueError("a child's name appears twice")
     below = tuple(_from_json(child) for _, child in data["children"])

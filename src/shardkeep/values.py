@@ -3,6 +3,7 @@
 import base64
 import binascii
 import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
@@ -13,6 +14,9 @@ from shardkeep.arrays import dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError
 
 Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotPlainError(TypeError):
@@ -28,9 +32,12 @@ def encode(value: object) -> Json:
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(value)
-    if isinstance(value, np.generic):
+    if not isinstance(value, np.generic):
+        raise NotPlainError(type(value).__qualname__)
+    try:
         return {"numpy": [dtype_name(value.dtype), value.tobytes().hex()]}
-    raise NotPlainError(type(value).__qualname__)
+    except TypeError:
+        raise NotPlainError(f"NumPy {value.dtype}") from None
 
 
 def decode(data: Json) -> Any:
@@ -45,7 +52,7 @@ def decode(data: Json) -> Any:
         if decoder is not None:
             try:
                 return decoder(body)
-            except (TypeError, ValueError, OverflowError, struct.error, binascii.Error) as error:
+            except (TypeError, ValueError, IndexError, OverflowError, struct.error, binascii.Error) as error:
                 raise IntegrityError(f"malformed {tag} value in a manifest: {error}") from error
     raise IntegrityError(f"malformed value in a manifest: {str(data)[:80]}")
 
@@ -53,6 +60,13 @@ def decode(data: Json) -> Any:
 def is_plain(value: object) -> bool:
     """Whether `value` is a leaf that `encode` can carry (containers are not leaves)."""
     return type(value) in _SCALARS or isinstance(value, np.generic)
+
+
+def _encode_text(value: str) -> Json:
+    # JSON readers join two surrogates into one character; such text (never valid Unicode) goes as bytes.
+    if value.isascii() or not _SURROGATE.search(value):
+        return value
+    return {"text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
 
 
 def _encode_float(value: float) -> str:
@@ -86,7 +100,7 @@ def _decode_numpy(body: Any) -> np.generic:
 _ENCODERS: dict[type, Callable[[Any], Json]] = {
     type(None): lambda v: v,
     bool: lambda v: v,
-    str: lambda v: v,
+    str: lambda v: _encode_text(v),
     int: lambda v: {"int": hex(v)},
     float: lambda v: {"float": _encode_float(v)},
     complex: lambda v: {"complex": [_encode_float(v.real), _encode_float(v.imag)]},
@@ -96,6 +110,7 @@ _ENCODERS: dict[type, Callable[[Any], Json]] = {
     dict: lambda v: {"dict": [[encode(k), encode(x)] for k, x in v.items()]},
 }
 _DECODERS: dict[str, Callable[[Any], Any]] = {
+    "text": lambda b: base64.b64decode(b, validate=True).decode("utf-8", "surrogatepass"),
     "int": _decode_int,
     "float": _decode_float,
     "complex": lambda b: complex(_decode_float(b[0]), _decode_float(b[1])),

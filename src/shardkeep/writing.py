@@ -7,7 +7,6 @@ from typing import Any, cast
 import numpy as np
 import zstandard
 
-from shardkeep.arrays import Region
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
@@ -167,6 +166,8 @@ def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard]) -> Array:
     assert leaf.spec is not None
     whole: Array = aligned_empty(piece.nbytes).view(leaf.spec.dtype).reshape(piece.region.shape)
     for shard, region in piece.sources:
-        common = cast(Region, region.intersect(piece.region))
+        common = region.intersect(piece.region)
+        if common is None:  # an empty shard
+            continue
         whole[common.within(piece.region).slices] = shards[shard].data[common.within(region).slices]
     return whole

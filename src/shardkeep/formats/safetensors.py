@@ -70,10 +70,16 @@ class SafetensorsFormat:
 def _piece_name(leaf: LeafPlan, piece: PiecePlan) -> str:
     """The leaf's key; for a part of the leaf also its region, after a backslash that no key has unescaped."""
     assert leaf.spec is not None
+    key = safe_text(leaf.key)
     if piece.region == Region.whole(leaf.spec.shape):
-        return leaf.key or "\\"
+        return key or "\\"
     extent = ",".join(f"{a}:{a + n}" for a, n in zip(piece.region.start, piece.region.shape, strict=True))
-    return f"{leaf.key}\\[{extent}]"
+    return f"{key}\\[{extent}]"
+
+
+def safe_text(name: str) -> str:
+    """A tensor's name that every JSON reader takes the same: surrogates written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def group_by_size(sizes: Sequence[int], items: Sequence[Any], limit: int) -> list[list[Any]]:

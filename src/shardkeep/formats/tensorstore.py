@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import ArraySpec, Region
+from shardkeep.arrays import NUMPY_NAMES, ArraySpec, Region
 from shardkeep.naming import leaf_directories
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 
@@ -124,6 +124,4 @@ def zarr_dtype(dtype: np.dtype[Any]) -> str:
     """The name a zarr reader knows; types it lacks are stored as unsigned integers of the same width."""
     if dtype.name in _EXTENDED:
         return dtype.name
-    if dtype.kind in "mM" or dtype.isbuiltin != 1:
-        return np.dtype(f"u{dtype.itemsize}").str
-    return dtype.str
+    return dtype.str if dtype.name in NUMPY_NAMES else np.dtype(f"u{dtype.itemsize}").str

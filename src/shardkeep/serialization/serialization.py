@@ -1,6 +1,7 @@
 """eFormer's `serialization` path: trees to and from directories, without a manager of our own."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +30,12 @@ def is_array_like(x: Any) -> bool:
 
 
 def join_key(prefix: str | None, k: Any) -> str:
-    """`k` below `prefix`, with a dot between them.
+    """`k` below `prefix`, with a dot between them; either may be empty or None.
 
-    >>> join_key("model", "w"), join_key("", "w")
-    ('model.w', 'w')
+    >>> join_key("model", "w"), join_key("", "w"), join_key("model", None)
+    ('model.w', 'w', 'model')
     """
-    return f"{prefix}.{k}" if prefix and str(k) else prefix or str(k)
+    return ".".join(str(part) for part in (prefix, k) if part is not None and part != "")
 
 
 def leaf_key_paths(pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -72,28 +73,62 @@ def tree_serialize_leaves(
         run_save(request)
     elif hasattr(manager, "follow"):
         manager.follow(start_save(request))
+    elif hasattr(manager, "serialize"):
+        _hand_overs.setdefault(manager, _HandOver()).add(manager, start_save(request))
     else:
-        _hand_over(manager, start_save(request))
+        raise TypeError(f"manager must be an AsyncCheckpointManager or JAX's own, not a {type(manager).__name__}")
 
 
-def _hand_over(manager: Any, pending: PendingSave) -> None:
-    """Let JAX's manager wait for the save: an empty serialization whose commit step is our save.
+class _HandOver:
+    """Lets a manager of JAX's wait for our saves: a serialization of nothing whose commit step ends when they do.
 
-    On a thread of its own, because JAX's manager starts an event loop and there may be a running one here.
+    A save that comes while that step is under way joins it, so nobody waits for an earlier save; and what failed is
+    kept for the manager's next wait, not raised by the next save.
     """
-    failure: list[BaseException] = []
 
-    def serialize() -> None:
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._lock = threading.Lock()
+        self._pending: list[PendingSave] = []
+        self._failure: Exception | None = None
+        self._under_way = False
+
+    def add(self, manager: Any, pending: PendingSave) -> None:
+        with self._starting:
+            with self._lock:
+                self._pending.append(pending)
+                if self._under_way:
+                    return
+                self._under_way = True
+            # On a thread of its own: JAX's manager starts an event loop, and there may be a running one here.
+            thread = threading.Thread(target=self._start, args=(manager,), name="shardkeep-hand-over")
+            thread.start()
+            thread.join()
+
+    def _start(self, manager: Any) -> None:
         try:
-            manager.serialize([], [], on_commit_callback=pending.wait)
-        except BaseException as error:  # noqa: BLE001  (raised below)
-            failure.append(error)
+            manager.wait_until_finished()
+        except Exception as error:  # noqa: BLE001  (raised by the commit step)
+            self._failure = error
+        manager.serialize([], [], on_commit_callback=self._commit)
 
-    thread = threading.Thread(target=serialize, name="shardkeep-hand-over")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
+    def _commit(self) -> None:
+        failure, self._failure = self._failure, None
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._under_way = False
+                    break
+                pending = self._pending.pop(0)
+            try:
+                pending.wait()
+            except Exception as error:  # noqa: BLE001  (raised below; the others were logged)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+_hand_overs: weakref.WeakKeyDictionary[Any, _HandOver] = weakref.WeakKeyDictionary()
 
 
 def tree_deserialize_leaves(

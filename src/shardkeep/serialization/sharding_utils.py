@@ -5,9 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.tree_util import Partial
 
-from shardkeep.errors import ShardingError
+from shardkeep.choosing import logical_shape
+from shardkeep.errors import ShardingError, TreeError
+from shardkeep.gathering import reshard
+from shardkeep.manifest import StoredLeaf
 from shardkeep.opening import open_checkpoint
 from shardkeep.placing import apply_function
 from shardkeep.sharding import ShapedLeaf, resolve_shardings
@@ -28,7 +32,7 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
     """
     if sharding_tree is None:
         return arrays
-    skeleton, leaves = flatten(arrays)
+    skeleton, leaves = flatten(arrays, is_leaf=_is_none)
     names = [".".join(leaf.path) for leaf in leaves]
     asked = _by_name(sharding_tree)
     difference = _difference(set(asked), set(names))
@@ -40,13 +44,13 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
         if not isinstance(leaf.value, jax.Array | np.ndarray):
             values.append(leaf.value)
             continue
+        if callable(asked[name]):
+            values.append(apply_function(asked[name], leaf.value))
+            continue
         (place,) = resolve_shardings(
             [ShapedLeaf(leaf.path, leaf.value.shape)], mesh=mesh, shardings={name: asked[name]}, follow_saved=False
         )
-        if place.function is not None:
-            values.append(apply_function(place.function, leaf.value))
-        else:
-            values.append(jax.device_put(leaf.value, place.sharding or jax.devices()[0]))
+        values.append(reshard(leaf.value, place.sharding or SingleDeviceSharding(jax.devices()[0])))
     return skeleton.rebuild(values)
 
 
@@ -63,7 +67,7 @@ def create_sharding_tree_from_index(
     return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in leaves])
 
 
-def _sharding_for(leaf: Any, mesh: Mesh | None, default: Any) -> Any:
+def _sharding_for(leaf: StoredLeaf, mesh: Mesh | None, default: Any) -> Any:
     if default is None:
         everywhere = mesh if mesh is not None else Mesh(np.array(jax.devices()), ("all",))
         return NamedSharding(everywhere, PartitionSpec())
@@ -72,9 +76,9 @@ def _sharding_for(leaf: Any, mesh: Mesh | None, default: Any) -> Any:
     if isinstance(default, PartitionSpec):
         if mesh is None:
             raise ShardingError(f"{default} needs a mesh; pass mesh=")
-        return NamedSharding(mesh, PartitionSpec(*list(default)[: len(leaf.spec.shape)]))
+        return NamedSharding(mesh, PartitionSpec(*list(default)[: len(logical_shape(leaf))]))
     if callable(default):
-        return default({"path": "/".join(leaf.path), "shape": leaf.spec.shape, "dtype": leaf.spec.dtype.name})
+        return default({"path": "/".join(leaf.path), "shape": logical_shape(leaf), "dtype": leaf.dtype})
     raise ShardingError(f"default_sharding must be a Sharding, a PartitionSpec, a function or None, not {default!r}")
 
 
@@ -96,16 +100,22 @@ def validate_sharding_tree(sharding_tree: Any, expected_structure: Any) -> bool:
     >>> validate_sharding_tree({"w": None}, {"w": 1})
     True
     """
-    found, expected = set(_by_name(sharding_tree)), set(_by_name(expected_structure))
-    difference = _difference(found, expected)
+    try:
+        difference = _difference(set(_by_name(sharding_tree)), set(_by_name(expected_structure)))
+    except (TreeError, TypeError, ValueError) as error:
+        difference = str(error)
     if difference:
         log.warning("shardkeep: the sharding tree does not have the expected structure: %s", difference)
     return not difference
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    _, leaves = flatten(tree, is_leaf=lambda x: x is None or isinstance(x, Sharding | PartitionSpec))
+    _, leaves = flatten(tree, is_leaf=lambda x: _is_none(x) or isinstance(x, Sharding | PartitionSpec | Partial))
     return {".".join(leaf.path): leaf.value for leaf in leaves}
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _difference(found: set[str], expected: set[str]) -> str:

@@ -16,6 +16,7 @@ from shardkeep.gathering import (
     reshard,
     to_host,
 )
+from shardkeep.metadata import dotted_names
 from shardkeep.naming import base_of_shard, index_filename, shard_filename
 from shardkeep.placing import apply_function, cast_array
 from shardkeep.staging import available_memory
@@ -66,7 +67,8 @@ def flatten_for_broadcast(state: Any) -> dict[str, Any]:
     >>> flatten_for_broadcast({"a": {"b": 1}})
     {'a.b': 1}
     """
-    return {".".join(leaf.path): leaf.value for leaf in flatten(state)[1]}
+    leaves = flatten(state)[1]
+    return dict(zip(dotted_names([leaf.path for leaf in leaves]), (leaf.value for leaf in leaves), strict=True))
 
 
 def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:

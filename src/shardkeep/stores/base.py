@@ -20,8 +20,8 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
         """Fill `buffer` with the bytes at `offset`; `EOFError` if there are not enough."""
         ...
 
-    def map(self, offset: int, length: int) -> "Mapping | None":
-        """The bytes in place, backed by the file, or None where that cannot be done safely."""
+    def map(self, offset: int, length: int) -> "Mapping":
+        """The bytes in place, backed by the file; only where the store is `mappable`."""
         ...
 
 
@@ -64,6 +64,11 @@ class Store(Protocol):
 
     url: str
     control: str  # the directory, inside, of the lock, the claims and the records of running saves
+
+    @property
+    def mappable(self) -> bool:
+        """Whether files may be mapped: nobody else can change them in place unseen."""
+        ...
 
     def locate(self, name: str) -> str:
         """`name` as a person would look for it."""

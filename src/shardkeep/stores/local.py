@@ -33,6 +33,7 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
+        self._mappable: bool | None = None
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -41,10 +42,8 @@ class LocalStore:
         make_directories(self._root)
 
     def read(self, name: str) -> bytes:
-        with self.open(name) as file:
-            data = np.empty(file.size, np.uint8)
-            file.read_into(0, data)
-            return data.tobytes()
+        with open(self._checked(name), "rb") as file:
+            return file.read()
 
     def size(self, name: str) -> int | None:
         try:
@@ -53,10 +52,13 @@ class LocalStore:
             return None
 
     def open(self, name: str) -> "LocalFile":
+        return LocalFile(self._checked(name))
+
+    def _checked(self, name: str) -> str:
         path = self.locate(name)
         if self._confined and not self._is_inside(path):
             raise IntegrityError(f"{path} is a symbolic link, or lies behind one, that leads out of {self._root}")
-        return LocalFile(path, self._mappable)
+        return path
 
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed; directories are looked at once."""
@@ -71,9 +73,11 @@ class LocalStore:
     def _real_root(self) -> str:
         return os.path.realpath(self._root).rstrip(os.sep) + os.sep
 
-    @cached_property
-    def _mappable(self) -> bool:
-        return is_mappable(self._root)
+    @property
+    def mappable(self) -> bool:
+        if self._mappable is None:
+            self._mappable = is_mappable(self._root)
+        return self._mappable
 
     def create(self, name: str) -> "LocalNewFile":
         path = self.locate(name)
@@ -223,9 +227,8 @@ class LocalStore:
 class LocalFile:
     """An open file; its mappings stay valid after it is closed."""
 
-    def __init__(self, path: str, mappable: bool) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
-        self._mappable = mappable
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self._descriptor).st_size
 
@@ -238,9 +241,7 @@ class LocalFile:
             target = target[count:]
             offset += count
 
-    def map(self, offset: int, length: int) -> "LocalMapping | None":
-        if not self._mappable or length == 0:
-            return None
+    def map(self, offset: int, length: int) -> "LocalMapping":
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         memory = mmap.mmap(self._descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
         return LocalMapping(memory, offset - start, self._path)

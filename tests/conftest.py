@@ -1,0 +1,28 @@
+"""Every test runs on eight CPU devices; `from support import …` works in every test file."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run: a failure is a change of ours, not of the dice.
+settings.register_profile(
+    "shardkeep",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("shardkeep")
+
+
+@pytest.fixture(autouse=True)
+def _tmp_in_doctests(doctest_namespace: dict[str, object], tmp_path: Path) -> None:
+    """Docstring examples write below `tmp`."""
+    doctest_namespace["tmp"] = tmp_path

@@ -1,0 +1,1 @@
+"""Faults made on purpose: processes that are killed, interrupted, refused or paused at a chosen system call."""

@@ -1,0 +1,158 @@
+"""What the processes under fault do: states known by a kind and a number, and actions with plain arguments."""
+
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import shardkeep
+
+
+def make(kind: str, number: int) -> Any:
+    """The state of that kind and number: the same in every process, no two numbers alike in any array."""
+    random = np.random.default_rng(number)
+    return _KINDS[kind](random, number)
+
+
+def _plain(random: np.random.Generator, number: int) -> Any:
+    layers = [
+        {"k": random.standard_normal((16, 8)).astype(ml_dtypes.bfloat16), "b": random.integers(0, 99, 5, np.int32)}
+        for _ in range(2)
+    ]
+    return {
+        "w": random.standard_normal((40, 30)).astype(np.float32),
+        "layers": layers,
+        "empty": np.zeros((0, 3), np.float32),
+        "zero": np.array(number, np.int16),
+        "step": number,
+        "name": f"state {number}",
+        "none": None,
+    }
+
+
+def _fewer(random: np.random.Generator, number: int) -> Any:
+    return {"w": random.standard_normal(11).astype(np.float32), "step": number}
+
+
+def _other(random: np.random.Generator, number: int) -> Any:
+    """The keys of the plain state, with other dtypes and shapes."""
+    return {"w": random.standard_normal((3, 5, 7)), "layers": random.integers(0, 99, (4, 4), np.uint8), "step": number}
+
+
+def _many(random: np.random.Generator, number: int) -> Any:
+    return {"step": number, "leaves": [random.standard_normal(9) for _ in range(12)]}
+
+
+def _large(random: np.random.Generator, number: int) -> Any:
+    """Above the size that one task writes, so that a file is written in parts."""
+    return {
+        "big": random.integers(0, 255, (33 << 20) + 5, np.uint8),
+        "small": random.standard_normal(3),
+        "step": number,
+    }
+
+
+def _wide(random: np.random.Generator, number: int) -> Any:
+    return {"big": random.integers(0, 255, 5 << 20, np.uint8), "small": random.standard_normal(3), "step": number}
+
+
+def _sharded(random: np.random.Generator, number: int) -> Any:
+    """Arrays on eight devices, large enough that each shard is a piece of its own."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return {
+        "spread": jax.device_put(random.standard_normal((512, 640)).astype(np.float32), spread),
+        "one": jax.numpy.asarray(random.standard_normal((4, 4)).astype(np.float32)),
+        "step": number,
+    }
+
+
+_KINDS = {
+    "plain": _plain,
+    "fewer": _fewer,
+    "other": _other,
+    "many": _many,
+    "large": _large,
+    "wide": _wide,
+    "sharded": _sharded,
+}
+
+
+def save(path: str, kind: str, number: int, **arguments: Any) -> None:
+    shardkeep.save(path, make(kind, number), **arguments)
+
+
+def save_async(path: str, kind: str, number: int, **arguments: Any) -> None:
+    shardkeep.save_async(path, make(kind, number), **arguments).wait()
+
+
+def save_often(path: str, kind: str, first: int, count: int, **arguments: Any) -> None:
+    for number in range(first, first + count):
+        shardkeep.save(path, make(kind, number), overwrite=True, **arguments)
+
+
+def save_in_turn(path: str, kind: str, first: int, count: int, variants: list[dict[str, Any]]) -> None:
+    """Like `save_often`, with the arguments of each variant in turn."""
+    for number in range(first, first + count):
+        arguments = variants[number % len(variants)]
+        shardkeep.save(path, make(kind, number), overwrite=True, **arguments)
+
+
+def load(path: str, kind: str, number: int, **arguments: Any) -> None:
+    assert same(shardkeep.load(path, **arguments), make(kind, number)), "what was loaded is another state"
+
+
+def load_until(path: str, kind: str, last: int, **arguments: Any) -> dict[str, int]:
+    """Load until the state numbered `last` is there; every load must be exactly one of the states."""
+    loads, seen = 0, set()
+    while last not in seen:
+        tree = shardkeep.load(path, **arguments)
+        number = int(tree["step"])
+        assert same(tree, make(kind, number)), f"a load gave a mix: it says {number}"
+        loads += 1
+        seen.add(number)
+    return {"loads": loads, "states": len(seen)}
+
+
+def verify_until(path: str, last: int) -> dict[str, int]:
+    """Verify until the state numbered `last` is there; no report may speak of damage."""
+    count = 0
+    while True:
+        report = shardkeep.verify(path)
+        assert report.ok, str(report)
+        count += 1
+        if shardkeep.load(path)["step"] == last:
+            return {"reports": count}
+
+
+def check(path: str) -> list[bool]:
+    return [shardkeep.exists(path), shardkeep.verify(path).ok]
+
+
+def fail_then_delete(path: str, kind: str, number: int) -> None:
+    try:
+        shardkeep.save(path, make(kind, number), overwrite=True)
+    except shardkeep.StorageError:
+        shardkeep.delete(path)
+    else:
+        raise AssertionError("the save did not fail")
+
+
+def delete(path: str) -> None:
+    shardkeep.delete(path)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Same structure and types, same bits."""
+    if isinstance(b, jax.Array | np.ndarray):
+        kind = jax.Array if isinstance(b, jax.Array) else np.ndarray
+        alike = isinstance(a, kind) and a.dtype == b.dtype and a.shape == b.shape
+        return bool(alike and np.asarray(a).tobytes() == np.asarray(b).tobytes())
+    if type(a) is not type(b):
+        return False
+    if isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -1,0 +1,234 @@
+"""Files of the tensorstore format: zarr arrays that TensorStore and zarr-python read, one chunk per shard."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardkeep
+from shardkeep.arrays import ArraySpec, Region, is_partition
+from shardkeep.formats.tensorstore import TensorstoreFormat, split_counts
+from support import assert_same, bits, mesh_of, pattern
+
+P = PartitionSpec
+STANDARD = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+KNOWN_TO_TENSORSTORE = [
+    *STANDARD,
+    "bfloat16",
+    "int4",
+    "int2",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
+AS_BITS = ["uint4", "uint2", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "datetime64[ns]", "timedelta64[s]"]
+JAX_ONLY_32 = {"int64", "uint64", "float64", "complex128"}
+COMPRESSIONS = pytest.mark.parametrize("compression", [None, "zstd"])
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _open(directory: Path) -> np.ndarray:
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory}/"}}
+    return np.asarray(tensorstore.open(spec, read=True).result().read().result())
+
+
+def _zarray(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / ".zarray").read_text())
+
+
+def _save(path: Path, tree: Any, compression: str | None, **more: Any) -> None:
+    shardkeep.save(path, tree, format="tensorstore", compression=compression, **more)
+
+
+@COMPRESSIONS
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_tensorstore_reads_every_dtype_it_knows_under_its_own_name(compression: Any, make: Any, tmp_path: Path) -> None:
+    names = [n for n in KNOWN_TO_TENSORSTORE if make is np.asarray or n not in JAX_ONLY_32]
+    tree = {
+        name: {str(len(shape)): make(pattern(_dtype(name), shape)) for shape in [(), (7,), (3, 5)]} for name in names
+    }
+    _save(tmp_path / "c", tree, compression)
+    for name, arrays in tree.items():
+        for rank, array in arrays.items():
+            found = _open(tmp_path / "c" / name / rank)
+            assert found.dtype == _dtype(name), name
+            assert found.shape == array.shape
+            # TensorStore brings the bits of 4- and 2-bit integers into its own form.
+            if name in ("int4", "int2"):
+                assert (found.astype(int) == np.asarray(array).astype(int)).all()
+            else:
+                assert bits(found) == bits(array), name
+
+
+@COMPRESSIONS
+def test_dtypes_tensorstore_lacks_are_stored_as_their_bits(compression: Any, tmp_path: Path) -> None:
+    tree = {name: pattern(_dtype(name), (3, 5)) for name in AS_BITS}
+    _save(tmp_path / "c", tree, compression)
+    leaves = shardkeep.inspect(tmp_path / "c").leaves
+    for (name, array), directory in zip(tree.items(), _directories(tmp_path / "c"), strict=True):
+        found = _open(tmp_path / "c" / directory)
+        assert found.dtype == np.dtype(f"u{array.dtype.itemsize}")
+        assert bits(found) == bits(array)
+        assert leaves[name].dtype == name
+    assert_same(shardkeep.load(tmp_path / "c"), tree)
+
+
+def _directories(path: Path) -> list[str]:
+    """Where each leaf lies, in order, as the manifest says."""
+    files = [file.name for file in shardkeep.inspect(path).tree().files]
+    return [name[: -len("/.zarray")] for name in files if name.endswith("/.zarray")]
+
+
+@COMPRESSIONS
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_zarr_python_reads_the_dtypes_it_knows(compression: Any, make: Any, tmp_path: Path) -> None:
+    names = [n for n in STANDARD if make is np.asarray or n not in JAX_ONLY_32]
+    tree = {name: make(pattern(_dtype(name), (4, 6))) for name in names}
+    _save(tmp_path / "c", tree, compression)
+    for name, array in tree.items():
+        opened = zarr.open_array(str(tmp_path / "c" / name), mode="r", zarr_format=2)
+        assert opened.dtype == array.dtype
+        assert bits(opened[...]) == bits(array)
+
+
+@COMPRESSIONS
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P("a", "b"), P(("a", "b")), P("b", "a")])
+def test_a_chunk_is_a_shard_and_all_readers_put_them_together(
+    compression: Any, spec: PartitionSpec, tmp_path: Path
+) -> None:
+    host = pattern("float32", (512, 1024))
+    mesh = mesh_of(2, 4)
+    array = jax.device_put(host, NamedSharding(mesh, spec))
+    _save(tmp_path / "c", {"w": array}, compression)
+    assert _zarray(tmp_path / "c" / "w")["chunks"] == list(array.sharding.shard_shape(host.shape))
+    assert bits(_open(tmp_path / "c" / "w")) == bits(host)
+    assert bits(zarr.open_array(str(tmp_path / "c" / "w"), mode="r", zarr_format=2)[...]) == bits(host)
+
+
+def test_an_uncompressed_chunk_is_exactly_the_bytes_of_its_shard(tmp_path: Path) -> None:
+    host = pattern("bfloat16", (1024, 1024))
+    _save(tmp_path / "c", {"w": jax.device_put(host, NamedSharding(mesh_of(2, 4), P("a", "b")))}, None)
+    for i in range(2):
+        for j in range(4):
+            chunk = (tmp_path / "c" / "w" / f"{i}.{j}").read_bytes()
+            assert chunk == host[i * 512 : (i + 1) * 512, j * 256 : (j + 1) * 256].tobytes()
+
+
+def test_a_scalar_and_an_empty_array_are_zarr_arrays(tmp_path: Path) -> None:
+    _save(tmp_path / "c", {"s": np.array(3, np.float32), "e": np.zeros((3, 0, 2))}, None)
+    assert _open(tmp_path / "c" / "s") == 3
+    assert (tmp_path / "c" / "s" / "0").read_bytes() == np.float32(3).tobytes()
+    assert _open(tmp_path / "c" / "e").shape == (3, 0, 2)
+    assert zarr.open_array(str(tmp_path / "c" / "e"), mode="r", zarr_format=2).shape == (3, 0, 2)
+
+
+def test_the_description_is_plain_zarr_v2(tmp_path: Path) -> None:
+    _save(tmp_path / "c", {"w": jnp.ones((2, 3))}, "zstd")
+    description = _zarray(tmp_path / "c" / "w")
+    assert description == {
+        "zarr_format": 2,
+        "shape": [2, 3],
+        "chunks": [2, 3],
+        "dtype": "<f4",
+        "compressor": {"id": "zstd", "level": 1},
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+
+
+@COMPRESSIONS
+def test_a_prefix_and_nested_keys_are_directories(compression: Any, tmp_path: Path) -> None:
+    _save(tmp_path / "c", {"layers": [{"w": np.arange(3)}]}, compression, prefix="model.ema")
+    assert _open(tmp_path / "c" / "model" / "ema" / "layers" / "0" / "w").tolist() == [0, 1, 2]
+
+
+@COMPRESSIONS
+def test_an_overwritten_tree_is_still_readable_where_the_manifest_says(compression: Any, tmp_path: Path) -> None:
+    for number in range(3):
+        _save(tmp_path / "c", {"w": np.full(4, number)}, compression, overwrite=True)
+        (directory,) = _directories(tmp_path / "c")
+        assert _open(tmp_path / "c" / directory).tolist() == [number] * 4
+        assert len(list((tmp_path / "c").rglob(".zarray"))) == 1, "the replaced tree is gone"
+
+
+def test_compression_makes_files_smaller(tmp_path: Path) -> None:
+    tree = {"w": np.zeros(1 << 20, np.float32)}
+    sizes = {}
+    for compression in (None, "zstd"):
+        _save(tmp_path / str(compression), tree, compression)
+        sizes[compression] = (tmp_path / str(compression) / "w" / "0").stat().st_size
+    assert sizes[None] == 4 << 20
+    assert sizes["zstd"] < 4096
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4000))
+def test_a_split_cuts_axes_into_equal_parts(shape: list[int], itemsize: int, limit: int) -> None:
+    counts = split_counts(shape, itemsize, limit)
+    assert all(n % k == 0 for n, k in zip(shape, counts, strict=True))
+    if math.prod(shape) * itemsize <= limit:
+        assert counts == [1] * len(shape)
+    if max(shape) <= 40 and itemsize <= limit:  # axes this short are always cut far enough
+        assert math.prod(n // k for n, k in zip(shape, counts, strict=True)) * itemsize <= limit
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("shape", [(1 << 16, 1 << 13), (3, 1 << 30), (7, 11, 1 << 22), (1 << 29,), (1, 1, 1 << 29)])
+def test_large_shards_are_split_evenly_below_the_limit(compression: Any, shape: tuple[int, ...]) -> None:
+    spec = ArraySpec(shape, np.dtype("f4"))
+    parts = TensorstoreFormat(compression).split(spec, Region.whole(shape))
+    assert is_partition(shape, parts)
+    assert len({part.shape for part in parts}) == 1
+    assert all(part.size * 4 <= (64 << 20 if compression else 256 << 20) for part in parts)
+
+
+def test_a_shard_split_in_chunks_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the limit lowered, so that a test need not write hundreds of megabytes."""
+    monkeypatch.setattr("shardkeep.formats.tensorstore._RAW_LIMIT", 1 << 18)
+    monkeypatch.setattr("shardkeep.formats.tensorstore._COMPRESSED_LIMIT", 1 << 17)
+    host = pattern("float32", (768, 1000))
+    tree = {"w": jax.device_put(host, NamedSharding(mesh_of(2, 4), P("a", "b"))), "whole": jnp.asarray(host), "n": host}
+    for compression in (None, "zstd"):
+        path = tmp_path / str(compression)
+        _save(path, tree, compression)
+        assert_same(shardkeep.load(path), tree)
+        for name in tree:
+            assert len(shardkeep.inspect(path).leaves[name].pieces) > 8
+            assert bits(_open(path / name)) == bits(host)
+        loaded = shardkeep.load(path, mesh=mesh_of(8), shardings=P(None, "a"), mapped=False)
+        assert bits(loaded["w"]) == bits(host)

@@ -1,0 +1,238 @@
+"""Writes the golden checkpoints: one small checkpoint per way of storing, as this version of shardkeep writes it.
+
+    python tests/golden/make_golden.py            # replaces tests/golden/v<format version>/
+    python tests/golden/make_golden.py <directory>  # writes into an empty directory instead
+
+Every released format version keeps its directory, and `tests/test_golden.py` loads all of them. Run this only to
+add a new format version, or before a version is released. What a checkpoint must give back is in
+`expected.json` beside it: for each leaf its kind, dtype, shape and raw bytes, written without shardkeep's own
+encoding so that the test does not trust the code it tests.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections import OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before JAX is imported
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+HERE = Path(__file__).parent
+Point = namedtuple("Point", "x y")  # not importable by name when loaded: comes back as a namedtuple of the same shape
+
+JAX_DTYPES = [
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "uint2",
+    "uint4",
+    "uint8",
+    "uint16",
+    "uint32",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex64",
+]
+NUMPY_DTYPES = ["int64", "uint64", "float64", "datetime64[ns]", "timedelta64[s]"]
+
+
+def bit_pattern(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
+    """`count` elements of any dtype from fixed bits, signs and NaNs among them."""
+    if dtype.name == "bool":
+        return np.arange(count) % 3 == 0
+    bits = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}.get(dtype.name, 8)
+    raw = (np.arange(count * dtype.itemsize) * 37 + 11) % (1 << bits)
+    return raw.astype(np.uint8).view(dtype)
+
+
+def arrays() -> dict[str, Any]:
+    """An array of every dtype JAX has on CPU, and the NumPy ones it has not."""
+    tree: dict[str, Any] = {}
+    for name in JAX_DTYPES:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        tree[name] = jnp.asarray(bit_pattern(dtype, 6)).reshape(2, 3)
+    for name in NUMPY_DTYPES:
+        tree[f"numpy {name}"] = bit_pattern(np.dtype(name), 4)
+    return tree
+
+
+def containers() -> dict[Any, Any]:
+    """Every container, every plain value and every kind of key."""
+    return {
+        "list": [1, [2], []],
+        "tuple": (3, (4,), ()),
+        "point": Point(jnp.float32(1.5), "y"),
+        "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(int, {"k": 5}),
+        "none": None,
+        "empty": {},
+        "values": {
+            "int": -(2**100),
+            "bool": True,
+            "float": 0.1,
+            "infinity": float("-inf"),
+            "nan": float("nan"),
+            "complex": complex(-0.0, 2.5),
+            "str": "Zürich \ud800 \x00",
+            "bytes": bytes(range(256)),
+            "numpy": np.float16(1.5),
+        },
+        "keys": {1: "int", "1": "str", 2.5: "float", False: "bool", None: "None", b"k": "bytes", ("t", 1): "tuple"},
+    }
+
+
+def awkward_names() -> dict[str, Any]:
+    """Arrays whose names cannot be file names as they are, or only one of them could."""
+    names = ["a.b", "..", "", "x/y", "\\", "é", "Case", "case", ".zarray", "0.0", " spaces ", "long" * 75]
+    tree: dict[str, Any] = {name: jnp.int8(number) for number, name in enumerate(names)}
+    return {**tree, "a": {"b": jnp.int8(99)}}
+
+
+def sharded() -> jax.Array:
+    """An array on four devices, stored in four pieces where the format keeps pieces."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+    rows = np.arange(512, dtype=np.uint16).reshape(16, 32)
+    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
+
+
+def small_tree() -> dict[Any, Any]:
+    key = jax.random.key(7)
+    return {
+        "arrays": arrays(),
+        **containers(),
+        "awkward": awkward_names(),
+        "big endian": np.arange(3, dtype=">i4"),
+        "fortran": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
+        "sharded": sharded(),
+        "scalar": jnp.float32(3.25),
+        "no elements": jnp.zeros((0, 3), jnp.bfloat16),
+        "keys of jax": jax.random.split(key, 2),
+        "key": key,
+    }
+
+
+def exchange_tree() -> dict[Any, Any]:
+    """What plain files can hold: no two leaves of one dotted name."""
+    tree = small_tree()
+    del tree["awkward"]["a.b"]
+    return tree
+
+
+def expected(tree: Any) -> list[dict[str, Any]]:
+    """Each leaf as kind, dtype, shape and bytes, in the order of the tree."""
+    found: list[dict[str, Any]] = []
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, child in value.items():
+                visit(child, f"{path}[{key!a}]")
+            factory = getattr(getattr(value, "default_factory", None), "__name__", None)
+            keys = [ascii(key) for key in value]
+            found.append({"at": path, "type": type(value).__name__, "keys": keys, "factory": factory})
+        elif isinstance(value, list | tuple):
+            for number, child in enumerate(value):
+                visit(child, f"{path}[{number}]")
+            fields = list(getattr(value, "_fields", ()))
+            found.append({"at": path, "type": type(value).__name__, "length": len(value), "fields": fields})
+        else:
+            found.append({"at": path, **described(value)})
+
+    visit(tree, "")
+    return found
+
+
+def described(value: Any) -> dict[str, Any]:
+    """One leaf, in plain words and bytes."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(value))
+        return {
+            "type": "key",
+            "impl": str(jax.random.key_impl(value)),
+            "shape": list(value.shape),
+            "bytes": hexed(data),
+        }
+    if isinstance(value, jax.Array):
+        return {"type": "jax", "dtype": value.dtype.name, "shape": list(value.shape), "bytes": hexed(np.asarray(value))}
+    if isinstance(value, np.ndarray):
+        return {"type": "numpy", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": hexed(value)}
+    if isinstance(value, np.generic):
+        return {"type": "numpy scalar", "dtype": value.dtype.name, "bytes": value.tobytes().hex()}
+    if isinstance(value, float | complex):
+        return {"type": type(value).__name__, "bytes": np.asarray(value).tobytes().hex()}
+    return {"type": type(value).__name__, "repr": ascii(value)}
+
+
+def hexed(array: np.ndarray[Any, Any]) -> str:
+    return array.tobytes().hex()
+
+
+def checkpoints(root: Path) -> dict[str, Any]:
+    """Write every golden checkpoint below `root`; gives the trees by path and prefix."""
+    import shardkeep
+    from shardkeep import planning
+
+    # From which size an array is stored in pieces is the writer's choice; readers take what the manifest says. Here
+    # it is small, so that a few KB hold several pieces.
+    planning.SMALL = 64
+    small, plain = small_tree(), exchange_tree()
+    metadata = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
+    shardkeep.save(root / "safetensors", small, metadata=metadata)
+    shardkeep.save(root / "safetensors", {"nu": jnp.ones(3)}, prefix="optimizer.state")
+    shardkeep.save(root / "tensorstore", small, format="tensorstore", metadata=metadata)
+    shardkeep.save(root / "tensorstore", {"w": jnp.zeros(2)}, format="tensorstore", prefix="model")
+    shardkeep.save(root / "tensorstore", {"w": jnp.ones(2)}, format="tensorstore", prefix="model", overwrite=True)
+    shardkeep.save(root / "zstd", small, format="tensorstore", compression="zstd")
+    shardkeep.save(root / "single" / "model.safetensors", plain, metadata=metadata)
+    shardkeep.save(root / "sharded" / "model.safetensors", plain, metadata=metadata, max_shard_size=600)
+    shardkeep.save(root / "bare", jnp.arange(3))
+    return {
+        "safetensors": small,
+        "safetensors#optimizer.state": {"nu": jnp.ones(3)},
+        "tensorstore": small,
+        "tensorstore#model": {"w": jnp.ones(2)},
+        "zstd": small,
+        "single/model.safetensors": plain,
+        "sharded/model.safetensors": plain,
+        "bare": jnp.arange(3),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    from shardkeep.manifest import VERSION
+
+    root = Path(arguments[0]) if arguments else HERE / f"v{VERSION}"
+    if not arguments:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+    trees = checkpoints(root)
+    texts = {name: expected(tree) for name, tree in trees.items()}
+    (root / "expected.json").write_text(json.dumps(texts, indent=0) + "\n")
+    files = [path for path in root.rglob("*") if path.is_file()]
+    print(f"{root.name}: {len(files)} files, {sum(path.stat().st_size for path in files):,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

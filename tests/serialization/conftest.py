@@ -1,0 +1,69 @@
+"""What the tests of the documented API share."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkeep.serialization import AsyncCheckpointManager
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
+
+
+@pytest.fixture
+def manager() -> AsyncCheckpointManager:
+    return AsyncCheckpointManager()
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What shardkeep has logged since the last time this was called, from warnings up."""
+    caplog.set_level(logging.WARNING, logger="shardkeep")
+
+    def take() -> list[str]:
+        messages = [r.getMessage() for r in caplog.records if r.name == "shardkeep"]
+        caplog.clear()
+        return messages
+
+    return take
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of one of eFormer's checkpoints that may be written to."""
+    import shutil
+
+    def copy(name: str) -> Path:
+        target = tmp_path / name.replace("/", "-")
+        shutil.copytree(FIXTURES / name, target)
+        return target
+
+    return copy
+
+
+class OnlyText:
+    """A path object that is no `os.PathLike`: only `str()` tells where it leads."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+
+class OnlyFspath:
+    """A path object whose `str()` says nothing."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+@pytest.fixture(params=[str, Path, OnlyText, OnlyFspath, lambda p: f"file://{p}"], ids=["str", "Path", "str()", "fspath", "file://"])  # fmt: skip
+def any_path(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Each way a path may be written."""
+    return request.param

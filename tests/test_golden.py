@@ -1,0 +1,76 @@
+"""Checkpoints of every released format version load, bit by bit, with this version (tests/golden/make_golden.py)."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkeep
+from shardkeep.manifest import VERSION
+
+GOLDEN = Path(__file__).parent / "golden"
+SCRIPT = GOLDEN / "make_golden.py"
+EXPECTED = {f.parent.name: json.loads(f.read_text()) for f in sorted(GOLDEN.glob("v*/expected.json"))}
+CASES = [(version, name) for version, trees in EXPECTED.items() for name in trees]
+
+
+def _golden_script() -> Any:
+    spec = importlib.util.spec_from_file_location("make_golden", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+golden = _golden_script()
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    path, _, prefix = name.partition("#")
+    return path, prefix or None
+
+
+def test_every_format_version_has_golden_checkpoints() -> None:
+    assert set(EXPECTED) == {f"v{version}" for version in range(1, VERSION + 1)}
+
+
+@pytest.mark.parametrize("mapped", ["auto", False])
+@pytest.mark.parametrize(("version", "name"), CASES)
+def test_loads_every_leaf_bit_by_bit(version: str, name: str, mapped: Any) -> None:
+    path, prefix = _split(name)
+    tree = shardkeep.load(GOLDEN / version / path, prefix=prefix, mapped=mapped)
+    found = golden.expected(tree)
+    wanted = EXPECTED[version][name]
+    for leaf, expected in zip(found, wanted, strict=False):
+        assert leaf == expected
+    assert len(found) == len(wanted)
+
+
+@pytest.mark.parametrize(("version", "name"), CASES)
+def test_every_digest_holds(version: str, name: str) -> None:
+    path, prefix = _split(name)
+    report = shardkeep.verify(GOLDEN / version / path, prefix=prefix)
+    assert report.ok, str(report)
+    assert report.unchecked == 0
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_metadata_comes_back(version: str) -> None:
+    wanted = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
+    for path in ("safetensors", "tensorstore", "single/model.safetensors", "sharded/model.safetensors"):
+        assert shardkeep.inspect(GOLDEN / version / path).tree("").metadata == wanted
+
+
+def test_the_script_writes_what_the_golden_files_hold(tmp_path: Path) -> None:
+    """So that running it again changes save ids and times, and nothing else."""
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "expected.json").read_text()) == EXPECTED[f"v{VERSION}"]
+    for name in EXPECTED[f"v{VERSION}"]:
+        path, prefix = _split(name)
+        assert golden.expected(shardkeep.load(tmp_path / path, prefix=prefix)) == EXPECTED[f"v{VERSION}"][name]

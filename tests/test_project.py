@@ -1,0 +1,242 @@
+"""What must stay true of the project as a whole: public names, layering, import weight, the size of one save."""
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkeep
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "shardkeep"
+
+# From the bottom up: a module imports only from modules above it in this list, which docs/architecture.md shows too.
+LAYERS = [
+    "_version",
+    "errors",
+    "arrays",
+    "values",
+    "tree",
+    "digests",
+    "naming",
+    "reports",
+    "workers",
+    "progress",
+    "stores.base",
+    "stores.local",
+    "manifest",
+    "metadata",
+    "planning",
+    "sharding",
+    "staging",
+    "formats.base",
+    "formats.safetensors",
+    "formats.tensorstore",
+    "formats.foreign",
+    "formats.pickles",
+    "writing",
+    "reading",
+    "formats.zarr",
+    "formats.eformer",
+    "commit",
+    "directory",
+    "exchange",
+    "opening",
+    "pending",
+    "saving",
+    "choosing",
+    "placing",
+    "loading",
+    "verifying",
+    "gathering",
+    "manager",
+    "serialization.utils",
+    "serialization.sharding_utils",
+    "serialization.serialization",
+    "serialization.async_manager",
+]
+MOST_FUNCTIONS, MOST_FILES, MOST_DEPTH = 75, 18, 9
+
+
+def _modules() -> dict[str, Path]:
+    """Every module by its dotted name below the package, packages' own files left out."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        if not name.endswith("__init__"):
+            found[name] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imported(path: Path) -> set[str]:
+    """The shardkeep modules a file imports, anywhere in it: at the top, in a function, under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: imports are absolute"
+            if node.module == "shardkeep" or (node.module or "").startswith("shardkeep."):
+                base = (node.module or "").removeprefix("shardkeep").removeprefix(".")
+                for alias in node.names:
+                    inner = f"{base}.{alias.name}".lstrip(".")
+                    found.add(inner if inner in MODULES else base)
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("shardkeep.") for a in node.names if a.name.startswith("shardkeep.")}
+            assert all(a.name != "shardkeep" for a in node.names), f"{path.name}:{node.lineno} imports the root"
+    return found
+
+
+def test_public_names_are_listed_sorted_and_documented() -> None:
+    names = shardkeep.__all__
+    assert list(names) == sorted(names)
+    assert len(set(names)) == len(names)
+    for name in names:
+        thing = getattr(shardkeep, name)
+        if name != "__version__":
+            assert inspect.getdoc(thing), f"{name} has no docstring"
+
+
+def test_nothing_else_looks_public() -> None:
+    modules = {name.partition(".")[0] for name in MODULES}
+    looks_public = {name for name in vars(shardkeep) if not name.startswith("_")} - modules
+    assert looks_public - {"__version__"} <= set(shardkeep.__all__)
+
+
+def test_every_public_error_is_in_the_drawn_tree() -> None:
+    drawn = (SOURCE / "errors.py").read_text().split('"""')[1]
+    for name in shardkeep.__all__:
+        if name.endswith("Error"):
+            assert re.search(rf"\b{name}\b", drawn), f"{name} is missing from the tree at the top of errors.py"
+
+
+def test_every_module_has_its_layer() -> None:
+    assert sorted(MODULES) == sorted(LAYERS)
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_imports_point_down_only(module: str) -> None:
+    allowed = set(LAYERS[: LAYERS.index(module)])
+    upwards = _imported(MODULES[module]) - allowed
+    assert not upwards, f"{module} imports {sorted(upwards)}, which come later in the pipeline"
+
+
+def test_architecture_page_shows_the_layers_in_this_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    layout = page.split("```")[1]
+    shown = re.findall(r"^\s*(\S+)\.py\b", layout, re.MULTILINE)
+    assert [name.replace("/", ".") for name in shown] == LAYERS
+
+
+def _in_fresh_python(code: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_brings_in_nothing_heavy() -> None:
+    heavy = ["tensorstore", "flax", "orbax", "torch", "safetensors", "zarr", "fsspec", "eformer", "optax", "equinox"]
+    code = f"import json, sys, shardkeep; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
+    assert _in_fresh_python(code) == []
+
+
+def test_import_starts_no_device_and_no_thread() -> None:
+    code = (
+        "import json, threading, shardkeep; from jax._src import xla_bridge as b;"
+        "print(json.dumps([threading.active_count(), len(b._backends)]))"
+    )
+    assert _in_fresh_python(code) == [1, 0]
+
+
+class Trace:
+    """Which of our functions a call enters, in which files, and how deeply they are nested, over all threads.
+
+    Comprehensions and lambdas are read where they stand, so they count as part of the function around them.
+    """
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.deepest: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event != "call" or not self._counts(frame):
+            return
+        self.functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+        stack: list[str] = []
+        caller: FrameType | None = frame
+        while caller is not None:
+            if self._counts(caller):
+                stack.append(caller.f_code.co_qualname)
+            caller = caller.f_back
+        if len(stack) > len(self.deepest):
+            self.deepest = stack[::-1]
+
+    def _counts(self, frame: FrameType) -> bool:
+        code = frame.f_code
+        return code.co_filename.startswith(str(SOURCE)) and not code.co_name.startswith("<")
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.functions}
+
+
+def trace_save(path: Path) -> Trace:
+    """One save of a dict of two arrays, the first of the process left out of the count."""
+    tree = {"kernel": np.ones((4, 4), np.float32), "bias": np.zeros(4, np.float32)}
+    shardkeep.save(path / "first", tree)
+    trace = Trace()
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        shardkeep.save(path / "second", tree)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return trace
+
+
+def test_one_save_is_small_enough_to_be_followed(tmp_path: Path) -> None:
+    trace = trace_save(tmp_path)
+    entered = sorted(f"{Path(file).relative_to(SOURCE)}:{name}" for file, name in trace.functions)
+    size = f"one save: {len(entered)} functions in {len(trace.files)} files, {len(trace.deepest)} deep"
+    assert len(entered) <= MOST_FUNCTIONS, "\n".join([size, *entered])
+    assert len(trace.files) <= MOST_FILES, "\n".join([size, *sorted(trace.files)])
+    assert len(trace.deepest) <= MOST_DEPTH, "\n".join([size, *trace.deepest])
+
+
+def test_the_package_says_it_is_typed() -> None:
+    assert (SOURCE / "py.typed").is_file()
+
+
+def _text_files() -> list[Path]:
+    """Every file of the project that is meant to be read."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git work tree")
+    endings = {".py", ".md", ".toml", ".json", ".txt", ".yml", ".yaml", ".cfg", ".sh", ""}
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and path.suffix in endings]
+
+
+# Spelled so that this file does not contain them.
+MACHINE_PATHS = [re.compile(b"/" + name) for name in (rb"work/", rb"home/[a-z]", rb"root/", rb"Users/")]
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    for path in _text_files():
+        content = path.read_bytes()
+        for pattern in MACHINE_PATHS:
+            assert not pattern.search(content), f"{path.relative_to(ROOT)} contains {pattern.pattern!r}"
