@@ -23,6 +23,7 @@ from shardkeep.errors import (
 from shardkeep.manifest import Manifest, Tree, check_name
 from shardkeep.planning import Draft, LeafPlan, SavePlan
 from shardkeep.stores.base import Held, Store
+from shardkeep.tree import Path
 
 log = logging.getLogger("shardkeep")
 
@@ -60,6 +61,10 @@ class Target(Protocol):
 
     def read(self) -> Manifest:
         """What is committed; an error that says whether there is nothing, or something unfinished."""
+        ...
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Refuse arrays this target has no names for, before anything is done."""
         ...
 
     def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:

@@ -32,7 +32,7 @@ def blocks(first: int, last: int, nbytes: int) -> Iterator[tuple[int, int, int]]
 
 
 def seal(text: bytes) -> bytes:
-    """A document that names its own digest: `text` with its 32 zeros after `"digest":"` filled in."""
+    """A document that names its own digest: `text` with its 32 zeros after `digest":"` filled in."""
     at = _seal_offset(text)
     return text[:at] + digest(text).encode() + text[at + 32 :]
 
@@ -45,5 +45,5 @@ def check_seal(document: bytes, where: str) -> None:
 
 
 def _seal_offset(text: bytes) -> int:
-    at = text.find(b'"digest":"', 0, 200)
-    return at + 10 if at >= 0 else -1
+    at = text.find(b'digest":"', 0, 200)
+    return at + 9 if at >= 0 else -1

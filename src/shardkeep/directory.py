@@ -13,6 +13,7 @@ from shardkeep.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode
 from shardkeep.naming import hashed, prefix_directory
 from shardkeep.planning import Draft, LeafPlan, SavePlan, plan_pieces
 from shardkeep.stores.base import Store
+from shardkeep.tree import Path
 
 log = logging.getLogger("shardkeep")
 
@@ -62,6 +63,9 @@ class Directory:
             )
         detail = "the directory holds something else" if inside else "there is nothing there"
         raise CheckpointNotFoundError(f"no checkpoint at {self.where}: {detail}")
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Any names will do."""
 
     def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:
         """Clean names for whoever claims the prefix first, names with the save's id for everyone after."""

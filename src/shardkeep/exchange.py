@@ -8,7 +8,7 @@ is committed by a rename; several by replacing the index. Where both are there, 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardkeep.errors import (
     KeyCollisionError,
     MissingDataError,
     PrefixError,
+    TreeError,
 )
 from shardkeep.formats.foreign import tree_of_safetensors
 from shardkeep.formats.safetensors import decode_header, group_by_size, header_length, pack, safe_text
@@ -31,10 +32,13 @@ from shardkeep.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_
 from shardkeep.planning import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import LocalStore
+from shardkeep.tree import Path
 
 SUFFIX = SAFETENSORS
 INDEX = SAFETENSORS_INDEX
 DEFAULT_SHARD_SIZE = 5_000_000_000
+# Two marks wherever there is one, so that damage to either cannot make our file look like another program's.
+_MARK, _SEAL, _SAVE = "shardkeep", "shardkeep_digest", "shardkeep_save"
 _BIG = 10**17  # stands for any offset or size while the room for the manifest is measured
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -86,6 +90,19 @@ class Exchange:
             return _read_index(self)
         return None
 
+    def check(self, paths: Sequence[Path]) -> None:
+        """Refuse arrays that would have the same plain dotted name."""
+        seen: set[str] = set()
+        for name in (".".join(path) for path in paths):
+            if not name.isascii() and safe_text(name) != name:
+                raise TreeError(f"leaf {name!r} cannot be named in {self.where}: it is not valid Unicode")
+            if name in seen or name == "__metadata__":
+                raise KeyCollisionError(
+                    f"two leaves would both be called {name!r} in {self.where}; rename one, "
+                    "or save to a directory, which keeps them apart"
+                )
+            seen.add(name)
+
     def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:
         """The files to write; a single one leaves room in its header for a manifest known only when all is written."""
         if current is not None and current.prefixes != [draft.prefix]:
@@ -93,9 +110,9 @@ class Exchange:
                 f"{self.where} holds the tree of prefix {current.prefixes[0]!r} and exchange files hold one tree; "
                 f"save prefix {draft.prefix!r} under another name or to a directory"
             )
+        self.check([leaf.path for leaf in leaves if leaf.spec is not None])
         whole = plan_pieces(leaves, lambda spec, region: [region], whole=True)
-        pieces = [replace(piece, name=safe_text(".".join(leaves[piece.leaf].path))) for piece in whole]
-        _refuse_collisions(self.where, [p.name for p in pieces])
+        pieces = [replace(piece, name=".".join(leaves[piece.leaf].path)) for piece in whole]
         groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
         plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
         if len(groups) == 1:
@@ -103,7 +120,7 @@ class Exchange:
             file = pack(aside, leaves, groups[0], {"format": "pt"})
             room = len(json.dumps(_longest(plan, file, draft).decode())) + 200
             return replace(plan, files=(pack(aside, leaves, groups[0], {"format": "pt"}, room),))
-        mark = {"format": "pt", "shardkeep": "1", "save": draft.save_id}
+        mark = {"format": "pt", _MARK: "1", _SAVE: draft.save_id}
         names = self._shard_names(len(groups), draft.save_id)
         return replace(plan, files=tuple(pack(n, leaves, g, mark) for n, g in zip(names, groups, strict=True)))
 
@@ -124,7 +141,7 @@ class Exchange:
         manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.prefix: tree})).decode()
         header = json.loads(plan.header[8:])
         notes = {k: v for k, v in header.pop("__metadata__").items() if k == "dtypes"}
-        metadata = {"format": "pt", "digest": "0" * 32, "shardkeep": manifest, **notes}
+        metadata = {"format": "pt", _SEAL: "0" * 32, _MARK: manifest, **notes}
         text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
         assert len(text) <= len(plan.header) - 8, "the manifest outgrew the room left for it"
         self.store.write_into(plan.name, 0, seal(plan.header[:8] + text.ljust(len(plan.header) - 8)))
@@ -191,15 +208,22 @@ def _read_single(exchange: Exchange) -> Manifest:
     name, where = exchange.single, exchange.where
     start, size = _read_header(exchange.store, name)
     metadata, tensors, data_start = decode_header(start, size, where)
-    if "shardkeep" not in metadata:
+    if not _is_ours(metadata):
         file = DataFile(name, size, data_start, digest(start))
         return Manifest(where, digest(start), {"": tree_of_safetensors([file], [(metadata, tensors)], where)})
-    if "save" in metadata:
+    if _SAVE in metadata:
         raise IncompleteCheckpointError(f"{where} is one of several shards whose index is missing")
     check_seal(start, where)
-    manifest = decode_manifest(metadata["shardkeep"].encode(), where, where)
-    _check_file_names(manifest, {name}, where)
-    return manifest
+    manifest = decode_manifest(metadata.get(_MARK, "").encode(), where, where)
+    for prefix, tree in manifest.trees.items():
+        if len(manifest.trees) == 1 and len(tree.files) == 1:
+            # The file may have been renamed: its manifest speaks of the file it is in.
+            return replace(manifest, trees={prefix: replace(tree, files=(replace(tree.files[0], name=name),))})
+    raise IntegrityError(f"{where}: its manifest speaks of other files")
+
+
+def _is_ours(metadata: Mapping[str, Any]) -> bool:
+    return any(name in metadata for name in (_MARK, _SEAL, _SAVE))
 
 
 def _read_index(exchange: Exchange) -> Manifest:
@@ -208,37 +232,46 @@ def _read_index(exchange: Exchange) -> Manifest:
     try:
         index = json.loads(document)
         metadata: Any = index.get("metadata") or {}
-        names = sorted({check_name(name) for name in index["weight_map"].values()})
-        embedded = metadata.get("shardkeep")
+        weights: dict[str, str] = {str(key): check_name(name) for key, name in index["weight_map"].items()}
+        ours = _is_ours(metadata)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{where} is not a safetensors index ({error})") from error
-    if embedded is None:
-        return _read_foreign_shards(exchange, names, where)
+    if not ours:
+        return _read_foreign_shards(exchange, weights, where)
     check_seal(document, where)
-    manifest = decode_manifest(str(embedded).encode(), where, where)
-    _check_file_names(manifest, set(names), where)
+    manifest = decode_manifest(str(metadata.get(_MARK)).encode(), where, where)
+    used = {file.name for tree in manifest.trees.values() for file in tree.files}
+    if used != set(weights.values()) or len(manifest.trees) != 1:
+        raise IntegrityError(f"{where}: its manifest speaks of other files")
+    for name in sorted(used):
+        if _shard_header(exchange, name, where)[0].get(_SAVE) != manifest.save_id:
+            raise IntegrityError(f"{exchange.store.locate(name)} belongs to another save than {where}")
     return manifest
 
 
-def _read_foreign_shards(exchange: Exchange, names: Sequence[str], where: str) -> Manifest:
+def _read_foreign_shards(exchange: Exchange, weights: Mapping[str, str], where: str) -> Manifest:
     files: list[DataFile] = []
     headers: list[tuple[dict[str, str], dict[str, Any]]] = []
-    for name in names:
-        try:
-            start, size = _read_header(exchange.store, name)
-        except FileNotFoundError:
-            raise MissingDataError(f"{exchange.store.locate(name)} is missing; {where} names it") from None
-        metadata, tensors, data_start = decode_header(start, size, exchange.store.locate(name))
-        files.append(DataFile(name, size, data_start, digest(start)))
+    for name in sorted(set(weights.values())):
+        metadata, tensors, file = _shard_header(exchange, name, where)
+        if _is_ours(metadata):
+            raise IntegrityError(f"{where} is damaged: {file.name} was written by shardkeep, the index does not say so")
+        lost = [key for key, place in weights.items() if place == name and key not in tensors]
+        if lost:
+            raise IntegrityError(f"{where} has {lost[0]!r} in {name}, which does not hold it")
+        files.append(file)
         headers.append((metadata, tensors))
     tree = tree_of_safetensors(files, headers, where)
     return Manifest(exchange.where, tree.save_id, {"": tree})
 
 
-def _check_file_names(manifest: Manifest, names: set[str], where: str) -> None:
-    used = {file.name for tree in manifest.trees.values() for file in tree.files}
-    if not used <= names or len(manifest.trees) != 1:
-        raise IntegrityError(f"{where}: its manifest speaks of other files")
+def _shard_header(exchange: Exchange, name: str, where: str) -> tuple[dict[str, str], dict[str, Any], DataFile]:
+    try:
+        start, size = _read_header(exchange.store, name)
+    except FileNotFoundError:
+        raise MissingDataError(f"{exchange.store.locate(name)} is missing; {where} names it") from None
+    metadata, tensors, data_start = decode_header(start, size, exchange.store.locate(name))
+    return metadata, tensors, DataFile(name, size, data_start, digest(start))
 
 
 def _read_header(store: Store, name: str) -> tuple[bytes, int]:
@@ -259,21 +292,10 @@ def _longest(plan: SavePlan, file: FilePlan, draft: Draft) -> bytes:
     return encode_manifest(Manifest("", plan.save_id, {draft.prefix: tree}))
 
 
-def _refuse_collisions(where: str, names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen or name == "__metadata__":
-            raise KeyCollisionError(
-                f"two leaves would both be called {name!r} in {where}; rename one, "
-                "or save to a directory, which keeps them apart"
-            )
-        seen.add(name)
-
-
 def _encode_index(prefix: str, tree: Tree, files: Sequence[FilePlan]) -> bytes:
     manifest = encode_manifest(Manifest("", tree.save_id, {prefix: tree})).decode()
     index = {
-        "metadata": {"digest": "0" * 32, "total_size": tree.nbytes, "shardkeep": manifest},
+        "metadata": {_SEAL: "0" * 32, "total_size": tree.nbytes, _MARK: manifest},
         "weight_map": {piece.name: file.name for file in files for piece in file.pieces},
     }
     return seal(json.dumps(index, separators=(",", ":")).encode())

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import kind_of, parse_dtype
-from shardkeep.placing import needs_x64
+from shardkeep.placing import stays_numpy
 from shardkeep.progress import Bar
 from shardkeep.staging import budget, is_prng_dtype
 from shardkeep.tree import flatten
@@ -59,7 +59,7 @@ def cast_floats(x: Any, float_dtype: Any) -> Any:
     dtype = parse_float_dtype(float_dtype)
     if is_prng_dtype(x.dtype) or kind_of(np.dtype(x.dtype)) != "float" or x.dtype == dtype:
         return x
-    return np.asarray(x).astype(dtype) if needs_x64(dtype) else x.astype(dtype)
+    return np.asarray(x).astype(dtype) if stays_numpy(dtype) else x.astype(dtype)
 
 
 def parse_float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -72,7 +72,7 @@ def parse_float_dtype(dtype: Any) -> np.dtype[Any]:
 
 def reshard(x: Any, target_sharding: Sharding | None) -> Any:
     """`x` laid out as `target_sharding` says, replicated ones included; never truncated (see `to_host`)."""
-    if isinstance(x, np.ndarray) and needs_x64(x.dtype):
+    if isinstance(x, np.ndarray) and stays_numpy(x.dtype):
         log.warning("shardkeep: a %s array stays NumPy: set jax_enable_x64 to have it on devices", x.dtype.name)
         return x
     return jax.device_put(x, target_sharding)
@@ -152,7 +152,7 @@ def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Shar
     if jax.process_count() > 1:
         pieces = [np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(piece))) for piece in pieces]
     whole = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate([np.asarray(p) for p in pieces])
-    if needs_x64(whole.dtype):
+    if stays_numpy(whole.dtype):
         return reshard(whole, target_sharding)
     sharding = target_sharding or _everywhere()
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

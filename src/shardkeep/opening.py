@@ -11,6 +11,7 @@ from shardkeep.formats.base import Format
 from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.manifest import MANIFEST, Manifest
+from shardkeep.naming import base_of_shard
 from shardkeep.stores.base import Store, location
 from shardkeep.stores.local import CONTROL, LocalStore
 
@@ -22,6 +23,9 @@ def new_target(path: object, format: str, compression: str | None, max_shard_siz
     if text.endswith(SUFFIX) and not os.path.isdir(text):
         if chosen.name != "safetensors":
             raise ValueError("a path that ends in .safetensors holds the safetensors format, not tensorstore")
+        whole = base_of_shard(text)
+        if os.path.exists(whole + INDEX) and whole + SUFFIX != text:
+            raise ValueError(f"{text} is a shard of {whole}{INDEX}; save to {whole}{SUFFIX} to replace all of it")
         return exchange_at(text, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for exchange files: give a path that ends in .safetensors")

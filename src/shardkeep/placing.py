@@ -207,7 +207,7 @@ def _warn_numpy(wanted: Sequence[Wanted], values: Sequence[Any]) -> None:
     keys = [w.stored.key for w, v in arrays if w.like is None and stays_numpy(v.dtype)]
     if keys:
         log.warning(
-            "shardkeep: %d arrays (%s%s) are NumPy, unchanged: JAX cannot hold them; for 64-bit ones set jax_enable_x64",
+            "shardkeep: %d arrays (%s%s) are NumPy, unchanged, as JAX cannot hold them; for 64-bit set jax_enable_x64",
             len(keys),
             ", ".join(keys[:5]),
             ", …" if len(keys) > 5 else "",

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+import numpy as np
+
 from shardkeep.commit import Target, Turn, abandon, begin, commit, leave
 from shardkeep.errors import CheckpointExistsError, ShardkeepError, storage_error
 from shardkeep.manifest import check_metadata, check_prefix
@@ -149,6 +152,7 @@ class _Job:
         checked = check_metadata(request.metadata)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         skeleton, leaves = flatten(request.tree)
+        request.target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
         draft = Draft(new_save_id(), name, skeleton, checked, created, request.indexed)
         return cls(request.target, draft, request.overwrite, leaves, started, request.on_commit, request.verbose)
 

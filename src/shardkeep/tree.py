@@ -220,7 +220,7 @@ def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[An
         return None
     if len(path) > _MAX_DEPTH:
         raise TreeError(
-            f"the tree is nested too deeply (more than {_MAX_DEPTH} levels), or contains itself, at {join_key(path)!r:.80}"
+            f"the tree is nested too deeply (over {_MAX_DEPTH} levels), or contains itself: {join_key(path)!r:.80}"
         )
     node = None if isinstance(tree, jax.Array | np.ndarray) or type(tree) in _PLAIN else _open(tree)
     if node is None:

@@ -334,7 +334,7 @@ def test_a_tree_of_the_same_prefix_is_replaced(save: str, form: str, tmp_path: P
         save_by(manager, save, tree, tmp_path / name, mesh=MESH)
         assert_same(manager.load(tmp_path / name, None)[0], on_one_device(tree))
     assert [p for p in tmp_path.rglob("*") if p.name == "old" or p.suffix == ".tmp"] == []
-    assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file() and p.name == "0.0") in (0, 9, 18)
+    assert len(list(tmp_path.rglob("0.0"))) == (name == "c" and manager.use_tensorstore)
     assert len([p for p in tmp_path.rglob("*.safetensors") if p.is_file()]) == (name != "c" or not manager.use_tensorstore)
 
 

@@ -42,9 +42,9 @@ def read_eformer(store: Store, search: bool) -> Manifest | None:
     if index.get("format") != "tensorstore":
         raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' can be read")
     try:
-        grouped = {check_prefix(p): _paths(entries) for p, entries in (index.get("prefixes") or {}).items()}
+        grouped = {check_prefix(p): _paths(entries) for p, entries in index.get("prefixes", {}).items()}
         if "arrays" in index or not grouped:
-            grouped = {"": _paths(index.get("arrays") or []), **grouped}
+            grouped = {"": _paths(index["arrays"]), **grouped}
     except (TypeError, AttributeError, KeyError) as error:
         raise IntegrityError(f"{where} is malformed: {error}") from error
     if len(grouped) > 1 and not grouped.get("", True):
@@ -66,6 +66,9 @@ def _discover(store: Store) -> Manifest | None:
 
 def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> Manifest:
     metadata = _read_json(store, METADATA) or {}
+    for key in ("checksum", "array_metadata", "custom_metadata"):
+        if not isinstance(metadata.get(key, {}), dict | None):
+            raise IntegrityError(f"{store.locate(METADATA)} is malformed: {key} is no object")
     trees: dict[str, Tree] = {}
     for prefix, directories in grouped.items():
         structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
@@ -86,8 +89,8 @@ def _tree(
     skeleton, found = flatten(nest(list(zip(paths, directories, strict=True))))
     places: list[Any] = [leaf.value for leaf in found]
     if structure is not None:
-        metadata = {**metadata, "custom_metadata": structure.get("extras") or {}}
-        skeleton, places = _structured(structure, store.locate(f"{prefix}_structure.json"))
+        skeleton, places, extras = _structured(structure, store.locate(f"{prefix}_structure.json"))
+        metadata = {**metadata, "custom_metadata": extras}
     leaves: list[StoredLeaf] = []
     files: list[DataFile] = []
     for path, place in zip(skeleton.paths(), places, strict=True):
@@ -107,8 +110,8 @@ class _Plain:
         self.value = value
 
 
-def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[Any]]:
-    """The tree a structure file describes, and for each leaf its directory or its value."""
+def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[Any], dict[str, Any]]:
+    """The tree a structure file describes, for each leaf its directory or its value, and the user's metadata."""
     try:
         keys, mask = structure["leaf_keys_full"], structure["arr_mask"]
         relpaths = iter(structure["array_relpaths"])
@@ -117,13 +120,13 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
         start = len(str(structure["prefix"]).split("."))
         names: list[Path] = [tuple(str(key).split("."))[start:] for key in keys]
         places: list[Any] = []
-        for number, is_array in enumerate(mask):
+        for number, (is_array, _) in enumerate(zip(mask, keys, strict=True)):
             if is_array:
                 places.append(check_name(next(relpaths)))
             else:
                 raw = base64.b64decode(payload[str(number)])
                 places.append(_Plain(plain_value(decode_pickle(raw, where))))
-        return _skeleton(treedef, names), places
+        return _skeleton(treedef, names), places, dict(structure.get("extras") or {})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, binascii.Error) as error:
         if isinstance(error, IntegrityError):
             raise

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.digests import digest
 from shardkeep.errors import IntegrityError
@@ -55,12 +57,19 @@ def _leaf(
         piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None, stored=end - start)
         return StoredLeaf(path, "jax", spec, (piece,), extra={"packed": 4})
     if name in notes:
-        dtype = dtype_from_name(notes[name])
+        dtype = _noted(notes[name], name, where)
         shape = shape if dtype.itemsize == 1 else shape[:-1]
     spec = ArraySpec(shape, dtype)
     if spec.nbytes != end - start:
         raise IntegrityError(f"{where}: tensor {name!r} does not have the type noted for it")
     return StoredLeaf(path, "jax", spec, (Piece(Region.whole(shape), number, offset, spec.nbytes, None),))
+
+
+def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
+    try:
+        return dtype_from_name(noted)
+    except ValueError as error:
+        raise IntegrityError(f"{where}: tensor {name!r}: {error}") from error
 
 
 def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -6,21 +6,20 @@ on 64 bytes: then a mapped file can be used as an array without a copy.
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name
-from shardkeep.errors import IntegrityError
+from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 
 PAGE = 4096
 ALIGN = 64
 HEADER_LIMIT = 100_000_000  # what readers of the format accept
 FILE_LIMIT = 8 << 30
-_PIECE_LIMIT = 100_000  # per file: keeps headers far below their limit
 
 TO_CODE = {
     "bool": "BOOL",
@@ -63,7 +62,7 @@ class SafetensorsFormat:
         metadata = {"shardkeep": "1", "save": save_id}
         return [
             pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
-            for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT))
+            for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT, _entry_length))
         ]
 
 
@@ -72,7 +71,7 @@ def _piece_name(leaf: LeafPlan, piece: PiecePlan) -> str:
     assert leaf.spec is not None
     key = safe_text(leaf.key)
     if piece.region == Region.whole(leaf.spec.shape):
-        return key or "\\"
+        return f"\\{key}" if key in ("", "__metadata__") else key
     extent = ",".join(f"{a}:{a + n}" for a, n in zip(piece.region.start, piece.region.shape, strict=True))
     return f"{key}\\[{extent}]"
 
@@ -82,20 +81,31 @@ def safe_text(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def group_by_size(sizes: Sequence[int], items: Sequence[Any], limit: int) -> list[list[Any]]:
+def _entry_length(piece: PiecePlan) -> int:
+    """About how many bytes a piece takes in a header."""
+    return 6 * len(piece.name) + 50 * len(piece.region.shape) + 200
+
+
+def group_by_size(
+    sizes: Sequence[int], items: Sequence[Any], limit: int, entry: Callable[[Any], int] = lambda _: 0
+) -> list[list[Any]]:
     """Consecutive groups, none above `limit` unless one item already is; no items, no group.
+
+    `entry`: what an item takes in the header, which has a limit of its own.
 
     >>> group_by_size([4, 4, 9, 1], "abcd", 8)
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[Any]] = []
-    filled = 0
+    filled = header = 0
     for size, item in zip(sizes, items, strict=True):
-        if not groups or filled + size > limit or len(groups[-1]) >= _PIECE_LIMIT:
+        length = entry(item)
+        if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2:
             groups.append([])
-            filled = 0
+            filled = header = 0
         groups[-1].append(item)
         filled += size
+        header += length
     return groups
 
 
@@ -144,6 +154,11 @@ def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int =
     """The start of a file, padded with spaces so that data begins on a page."""
     text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
     length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
+    if length > HEADER_LIMIT:
+        raise TreeError(
+            f"so many or so long keys need a header of {length:,} bytes, and safetensors files have at most {HEADER_LIMIT:,}; "
+            "save to a directory, or with a smaller max_shard_size"
+        )
     return struct.pack("<Q", length) + text.ljust(length)
 
 
