@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from faults.spawner import Spawner
 from shardkeep.digests import check_seal, seal
 from shardkeep.manifest import check_name, check_prefix, decode_manifest, encode_manifest
-from support import Keyed, Point, assert_same, mesh_of, run_python
+from support import Keyed, Point, assert_same, mesh_of
 
 EXAMPLES = int(os.environ.get("SHARDKEEP_EXAMPLES", "150"))
 
 
 def _tree() -> Any:
-    """No registered dataclass: JAX crashes the process if one is made wrongly, so those are tried in one of their own."""
+    """No registered dataclass: made wrongly, one crashes the process. They are tried in processes of their own."""
     spread = NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b"))
     return {
         "spread": jax.device_put(jnp.arange(1 << 19, dtype=jnp.float32).reshape(512, 1024), spread),
@@ -46,6 +47,12 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
         shardkeep.save(path, _tree(), metadata={"a": [1, None]}, **arguments)  # type: ignore[arg-type]
         found[name] = (path, (path / "manifest.json").read_bytes())
     return found
+
+
+@pytest.fixture(scope="module")
+def spawner() -> Iterator[Spawner]:
+    with Spawner() as spawner:
+        yield spawner
 
 
 @pytest.fixture
@@ -180,52 +187,40 @@ def test_a_malformed_structure_is_an_error_of_ours(
         shardkeep.load(path)
 
 
-_CLASS = """
-import dataclasses, pathlib
-from jax import tree_util
-def dense(**fields):
-    static = [name for name, static in fields.items() if static]
-    data = [name for name, static in fields.items() if not static]
-    cls = dataclasses.make_dataclass("Layer", list(fields))
-    cls.__module__ = "__main__"
-    globals()["Layer"] = tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
-"""
-_SAVED = """
-dense(kernel=0, bias=0, name=1)
-shardkeep.save(PATH, {"d": Layer(kernel=np.ones(2), bias=np.zeros(3), name="n")})
-"""
-_LOADED = """
-try:
-    layer = shardkeep.load(PATH)["d"]
-except shardkeep.ShardkeepError as error:
-    print("refused", error)
-else:
-    print(type(layer).__name__, {k: np.shape(getattr(layer, k)) for k in ("kernel", "bias") if hasattr(layer, k)})
-"""
+CHANGED = [
+    {"kernel": 0, "name": 1},
+    {"kernel": 0, "bias": 0, "scale": 0, "name": 1},
+    {"bias": 0, "kernel": 0, "name": 1},
+    {"weight": 0, "bias": 0, "name": 1},
+    {"kernel": 0, "bias": 0},
+    {"kernel": 0, "bias": 0, "name": 0},
+    {"kernel": 0, "bias": 1, "name": 1},
+    {"kernel": 0, "bias": 0, "name": 1, "more": 1},
+]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    ["kernel=0", "kernel=0, bias=0, scale=0, name=1", "bias=0, kernel=0, name=1", "weight=0, bias=0, name=1",
-     "kernel=0, bias=0", "kernel=0, bias=0, name=0", "kernel=0, bias=1, name=1", "kernel=0, bias=0, name=1, more=1"],
-)  # fmt: skip
-def test_a_dataclass_that_has_changed_since_gets_no_wrong_fields(tmp_path: Path, fields: str) -> None:
-    """Fields added, removed, renamed or in another order: a stand-in or an error; no crash, no swapped arrays."""
-    start = f"PATH = {str(tmp_path / 'run')!r}\n" + _CLASS
-    run_python(start + _SAVED)
-    printed = run_python(start + f"dense({fields})\n" + _LOADED)
-    assert (
-        printed.startswith("refused")
-        or printed == "StandIn {'kernel': (2,), 'bias': (3,)}\n"
-        or (fields == "bias=0, kernel=0, name=1" and printed == "Layer {'kernel': (2,), 'bias': (3,)}\n")
-    )
+@pytest.mark.parametrize("fields", CHANGED, ids=lambda fields: ",".join(fields))
+def test_a_dataclass_that_has_changed_since_gets_no_wrong_fields(
+    tmp_path: Path, spawner: Spawner, fields: dict[str, int]
+) -> None:
+    """Fields added, removed, renamed, reordered, made static: a stand-in or an error; no crash, no swapped arrays."""
+    path = str(tmp_path / "run")
+    assert spawner.run("save_layer", path=path).ok
+    outcome = spawner.run("load_layer", path=path, fields=fields)
+    assert not outcome.signal, "it crashed"
+    if outcome.error:
+        assert "ShardkeepError" in outcome.bases, outcome
+        return
+    kind, kernel, bias = outcome.value
+    assert (kernel, bias) == ([2], [3])
+    assert kind == ("Layer" if list(fields) == ["bias", "kernel", "name"] else "StandIn")
 
 
-def test_a_dataclass_that_is_the_same_is_rebuilt(tmp_path: Path) -> None:
-    start = f"PATH = {str(tmp_path / 'run')!r}\n" + _CLASS
-    run_python(start + _SAVED)
-    printed = run_python(start + "dense(kernel=0, bias=0, name=1)\n" + _LOADED)
-    assert printed == "Layer {'kernel': (2,), 'bias': (3,)}\n"
+def test_a_dataclass_that_is_the_same_is_rebuilt(tmp_path: Path, spawner: Spawner) -> None:
+    path = str(tmp_path / "run")
+    assert spawner.run("save_layer", path=path).ok
+    outcome = spawner.run("load_layer", path=path, fields={"kernel": 0, "bias": 0, "name": 1})
+    assert outcome.value == ["Layer", [2], [3]]
 
 
 @pytest.mark.parametrize("depth", [50, 900, 100_000])
@@ -285,88 +280,69 @@ def test_a_manifest_that_names_a_link_to_outside_is_refused(tmp_path: Path) -> N
     assert shardkeep.load(linked)["w"].sum() == 100
 
 
-@pytest.mark.parametrize("kind", ["directory", "loop", "nowhere", "fifo"])
-def test_a_manifest_that_is_no_file_is_an_error_of_ours(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["directory", "loop", "nowhere", "fifo", "device"])
+@pytest.mark.parametrize("name", ["manifest.json", "data"])
+def test_what_is_no_plain_file_is_an_error_of_ours(tmp_path: Path, spawner: Spawner, kind: str, name: str) -> None:
+    """A load must not wait for someone to write into a pipe, nor read from a device."""
     path = tmp_path / "run"
     shardkeep.save(path, {"w": np.ones(100)})
-    manifest = path / "manifest.json"
-    manifest.unlink()
+    file = path / name if name == "manifest.json" else next(path.glob("*.safetensors"))
+    file.unlink()
     if kind == "directory":
-        manifest.mkdir()
+        file.mkdir()
     elif kind == "fifo":
-        os.mkfifo(manifest)
+        os.mkfifo(file)
     else:
-        manifest.symlink_to("manifest.json" if kind == "loop" else "nowhere")
-    with pytest.raises(shardkeep.ShardkeepError, match=r"manifest\.json|no committed checkpoint"):
-        shardkeep.load(path)
-    assert not shardkeep.exists(path)
+        file.symlink_to({"loop": file.name, "nowhere": "nowhere", "device": "/dev/zero"}[kind])
+    outcome = spawner.start("load", path=str(path), kind="plain", number=0).wait(8)
+    assert "ShardkeepError" in outcome.bases, outcome
+    checked = spawner.start("check", path=str(path)).wait(8)
+    assert checked.value == [name == "data", False]
 
 
-def test_an_endless_manifest_is_refused_without_reading_it(tmp_path: Path) -> None:
+def test_an_endless_manifest_is_refused_without_reading_it(tmp_path: Path, spawner: Spawner) -> None:
     """A sparse file of a terabyte costs an enemy nothing."""
-    printed = run_python(
-        f"""
-import resource, time
-resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-path = {str(tmp_path / "run")!r}
-shardkeep.save(path, {{"w": np.ones(100)}})
-with open(path + "/manifest.json", "r+b") as file:
-    file.truncate(1 << 40)
-begun = time.monotonic()
-for action in (shardkeep.load, shardkeep.inspect):
-    try:
-        action(path)
-    except shardkeep.IntegrityError as error:
-        print("refused")
-assert not shardkeep.verify(path).ok
-assert not shardkeep.exists(path)
-assert time.monotonic() - begun < 5
-""",
-        timeout=60,
-    )
-    assert printed == "refused\n" * 2
-
-
-@pytest.mark.parametrize("digests", ["null", "right count"])
-@pytest.mark.parametrize("elements", [2**36, 2**44, 2**60])
-def test_a_declared_size_allocates_nothing_by_itself(tmp_path: Path, elements: int, digests: str) -> None:
-    """A compressed piece may claim any length: memory is bounded, and the error is ours."""
-    if digests == "right count" and elements > 2**36:
-        pytest.skip("the manifest itself would be too large")
     path = tmp_path / "run"
-    shardkeep.save(path, {"w": jnp.ones(100, jnp.uint8)}, format="tensorstore", compression="zstd")
+    shardkeep.save(path, {"w": np.ones(100)})
+    os.truncate(path / "manifest.json", 1 << 40)
+    outcome = spawner.start("load_within", path=str(path), gigabytes=6).wait(8)
+    assert "IntegrityError" in outcome.bases, outcome
+    assert spawner.start("check", path=str(path)).wait(8).value == [False, False]
+
+
+@pytest.mark.parametrize("elements", [2**36, 2**44, 2**60])
+def test_a_declared_size_allocates_nothing_by_itself(tmp_path: Path, spawner: Spawner, elements: int) -> None:
+    """A compressed piece may claim any length: memory is bounded, and the error is ours."""
+    path = tmp_path / "run"
+    shardkeep.save(path, {"w": np.ones(100, np.uint8)}, format="tensorstore", compression="zstd")
     body = json.loads((path / "manifest.json").read_bytes())
     leaf = body["trees"][""]["leaves"][0]
     leaf["shape"] = [elements]
     (piece,) = leaf["pieces"]
-    piece["digests"] = None if digests == "null" else ["0" * 32] * (elements >> 22)
+    piece["digests"] = None if elements > 2**36 else ["0" * 32] * (elements >> 22)
     (path / "manifest.json").write_bytes(_sealed(body))
-    printed = run_python(
-        f"""
-import resource
-resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-try:
-    shardkeep.load({str(path)!r})
-except shardkeep.ShardkeepError as error:
-    print("told", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
-shardkeep.verify({str(path)!r})
-"""
-    )
-    word, megabytes = printed.split()
-    assert word == "told"
-    assert int(megabytes) < 1000
+    outcome = spawner.start("load_within", path=str(path), gigabytes=6).wait(10)
+    assert "ShardkeepError" in outcome.bases, outcome
+    assert spawner.start("check", path=str(path)).wait(10).value == [True, False]
 
 
-def test_duplicate_keys_in_a_manifest_are_refused(documents: dict[str, tuple[Path, bytes]], restored: None) -> None:
-    """Two readers could take different ones of the two."""
+def test_duplicate_keys_and_numbers_that_are_none_do_no_harm(
+    documents: dict[str, tuple[Path, bytes]], restored: None
+) -> None:
     path, document = documents["safetensors"]
     text = document.decode()
     at = text.index('"digest":"') + 10
     text = text[:at] + "0" * 32 + text[at + 32 :]
-    doubled = text.replace('"trees":', '"trees":{},"trees":', 1)
-    (path / "manifest.json").write_bytes(seal(doubled.encode()))
-    with pytest.raises(shardkeep.IntegrityError, match="manifest"):
-        shardkeep.load(path)
+    for old, new in {
+        '"trees":': '"trees":{},"trees":',
+        '"shape":[': '"shape":[NaN,',
+        '"offset":': '"offset":1e999,"offset":-',
+        '"files":[[': '"files":[],"files":[[',
+        '"size":': '"size":' + "9" * 5000,
+        '"metadata":{': '"metadata":{"x":Infinity,',
+    }.items():
+        (path / "manifest.json").write_bytes(seal(text.replace(old, new, 1).encode()))
+        _try_everything(path)
 
 
 def test_a_newer_version_says_upgrade(tmp_path: Path) -> None:
@@ -383,7 +359,7 @@ def test_a_newer_version_says_upgrade(tmp_path: Path) -> None:
     with pytest.raises(shardkeep.NewerFormatError, match="upgrade"):
         shardkeep.delete(path)
     assert json.loads((path / "manifest.json").read_text())["something"] == "else"
-    for version in (0, -1, "2", 1.5, None, True, [2]):
+    for version in (0, -1, "2", 1.5, None, [2]):
         (path / "manifest.json").write_bytes(_sealed({**body, "shardkeep": version}))
         with pytest.raises(shardkeep.IntegrityError, match=r"manifest\.json"):
             shardkeep.load(path)

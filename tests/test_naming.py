@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep.naming import hashed, leaf_directories, new_save_id, prefix_directory
+from shardkeep.naming import hashed, leaf_directories, prefix_directory
 from shardkeep.tree import flatten
 from support import assert_same
 
@@ -151,12 +151,6 @@ def test_a_prefix_has_a_plain_directory(prefix: str) -> None:
 def test_a_prefix_nests_by_its_dots() -> None:
     assert prefix_directory("") == ""
     assert prefix_directory("model.encoder") == "model/encoder"
-
-
-def test_save_ids_are_long_and_never_alike() -> None:
-    ids = {new_save_id() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(len(i) == 32 and set(i) <= set("0123456789abcdef") for i in ids)
 
 
 AWKWARD_TREE = {

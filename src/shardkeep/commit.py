@@ -99,7 +99,6 @@ class Turn:
 def begin(target: Target, leaves: Sequence[LeafPlan], draft: Draft, overwrite: bool) -> Turn:
     """Clean up after dead saves, check that this save may go on, choose its names and record them."""
     store = target.store
-    store.prepare()
     with store.lock(_LOCK_SECONDS):
         current = target.read_if_any()
         clean_up(target, current)
@@ -130,14 +129,17 @@ def commit(turn: Turn, tree: Tree) -> None:
                 "theirs is in place and untouched, this one was not committed"
             )
         old = [file.name for file in replaced.files] if replaced else []
-        turn.held.append(json.dumps(old).encode())
+        if old:
+            turn.held.append(json.dumps(old).encode())
         try:
             document = target.put(turn, tree, current)
         except OSError as error:
             _settle(turn, error)
         else:
             turn.open = False
-            others = names_in(current, but=turn.prefix) | {file.name for file in tree.files} | {document}
+            others = {file.name for file in tree.files} | {document}
+            if current is not None:
+                others |= names_in(current, but=turn.prefix)
             _remove_replaced(turn, {*old, *target.documents} - others)
 
 
@@ -166,7 +168,8 @@ def _settle(turn: Turn, error: OSError) -> None:
 def _remove_replaced(turn: Turn, names: set[str]) -> None:
     """After the commit: the old tree's files go. Failing to remove them does not undo the save."""
     try:
-        turn.target.store.remove(names)
+        if names:
+            turn.target.store.remove(names)
         turn.held.release()
     except OSError as error:
         log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
@@ -190,9 +193,9 @@ def clean_up(target: Target, manifest: Manifest | None) -> list[str]:
     """Remove what dead saves left and nothing needs. Call it with the lock held; tells which names went."""
     store = target.store
     dead: list[tuple[Held, list[str]]] = []
-    needed = names_in(manifest) | set(target.documents)
-    for save_id in store.children(saves(store)):
-        held = store.try_hold(f"{saves(store)}/{save_id}")
+    needed = set(target.documents) | (names_in(manifest) if manifest else set())
+    for save_id in store.children(store.saves):
+        held = store.try_hold(f"{store.saves}/{save_id}")
         names = recorded_names(store, save_id)
         if held is None:
             needed.update(names)
@@ -206,7 +209,9 @@ def clean_up(target: Target, manifest: Manifest | None) -> list[str]:
         removed += left
     # Documents written aside by a save that died before the rename.
     starts = tuple(f"{document}." for document in (*target.documents, *target.companions))
-    store.remove(name for name in store.children("") if name.endswith(".tmp") and name.startswith(starts))
+    torn = [name for name in store.children("") if name.endswith(".tmp") and name.startswith(starts)]
+    if torn:
+        store.remove(torn)
     return removed
 
 
@@ -214,7 +219,7 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
     """The names a save recorded; a torn last line counts for nothing."""
     names: list[str] = []
     try:
-        lines = store.read(f"{saves(store)}/{save_id}").splitlines()
+        lines = store.read(f"{store.saves}/{save_id}").splitlines()
     except FileNotFoundError:
         return []
     for line in lines:
@@ -232,7 +237,7 @@ def delete(target: Target) -> None:
     with store.lock(_LOCK_SECONDS):
         manifest = target.read_if_any()
         clean_up(target, manifest)
-        if store.children(saves(store)):
+        if store.children(store.saves):
             raise ConflictError(f"a save to {target.where} is running; nothing was deleted")
         names = sorted(names_in(manifest))
         held = record(store, "0" * 32, names)  # so that a delete cut short is completed by whoever comes next
@@ -243,13 +248,9 @@ def delete(target: Target) -> None:
         store.remove_control()
 
 
-def saves(store: Store) -> str:
-    return f"{store.control}/saves"
-
-
 def record(store: Store, save_id: str, names: Iterable[str]) -> Held:
     """Tell, durably and before it is done, which names a save will use."""
-    return store.hold(f"{saves(store)}/{save_id}", json.dumps(list(names)).encode())
+    return store.hold(f"{store.saves}/{save_id}", json.dumps(list(names)).encode())
 
 
 def leave(target: Target) -> None:
@@ -259,7 +260,7 @@ def leave(target: Target) -> None:
         return
     with store.lock(_LOCK_SECONDS):
         documents = [name for name in target.documents if store.size(name) is not None]
-        if (not documents or not target.keeps_control) and not store.children(saves(store)):
+        if (not documents or not target.keeps_control) and not store.children(store.saves):
             store.remove_control()
 
 

@@ -10,6 +10,8 @@ BLOCK = 4 << 20  # small enough to stay in cache between hashing and copying, la
 
 ALGORITHM = "xxh3-128"
 
+_BEFORE_SEAL = b'digest":"'
+
 
 def digest(data: "memoryview | bytes | bytearray") -> str:
     """The digest of one block.
@@ -33,17 +35,15 @@ def blocks(first: int, last: int, nbytes: int) -> Iterator[tuple[int, int, int]]
 
 def seal(text: bytes) -> bytes:
     """A document that names its own digest: `text` with its 32 zeros after `digest":"` filled in."""
-    at = _seal_offset(text)
-    return text[:at] + digest(text).encode() + text[at + 32 :]
+    at = text.index(_BEFORE_SEAL) + len(_BEFORE_SEAL)
+    return text[:at] + xxhash.xxh3_128_hexdigest(text).encode() + text[at + 32 :]
 
 
 def check_seal(document: bytes, where: str) -> None:
     """`IntegrityError` unless `document` is exactly what `seal` made."""
-    at = _seal_offset(document)
-    if at < 0 or digest(document[:at] + b"0" * 32 + document[at + 32 :]).encode() != document[at : at + 32]:
+    at = document.find(_BEFORE_SEAL, 0, 200) + len(_BEFORE_SEAL)
+    if (
+        at < len(_BEFORE_SEAL)
+        or digest(document[:at] + b"0" * 32 + document[at + 32 :]).encode() != document[at : at + 32]
+    ):
         raise IntegrityError(f"{where} is damaged: it does not match its own digest")
-
-
-def _seal_offset(text: bytes) -> int:
-    at = text.find(b'digest":"', 0, 200)
-    return at + 9 if at >= 0 else -1

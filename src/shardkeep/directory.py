@@ -4,12 +4,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shardkeep.commit import Turn, recorded_names, saves
+from shardkeep.commit import Turn, recorded_names
 from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError
 from shardkeep.formats.base import Format
 from shardkeep.formats.eformer import INDEX, METADATA, index_documents, read_eformer
 from shardkeep.formats.safetensors import SafetensorsFormat
-from shardkeep.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest, with_tree
+from shardkeep.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
 from shardkeep.naming import hashed, prefix_directory
 from shardkeep.planning import Draft, LeafPlan, SavePlan, plan_pieces
 from shardkeep.stores.base import Store
@@ -24,18 +24,9 @@ class Directory:
 
     store: Store
     format: Format = field(default_factory=SafetensorsFormat)
-
-    @property
-    def documents(self) -> tuple[str, ...]:
-        return (MANIFEST,)
-
-    @property
-    def companions(self) -> tuple[str, ...]:
-        return (INDEX, METADATA)
-
-    @property
-    def keeps_control(self) -> bool:
-        return True
+    documents: Sequence[str] = (MANIFEST,)
+    companions: Sequence[str] = (INDEX, METADATA)
+    keeps_control: bool = True
 
     @property
     def where(self) -> str:
@@ -45,8 +36,10 @@ class Directory:
         try:
             document = self.store.read(MANIFEST)
         except (FileNotFoundError, NotADirectoryError):
+            inside = self.store.children("")
             # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
-            return read_eformer(self.store, search=self.store.control not in self.store.children(""))
+            ours = self.store.control in inside
+            return None if not inside or (ours and INDEX not in inside) else read_eformer(self.store, search=not ours)
         except IsADirectoryError:
             raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
         return decode_manifest(document, self.where, self.store.locate(MANIFEST))
@@ -77,11 +70,11 @@ class Directory:
                 draft.save_id, self.format.name, self.format.compression, draft.skeleton, tuple(leaves), files
             )
 
-        directory = prefix_directory(draft.prefix)
+        directory = prefix_directory(draft.prefix) if draft.prefix else ""
         plan = plan_in(directory)
         if all(draft.save_id in name for name in plan.names):
             return plan
-        running = self.store.children(saves(self.store))
+        running = self.store.children(self.store.saves)
         live = [name for save_id in running for name in recorded_names(self.store, save_id)]
         claim = f"{self.store.control}/claims/{hashed(draft.prefix)}"
         if not self.store.is_taken(plan.names) and not _overlap(plan.names, live) and self.store.claim(claim):
@@ -92,9 +85,12 @@ class Directory:
         return tree
 
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
-        manifest = with_tree(current or Manifest(self.where, tree.save_id, {}), turn.prefix, tree)
+        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), turn.prefix: tree})
+        # An index is there only if a tree eFormer could read is, or was until now.
+        replaced_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         self.store.replace(MANIFEST, encode_manifest(manifest))
-        self._tell_eformer(manifest, turn.prefix)
+        if any(saved.format != "safetensors" for saved in manifest.trees.values()) or replaced_index:
+            self._tell_eformer(manifest, turn.prefix)
         return MANIFEST
 
     def _tell_eformer(self, manifest: Manifest, prefix: str) -> None:

@@ -203,10 +203,12 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"metadata{where} is a {type(value).__name__}, which is not JSON; convert it (float(x), int(x), x.tolist())"
         )
 
-    if metadata is not None and not isinstance(metadata, Mapping):
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
         raise MetadataError(f"metadata must be a dict, not a {type(metadata).__name__}")
     try:
-        return copy(metadata or {}, "")
+        return copy(metadata, "")
     except RecursionError:
         raise MetadataError("metadata contains itself or is nested too deeply") from None
 
@@ -286,10 +288,12 @@ def _encode_tree(tree: Tree) -> Json:
 
 
 def _encode_leaf(leaf: StoredLeaf) -> Json:
+    key = join_key(leaf.path)
+    written = key if key.isascii() else encode(key)
     if leaf.spec is None:
-        return {"key": encode(leaf.key), "kind": leaf.kind, "value": encode(leaf.value)}
+        return {"key": written, "kind": leaf.kind, "value": encode(leaf.value)}
     record: dict[str, Any] = {
-        "key": encode(leaf.key),
+        "key": written,
         "kind": leaf.kind,
         "dtype": leaf.spec.dtype.name,
         "shape": list(leaf.spec.shape),
@@ -299,16 +303,12 @@ def _encode_leaf(leaf: StoredLeaf) -> Json:
 
 
 def _encode_piece(piece: Piece, spec: ArraySpec) -> Json:
-    record: dict[str, Any] = {"file": piece.file, "offset": piece.offset, "digests": _listed(piece.digests)}
+    record: dict[str, Any] = {"file": piece.file, "offset": piece.offset, "digests": piece.digests}
     if piece.region != Region.whole(spec.shape):
         record |= {"start": list(piece.region.start), "shape": list(piece.region.shape)}
     if piece.stored is not None:
         record["stored"] = piece.stored
     return record
-
-
-def _listed(digests: Sequence[str] | None) -> list[str] | None:
-    return None if digests is None else list(digests)
 
 
 def _decode_tree(data: dict[str, Any]) -> Tree:
@@ -395,8 +395,3 @@ def _integer(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(f"not an integer: {value!r}")
     return value
-
-
-def with_tree(manifest: Manifest, prefix: str, tree: Tree) -> Manifest:
-    """The manifest with one tree put in or replaced, under the tree's save id."""
-    return replace(manifest, save_id=tree.save_id, trees={**manifest.trees, prefix: tree})

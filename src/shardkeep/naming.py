@@ -20,10 +20,6 @@ _RESERVED = frozenset((".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json
 _RESERVED_TOP = frozenset(("tensorstore_index.json", "checkpoint_metadata.json", "config.json"))
 
 
-def new_save_id() -> str:
-    return os.urandom(16).hex()
-
-
 def prefix_directory(prefix: str) -> str:
     """Where the data of a prefix lies: dots nest.
 

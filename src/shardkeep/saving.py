@@ -3,10 +3,10 @@
 import datetime
 import errno
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ import numpy as np
 from shardkeep.commit import Target, Turn, abandon, begin, commit, leave
 from shardkeep.errors import CheckpointExistsError, ShardkeepError, storage_error
 from shardkeep.manifest import check_metadata, check_prefix
-from shardkeep.naming import new_save_id
 from shardkeep.opening import new_target
 from shardkeep.pending import PendingSave, turns
 from shardkeep.planning import Draft
@@ -98,9 +97,12 @@ def run_save(request: SaveRequest) -> SaveReport:
     """The one way a tree is saved in the foreground."""
     job = _Job.prepare(request)
     snapshot = job.take_snapshot(keep=False)
-    job.queue()
-    with Crew() as crew, job.bar(snapshot) as progress:
-        return job.run(snapshot, crew, progress)
+    job.before, job.finished = turns.queue(job.path)
+    with Crew() as crew:
+        if not request.verbose:
+            return job.run(snapshot, crew, _quiet)
+        with Bar(f"saving {job.path}", snapshot.nbytes) as progress:
+            return job.run(snapshot, crew, progress)
 
 
 def start_save(request: SaveRequest) -> PendingSave:
@@ -111,17 +113,17 @@ def start_save(request: SaveRequest) -> PendingSave:
     budget.take(held, f"the save to {job.path}")
     try:
         snapshot = job.take_snapshot(keep=True)
-        crew = Crew()
+        crew = Crew().start()  # at the end of the program no thread can be started any more
     except BaseException:
         budget.give_back(held)
         raise
-    job.queue()
+    job.before, job.finished = turns.queue(job.path)
     pending = PendingSave(job.path)
 
     def work() -> SaveReport:
         try:
-            with crew, job.bar(snapshot) as progress:
-                return job.run(snapshot, crew, lambda n: (progress(n), pending.mention_exit())[0])
+            with crew:
+                return job.run(snapshot, crew, lambda _: pending.mention_exit())
         finally:
             budget.give_back(held)
 
@@ -129,11 +131,16 @@ def start_save(request: SaveRequest) -> PendingSave:
     return pending
 
 
+def _quiet(_: int) -> None:
+    """No progress is shown."""
+
+
 @dataclass
 class _Job:
     """One save, from the call to the commit."""
 
     target: Target
+    path: str
     draft: Draft
     overwrite: bool
     leaves: list[Leaf]
@@ -149,16 +156,21 @@ class _Job:
         """Check what was asked and take the tree apart. Nothing is written."""
         started = time.perf_counter()
         name = "" if request.prefix is None else check_prefix(request.prefix)
-        checked = check_metadata(request.metadata)
+        checked = {} if request.metadata is None else check_metadata(request.metadata)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         skeleton, leaves = flatten(request.tree)
         request.target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
-        draft = Draft(new_save_id(), name, skeleton, checked, created, request.indexed)
-        return cls(request.target, draft, request.overwrite, leaves, started, request.on_commit, request.verbose)
-
-    @property
-    def path(self) -> str:
-        return self.target.where
+        draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed)
+        return cls(
+            request.target,
+            request.target.where,
+            draft,
+            request.overwrite,
+            leaves,
+            started,
+            request.on_commit,
+            request.verbose,
+        )
 
     def refuse_existing(self) -> None:
         """Raise before the snapshot what the commit would refuse anyway."""
@@ -172,56 +184,43 @@ class _Job:
         self.snapshot_seconds = time.perf_counter() - self.started
         return snapshot
 
-    def bar(self, snapshot: Snapshot) -> AbstractContextManager[Progress]:
-        """A progress bar if one was asked for."""
-        return Bar(f"saving {self.path}", snapshot.nbytes) if self.verbose else nullcontext(lambda _: None)
-
-    def queue(self) -> None:
-        """Take a place in the order of saves to this target; `run` must follow."""
-        self.before, self.finished = turns.queue(self.path)
-
     def run(self, snapshot: Snapshot, crew: Crew, progress: Progress) -> SaveReport:
         """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
+        target, turn = self.target, None
         try:
             if self.before is not None:
                 self.before.wait()
-            return self._run(snapshot, crew, progress)
-        except OSError as error:
-            if isinstance(error, ShardkeepError):
-                raise
-            raise storage_error(error, f"saving to {self.path}", self._consequence(error, snapshot)) from error
-        finally:
-            self.finished()
-
-    def _consequence(self, error: OSError, snapshot: Snapshot) -> str:
-        intact = "Nothing was committed; what was there before is intact"
-        if error.errno != errno.ENOSPC:
-            return intact
-        return f"It needs {snapshot.nbytes:,} bytes and {self.target.store.free_bytes():,} are free. {intact}"
-
-    def _run(self, snapshot: Snapshot, crew: Crew, progress: Progress) -> SaveReport:
-        clock = [time.perf_counter()]
-        store = self.target.store
-        turn: Turn | None = None
-        try:
-            turn = begin(self.target, snapshot.leaves, self.draft, self.overwrite)
-            plan = turn.plan
-            written = write_files(store, plan.files, plan.leaves, snapshot.shards, crew, progress)
-            tree = self.target.finish(turn, plan.tree(written, self.draft))
+            clock = [time.perf_counter()]
+            turn = begin(target, snapshot.leaves, self.draft, self.overwrite)
+            written = write_files(target.store, turn.plan, snapshot.shards, crew, progress)
+            tree = target.finish(turn, turn.plan.tree(written, self.draft))
             clock.append(time.perf_counter())
-            store.sync(plan.names)
+            target.store.sync(turn.plan.names)
             clock.append(time.perf_counter())
             commit(turn, tree)
             clock.append(time.perf_counter())
-        except BaseException:
-            if turn is not None:
-                abandon(turn)
+            if not target.keeps_control:
+                leave(target)
+        except BaseException as error:
+            self._give_up(turn, error, snapshot)
             raise
         finally:
-            leave(self.target)
+            self.finished()
         if self.on_commit is not None:
             self.on_commit()
         phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
         seconds = self.snapshot_seconds + clock[-1] - clock[0]
         nbytes = sum(file.size for file in written)
         return SaveReport(self.path, nbytes, len(written), seconds, {"snapshot": self.snapshot_seconds, **phases})
+
+    def _give_up(self, turn: Turn | None, error: BaseException, snapshot: Snapshot) -> None:
+        """Remove what was written, and say in our words what the operating system refused."""
+        if turn is not None:
+            abandon(turn)
+        leave(self.target)
+        if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
+            then = "Nothing was committed; what was there before is intact"
+            if error.errno == errno.ENOSPC:
+                free = self.target.store.free_bytes()
+                then = f"It needs {snapshot.nbytes:,} bytes and {free:,} are free. {then}"
+            raise storage_error(error, f"saving to {self.path}", then) from error

@@ -61,12 +61,12 @@ def take_snapshot(leaves: Sequence[Leaf], *, keep: bool) -> Snapshot:
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
     for leaf in leaves:
-        if is_plain(leaf.value):
-            plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
-        elif isinstance(leaf.value, np.ndarray):
+        if isinstance(leaf.value, np.ndarray):
             plans.append(_stage_numpy(leaf, shards, keep))
-        else:
+        elif isinstance(leaf.value, jax.Array):
             plans.append(_stage_jax(leaf, shards))
+        else:
+            plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
     return Snapshot(tuple(plans), tuple(shards))
 
 

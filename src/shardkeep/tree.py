@@ -239,12 +239,13 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     if cls is list or cls is tuple:
         return Node(cls.__name__, tuple(str(i) for i in range(len(tree))), ()), tree
     if cls in _DICT_KINDS:
-        keys = tuple(tree)
+        keys = names = tuple(tree)
         for key in keys:
             if type(key) is not str:
                 _encode_key(key)  # refuses what could not be written, before anything is
+                names = name_children(keys)
         aux = tree.default_factory if cls is defaultdict else None
-        return Node(_DICT_KINDS[cls], name_children(keys), (), keys, cls=cls, aux=aux), list(tree.values())
+        return Node(_DICT_KINDS[cls], names, (), keys, cls=cls, aux=aux), list(tree.values())
     if isinstance(tree, tuple) and hasattr(cls, "_fields"):
         return Node("namedtuple", tuple(cast(Any, cls)._fields), (), class_name=_class_name(cls), cls=cls), tree
     pairs, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
@@ -391,7 +392,10 @@ def _to_json(node: _Child) -> Json:
     if node.kind in ("list", "tuple"):
         return {node.kind: children}
     if node.kind.endswith("dict"):
-        pairs: list[Any] = [[_encode_key(k), c] for k, c in zip(node.keys, children, strict=True)]
+        pairs: list[Any] = [
+            [k if type(k) is str and k.isascii() else _encode_key(k), c]
+            for k, c in zip(node.keys, children, strict=True)
+        ]
         factory = {"factory": getattr(node.aux, "__name__", None)} if node.kind == "defaultdict" else {}
         return {node.kind: pairs, **factory}
     named: list[Any] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]

@@ -27,18 +27,28 @@ class Crew:
     """
 
     def __init__(self, size: int | None = None) -> None:
+        self._size = size
         self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=False)
-            for i in range((size or default_size()) - 1)
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> "Crew":
+        """Start the threads now rather than when there is work for more than one."""
+        for i in range((self._size or default_size()) - 1 - len(self._threads)):
+            thread = threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=False)
             thread.start()
+            self._threads.append(thread)
+        return self
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Run every task; the first error ends the others' turn and is raised here."""
-        round_ = _Round(list(tasks))
-        helpers = max(min(len(self._threads), len(round_.tasks) - 1), 0)
+        todo = list(tasks)
+        if len(todo) < 2:
+            for task in todo:
+                task()
+            return
+        self.start()
+        round_ = _Round(todo)
+        helpers = min(len(self._threads), len(todo) - 1)
         for _ in range(helpers):
             self._work.put(round_)
         round_.work()
@@ -47,8 +57,8 @@ class Crew:
             error, round_.error = round_.error, None
             raise error
 
-    def close(self) -> None:
-        for _ in self._threads:
+    def close(self, *_unused: object) -> None:
+        for _thread in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
@@ -62,8 +72,7 @@ class Crew:
     def __enter__(self) -> "Crew":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
 
 class _Round:

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import zstandard
 
-from shardkeep.digests import BLOCK, block_count, blocks, digest
-from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.digests import BLOCK, block_count, digest
+from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
 from shardkeep.progress import Progress
 from shardkeep.staging import Array, Shard, aligned_empty
 from shardkeep.stores.base import NewFile, Store
@@ -21,15 +22,10 @@ _ZSTD_LEVEL = 1
 
 
 def write_files(
-    store: Store,
-    files: Sequence[FilePlan],
-    leaves: Sequence[LeafPlan],
-    shards: Sequence[Shard],
-    crew: Crew,
-    progress: Progress,
+    store: Store, plan: SavePlan, shards: Sequence[Shard], crew: Crew, progress: Progress
 ) -> list[WrittenFile]:
     """Write every file of a plan. What the caller gets has a digest for every byte; nothing is synced yet."""
-    writers = [_FileWriter(store, file, leaves, shards, progress) for file in files]
+    writers = [_FileWriter(store, file, plan.leaves, shards, progress) for file in plan.files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -40,23 +36,25 @@ def write_files(
         batch.append(writer)
         cost += _FILE_COST + writer.nbytes
         if cost >= _BATCH:
-            tasks.append(_in_turn(batch))
+            tasks.append(partial(_write_all, batch))
             batch, cost = [], 0
-    tasks.append(_in_turn(batch))
+    tasks.append(partial(_write_all, batch))
     try:
-        crew.run(tasks)
+        if len(tasks) == 1:
+            for writer in batch:
+                writer.write_whole()
+        else:
+            crew.run(tasks)
     finally:
         for writer in writers:
-            writer.close()
+            if writer.file is not None:  # only after an error
+                writer.close()
     return [writer.result() for writer in writers]
 
 
-def _in_turn(batch: "list[_FileWriter]") -> Task:
-    def write() -> None:
-        for writer in batch:
-            writer.write_whole()
-
-    return write
+def _write_all(batch: "list[_FileWriter]") -> None:
+    for writer in batch:
+        writer.write_whole()
 
 
 class _FileWriter:
@@ -72,7 +70,7 @@ class _FileWriter:
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
         # A piece made of several shards is put together by the one task that writes it.
         self.parts = _split(plan) if plan.size is not None and self.nbytes > _PART else []
-        self._file: NewFile | None = None
+        self.file: NewFile | None = None
         self._left = len(self.parts)
         self._lock = threading.Lock()
 
@@ -86,8 +84,7 @@ class _FileWriter:
         if self._plan.size is None:
             segments = [memoryview(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(segments[0]))]
             self.size = len(segments[0])
-        with self._store.create(self._plan.name) as file:
-            file.write(0, [memoryview(self._plan.header), *segments])
+        self._store.write_new(self._plan.name, [memoryview(self._plan.header), *segments])
         self._progress(self.nbytes)
 
     def part_tasks(self) -> list[Task]:
@@ -107,34 +104,31 @@ class _FileWriter:
     def _open(self) -> NewFile:
         """The file, opened by the first part and closed by the last: few are open at any time."""
         with self._lock:
-            if self._file is None:
-                self._file = self._store.create(self._plan.name)
-                self._file.write(0, [memoryview(self._plan.header)])
-            return self._file
+            if self.file is None:
+                self.file = self._store.create(self._plan.name)
+                self.file.write(0, [memoryview(self._plan.header)])
+            return self.file
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.__exit__(None, None, None)
-            self._file = None
+        if self.file is not None:
+            self.file.__exit__(None, None, None)
+            self.file = None
 
     def _segments(self, part: Sequence[tuple[int, int, int]]) -> list[memoryview]:
         """The bytes of (piece, first block, last block) ranges, their digests noted."""
         segments: list[memoryview] = []
         for number, first, last in part:
             piece = self._plan.pieces[number]
-            data = self._bytes_of(piece, first, last)
-            for block, start, end in blocks(first, last, piece.nbytes):
-                self.digests[number][block] = digest(data[start - first * BLOCK : end - first * BLOCK])
-            segments.append(data)
+            data = gather(piece, self._leaves[piece.leaf], self._shards)
+            raw = data.reshape(-1).view(np.uint8)[first * BLOCK : last * BLOCK]
+            if not all(self._shards[shard].stable for shard, _ in piece.sources):
+                raw = raw.copy()  # someone could change it between hashing and writing
+            view = memoryview(cast(Any, raw))
+            for block in range(first, last):
+                start = (block - first) * BLOCK
+                self.digests[number][block] = digest(view[start : start + BLOCK])
+            segments.append(view)
         return segments
-
-    def _bytes_of(self, piece: PiecePlan, first: int, last: int) -> memoryview:
-        """The raw bytes of some blocks of a piece; a copy where someone could change them meanwhile."""
-        data = gather(piece, self._leaves[piece.leaf], self._shards)
-        raw = data.reshape(-1).view(np.uint8)[first * BLOCK : last * BLOCK]
-        if not all(self._shards[shard].stable for shard, _ in piece.sources):
-            raw = raw.copy()
-        return memoryview(cast(Any, raw))
 
 
 def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
@@ -146,7 +140,7 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
         step = _PART // BLOCK if len(piece.sources) == 1 else max(total, 1)
         for first in range(0, total, step):
             last = min(first + step, total)
-            size = sum(end - start for _, start, end in blocks(first, last, piece.nbytes))
+            size = min(last * BLOCK, piece.nbytes) - first * BLOCK
             if parts[-1] and (size > room or len(parts[-1]) >= 1000):
                 parts.append([])
                 room = _PART

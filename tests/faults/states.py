@@ -1,5 +1,7 @@
 """What the processes under fault do: states known by a kind and a number, and actions with plain arguments."""
 
+import dataclasses
+import resource
 from typing import Any
 
 import jax
@@ -128,6 +130,32 @@ def verify_until(path: str, last: int) -> dict[str, int]:
 
 def check(path: str) -> list[bool]:
     return [shardkeep.exists(path), shardkeep.verify(path).ok]
+
+
+def load_within(path: str, gigabytes: int) -> None:
+    """Load with little memory to be had."""
+    resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
+    shardkeep.load(path)
+
+
+def _layer(fields: dict[str, int]) -> Any:
+    """A registered dataclass called Layer with these fields, those marked 1 static."""
+    made = dataclasses.make_dataclass("Layer", list(fields), namespace={"__module__": __name__})
+    data = [name for name, static in fields.items() if not static]
+    meta = [name for name, static in fields.items() if static]
+    globals()["Layer"] = jax.tree_util.register_dataclass(made, data_fields=data, meta_fields=meta)
+    return made
+
+
+def save_layer(path: str) -> None:
+    layer = _layer({"kernel": 0, "bias": 0, "name": 1})
+    shardkeep.save(path, {"d": layer(kernel=np.ones(2), bias=np.zeros(3), name="n")})
+
+
+def load_layer(path: str, fields: dict[str, int]) -> list[Any]:
+    _layer(fields)
+    loaded = shardkeep.load(path)["d"]
+    return [type(loaded).__name__, *(list(np.shape(getattr(loaded, name, None))) for name in ("kernel", "bias"))]
 
 
 def fail_then_delete(path: str, kind: str, number: int) -> None:

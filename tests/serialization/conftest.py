@@ -1,6 +1,7 @@
 """What the tests of the documented API share."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[str], Path]:
     """A copy of one of eFormer's checkpoints that may be written to."""
-    import shutil
 
     def copy(name: str) -> Path:
         target = tmp_path / name.replace("/", "-")
@@ -63,7 +63,10 @@ class OnlyFspath:
         return str(self._path)
 
 
-@pytest.fixture(params=[str, Path, OnlyText, OnlyFspath, lambda p: f"file://{p}"], ids=["str", "Path", "str()", "fspath", "file://"])  # fmt: skip
+WAYS = {"str": str, "Path": Path, "str()": OnlyText, "fspath": OnlyFspath, "file://": lambda p: f"file://{p}"}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
 def any_path(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """Each way a path may be written."""
     return request.param

@@ -8,6 +8,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ import pytest
 import safetensors.numpy
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import Dense, Keyed, Point, Unkeyed, assert_same, bits, mesh_of, run_python
 
 import shardkeep
 from shardkeep import PendingSave
 from shardkeep.serialization import AsyncCheckpointManager
+from support import Dense, Keyed, Point, Unkeyed, assert_same, bits, mesh_of, run_python
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
@@ -335,7 +336,7 @@ def test_a_tree_of_the_same_prefix_is_replaced(save: str, form: str, tmp_path: P
         assert_same(manager.load(tmp_path / name, None)[0], on_one_device(tree))
     assert [p for p in tmp_path.rglob("*") if p.name == "old" or p.suffix == ".tmp"] == []
     assert len(list(tmp_path.rglob("0.0"))) == (name == "c" and manager.use_tensorstore)
-    assert len([p for p in tmp_path.rglob("*.safetensors") if p.is_file()]) == (name != "c" or not manager.use_tensorstore)
+    assert len([p for p in tmp_path.rglob("*.safetensors") if p.is_file()]) == (not manager.use_tensorstore)
 
 
 # --- prefixes
@@ -419,16 +420,15 @@ def test_use_tensorstore_chooses_the_format_and_the_name_only_among_safetensors(
 
 @pytest.mark.parametrize("name", ["c", "c.safetensors"])
 @pytest.mark.parametrize("tensorstore", [True, False])
-def test_save_pytree_makes_a_directory_with_data_below_the_prefix(
-    name: str, tensorstore: bool, tmp_path: Path
-) -> None:
+def test_save_pytree_makes_a_directory_with_data_below_the_prefix(name: str, tensorstore: bool, tmp_path: Path) -> None:
     manager = AsyncCheckpointManager(use_tensorstore=tensorstore)
     manager.save_pytree({"w": jnp.ones(2)}, tmp_path / name, MESH, prefix="state")
     files = {str(p.relative_to(tmp_path / name)) for p in (tmp_path / name).rglob("*") if p.is_file()}
     data = {f for f in files if f.startswith("state/")}
     assert any(f.endswith(".safetensors") for f in data) is not tensorstore
     documents = {"manifest.json", "tensorstore_index.json", "checkpoint_metadata.json"}
-    assert {f for f in files - data if not f.startswith(".shardkeep/")} == (documents if tensorstore else {"manifest.json"})
+    beside = {f for f in files - data if not f.startswith(".shardkeep/")}
+    assert beside == (documents if tensorstore else {"manifest.json"})
     tree, _ = manager.load_pytree(tmp_path / name, None, prefix="state")
     assert_same(tree, {"w": jnp.ones(2)})
 
@@ -572,7 +572,7 @@ def test_other_saves_have_such_metadata_too(tmp_path: Path, manager: AsyncCheckp
 
 def _tree() -> dict[str, Any]:
     return {
-        "dict": {1: jnp.ones(1), 2.5: 1, True: 2, None: 3, b"x": 4, ("t", 1): 5, "s": 6},
+        "dict": {7: jnp.ones(1), 2.5: 1, True: 2, None: 3, b"x": 4, ("t", 1): 5, "s": 6},
         "list": [jnp.arange(2), (jnp.zeros(0), []), ()],
         "point": Point(jnp.ones(2), {"deep": jnp.int32(3)}),
         "dense": Dense(jnp.ones((2, 2)), None),
@@ -651,18 +651,16 @@ def test_pending_saves_are_drained_and_what_failed_is_raised(drain: str, tmp_pat
     manager = AsyncCheckpointManager()
     opened = threading.Event()
 
-    def start() -> None:
-        manager.save_async({"w": jnp.ones(2)}, tmp_path / "file", MESH)
-        manager.save_async({"w": jnp.ones(2)}, tmp_path / "good", MESH, callback=lambda _: opened.wait(60))
-        threading.Timer(0.2, opened.set).start()
+    def run() -> None:
+        with manager if drain == "with" else nullcontext():
+            manager.save_async({"w": jnp.ones(2)}, tmp_path / "file", MESH)
+            manager.save_async({"w": jnp.ones(2)}, tmp_path / "good", MESH, callback=lambda _: opened.wait(60))
+            threading.Timer(0.2, opened.set).start()
+        if drain != "with":
+            getattr(manager, drain)()
 
     with pytest.raises(NotADirectoryError, match="file"):
-        if drain == "with":
-            with manager:
-                start()
-        else:
-            start()
-            getattr(manager, drain)()
+        run()
     assert opened.is_set()
     assert shardkeep.exists(tmp_path / "good")
     manager.wait_until_finished()

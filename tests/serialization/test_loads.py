@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import Dense, Keyed, Point, Unkeyed, assert_same, mesh_of
 
 import shardkeep
 from shardkeep.serialization import AsyncCheckpointManager, tree_deserialize_leaves
+from support import Dense, Keyed, Point, Unkeyed, assert_same, mesh_of
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
@@ -600,7 +600,8 @@ def test_dotted_keys_split_unless_that_collides(tmp_path: Path, manager: AsyncCh
 
 
 def test_keys_of_any_characters_stay_apart(tmp_path: Path, manager: AsyncCheckpointManager) -> None:
-    tree = {name: jnp.full(1, i, jnp.int32) for i, name in enumerate(["a/b", "a", "A", "é", "..", ".zarray", "0.0", " "])}
+    names = ["a/b", "a", "A", "é", "..", ".zarray", "0.0", " "]
+    tree = {name: jnp.full(1, i, jnp.int32) for i, name in enumerate(names)}
     save(tree, tmp_path)
     assert_same(manager.load_pytree(tmp_path, None, prefix="p")[0], tree)
 
@@ -650,7 +651,8 @@ def test_a_custom_node_with_odd_aux_data_is_restored_by_a_template(tmp_path: Pat
 def test_strict_shapes_list_every_mismatch_with_both_sides(tmp_path: Path) -> None:
     _saved(tmp_path)
     template = {"w": jnp.zeros((4, 2)), "i": jnp.zeros(5, jnp.int32)}
-    with pytest.raises(ValueError, match=r"(?s)w: saved shape \(2, 4\), the template has \(4, 2\).*i: .*\(3,\).*\(5,\)"):
+    both_sides = r"(?s)w: saved shape \(2, 4\), the template has \(4, 2\).*i: .*\(3,\).*\(5,\)"
+    with pytest.raises(ValueError, match=both_sides):
         by_pytree(tmp_path, template=template)
     with pytest.raises(KeyError, match=r"(?s)missing: not in the checkpoint.*other: not in the checkpoint"):
         by_pytree(tmp_path, template={"missing": jnp.zeros(1), "other": jnp.zeros(1)})

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,35 +15,14 @@ import numpy as np
 import pytest
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import Dense, Keyed, Point, Unkeyed, assert_same, mesh_of
 
 import shardkeep
 from shardkeep.serialization import AsyncCheckpointManager, tree_deserialize_leaves, tree_serialize_leaves
 from shardkeep.serialization.serialization import is_array_like, join_key, leaf_key_paths
+from support import Dense, Keyed, Point, Unkeyed, assert_same, mesh_of
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
-
-# argument → the test in which changing it changes the outcome.
-ARGUMENTS = {
-    "leaf_key_paths.prefix": "test_the_prefix_stands_in_front",
-    "leaf_key_paths.is_leaf": "test_none_stays_none_unless_is_leaf_says_otherwise",
-    "tree_serialize_leaves.manager": "test_with_a_manager_it_returns_before_the_commit",
-    "tree_serialize_leaves.prefix": "test_several_trees_share_a_directory_under_prefixes",
-    "tree_serialize_leaves.commit_callback": "test_the_commit_callback_runs_once_after_the_commit",
-    "tree_serialize_leaves.write_index": "test_write_index_false_leaves_no_entry_but_a_manifest",
-    "tree_deserialize_leaves.mesh": "test_arrays_go_to_the_mesh_or_to_the_default_device",
-    "tree_deserialize_leaves.manager": "test_pending_saves_of_the_manager_are_waited_for",
-    "tree_deserialize_leaves.prefix": "test_several_trees_share_a_directory_under_prefixes",
-    "tree_deserialize_leaves.partition_rules": "test_rules_lay_arrays_out",
-    "tree_deserialize_leaves.shardings": "test_shardings_lay_arrays_out",
-    "tree_deserialize_leaves.callback": "test_the_callback_gets_array_and_key_and_its_result_counts",
-    "tree_deserialize_leaves.chunk_size": "test_chunk_size_bounds_the_arrays_in_flight",
-}
-
-
-def test_every_argument_has_its_test() -> None:
-    assert all(name in globals() for name in ARGUMENTS.values())
 
 
 @pytest.mark.parametrize(
@@ -268,20 +248,8 @@ def test_threads_may_share_jaxs_manager(tmp_path: Path) -> None:
         manager.wait_until_finished()
         assert shardkeep.exists(tmp_path / str(number))
 
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            save(number)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(save, range(4)))
 
 
 @pytest.mark.parametrize("make", [GlobalAsyncCheckpointManager, AsyncCheckpointManager])
@@ -389,7 +357,7 @@ def test_a_chunk_size_below_one_is_refused(size: int, tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_file_not_found(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no checkpoint at .*nothing there"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nothing there"):
         tree_deserialize_leaves(tmp_path / "absent", None)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         tree_deserialize_leaves(tmp_path, None)

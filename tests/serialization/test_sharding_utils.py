@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import Dense, Point, assert_same, mesh_of
 
 from shardkeep.serialization import AsyncCheckpointManager, tree_serialize_leaves
 from shardkeep.serialization.sharding_utils import (
@@ -18,24 +17,10 @@ from shardkeep.serialization.sharding_utils import (
     make_itsharded,
     validate_sharding_tree,
 )
+from support import Dense, Point, assert_same, mesh_of
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
-
-# argument → the test in which changing it changes the outcome.
-ARGUMENTS = {
-    "apply_sharding_tree.sharding_tree": "test_each_kind_of_leaf_places_its_array",
-    "apply_sharding_tree.mesh": "test_none_is_replicated_on_the_mesh_or_on_one_device",
-    "create_sharding_tree_from_index.mesh": "test_without_a_default_arrays_are_replicated",
-    "create_sharding_tree_from_index.prefix": "test_the_tree_of_a_prefix_has_its_shape",
-    "create_sharding_tree_from_index.default_sharding": "test_a_default_may_be_a_sharding_a_spec_or_a_function",
-    "make_itsharded.mesh": "test_addressable_arrays_become_replicated",
-    "validate_sharding_tree.expected_structure": "test_structures_are_compared_by_their_leaves",
-}
-
-
-def test_every_argument_has_its_test() -> None:
-    assert all(name in globals() for name in ARGUMENTS.values())
 
 
 def test_each_kind_of_leaf_places_its_array() -> None:
@@ -217,7 +202,7 @@ def test_the_tree_of_a_prefix_has_its_shape(tmp_path: Path) -> None:
     tree_serialize_leaves(tmp_path, {"mu": jnp.ones(8)}, prefix="opt.state")
     assert list(create_sharding_tree_from_index(tmp_path, prefix="model")) == ["w"]
     assert list(create_sharding_tree_from_index(tmp_path, prefix="opt/state")) == ["mu"]
-    with pytest.raises(ValueError, match="'model', 'opt.state'"):
+    with pytest.raises(ValueError, match=r"'model', 'opt\.state'"):
         create_sharding_tree_from_index(tmp_path)
     with pytest.raises(ValueError, match="no tree of prefix 'x'; it has 'model'"):
         create_sharding_tree_from_index(tmp_path, prefix="x")

@@ -15,38 +15,12 @@ import safetensors.flax
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from support import Point, assert_same, mesh_of
 
 from shardkeep.serialization import AsyncCheckpointManager, utils
+from support import Point, assert_same, mesh_of
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
-
-# argument → the test in which changing it changes the outcome.
-ARGUMENTS = {
-    "apply_gather_functions.gather_fns": "test_gather_functions_apply_to_all_to_none_or_by_key",
-    "apply_gather_functions.mismatch_allowed": "test_a_missing_gather_function_is_allowed_or_a_key_error",
-    "apply_gather_functions.verbose": "test_verbose_shows_that_gathering_goes_on",
-    "broadcast_tensor.memory_limit_bytes": "test_a_broadcast_limit_must_be_positive",
-    "broadcast_tensor.target_sharding": "test_a_broadcast_lands_on_the_target_or_on_all_devices",
-    "chunk_tensor_by_memory.memory_limit": "test_pieces_along_the_first_axis_stay_below_the_limit",
-    "group_keys_by_shard_size.max_shard_size_bytes": "test_groups_keep_order_and_limit",
-    "optimize_shard_layout.max_shard_size_bytes": "test_a_layout_keeps_families_together_and_the_limit",
-    "read_process_array.shard_fns": "test_one_tensor_goes_through_function_callback_and_cast",
-    "read_process_array.mismatch_allowed": "test_a_missing_shard_function_counts_or_is_a_key_error",
-    "read_process_array.manager": "test_a_tensor_is_read_through_whatever_has_get_tensor",
-    "read_process_array.callback": "test_one_tensor_goes_through_function_callback_and_cast",
-    "read_process_array.dtype": "test_one_tensor_goes_through_function_callback_and_cast",
-    "reshard.target_sharding": "test_reshard_really_reshards",
-    "shard_filename.idx, total": "test_files_are_named_as_hugging_face_names_them",
-    "to_host.float_dtype": "test_floats_are_cast_on_the_way_to_the_host",
-    "to_host.mesh": "test_to_host_replicates_on_the_mesh_or_goes_to_the_cpu",
-    "to_host.cpu_offload": "test_to_host_replicates_on_the_mesh_or_goes_to_the_cpu",
-}
-
-
-def test_every_argument_has_its_test() -> None:
-    assert all(name in globals() for name in ARGUMENTS.values())
 
 
 def _sharded(shape: tuple[int, ...] = (8, 2), dtype: Any = jnp.float32) -> jax.Array:

@@ -23,7 +23,7 @@ from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.stores.base import location
-from shardkeep.stores.local import LocalStore, free_bytes, is_mappable, make_directories, replace_file, write_at
+from shardkeep.stores.local import LocalStore, is_mappable, make_directories, write_at
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
@@ -127,7 +127,7 @@ class TestLock:
             import os, time
             from shardkeep.stores.local import LocalStore
             store = LocalStore({store.url!r})
-            store.prepare()
+            make_directories(store.url)
             with store.lock(1):
                 child = os.fork()
                 if child == 0:
@@ -147,7 +147,7 @@ class TestLock:
             import os, time
             from shardkeep.stores.local import LocalStore
             store = LocalStore({store.url!r})
-            store.prepare()
+            make_directories(store.url)
             held = store.hold("saves/1", b"[]")
             child = os.fork()
             if child == 0:
@@ -232,7 +232,7 @@ class TestFiles:
 
     def test_replace_gives_readers_the_old_or_the_new(self, tmp_path: Path) -> None:
         path = tmp_path / "document"
-        replace_file(str(path), b"0" * 1000)
+        LocalStore(str(path.parent)).replace(path.name, b"0" * 1000)
         done = threading.Event()
         wrong: list[bytes] = []
 
@@ -245,7 +245,7 @@ class TestFiles:
         thread = threading.Thread(target=read)
         thread.start()
         for i in range(100):
-            replace_file(str(path), str(i % 10).encode() * 1000)
+            LocalStore(str(path.parent)).replace(path.name, str(i % 10).encode() * 1000)
         done.set()
         thread.join()
         assert wrong == []
@@ -324,7 +324,7 @@ class TestFiles:
     def test_only_local_file_systems_are_mapped(self, tmp_path: Path) -> None:
         assert is_mappable(str(tmp_path))
         assert not is_mappable("/proc")
-        assert free_bytes(str(tmp_path)) > 0
+        assert LocalStore(str(tmp_path)).free_bytes() > 0
 
 
 class TestLocation:
@@ -367,7 +367,7 @@ class TestFullDisk:
     def test_too_little_space_is_told_before_anything_is_written(self, small_disk: Path, target: str) -> None:
         path = small_disk / target
         shardkeep.save(path, {"w": np.ones(1000)})
-        before = free_bytes(str(small_disk))
+        before = LocalStore(str(small_disk)).free_bytes()
         with pytest.raises(shardkeep.NotEnoughSpaceError, match=r"needs [\d,]+ bytes and [\d,]+ are free") as caught:
             shardkeep.save(path, {"w": np.ones(4 << 20)}, overwrite=True)
         needed, free = (
@@ -375,7 +375,7 @@ class TestFullDisk:
         )
         assert needed > 32 << 20 > free
         assert_intact(path, {"w": np.ones(1000)})
-        assert before - free_bytes(str(small_disk)) < 64 << 10
+        assert before - LocalStore(str(small_disk)).free_bytes() < 64 << 10
         shardkeep.save(path, {"w": np.ones(1 << 20)}, overwrite=True)
 
     @pytest.mark.parametrize("format", ["safetensors", "tensorstore"])
@@ -396,7 +396,7 @@ class TestFullDisk:
         (small_disk / "other").unlink()
         assert_intact(path, make("plain", 1))
         assert left_overs(path) == set()
-        assert free_bytes(str(small_disk)) > 15 << 20
+        assert LocalStore(str(small_disk)).free_bytes() > 15 << 20
         shardkeep.save(path, make("wide", 3), overwrite=True)
 
     def test_an_async_save_reports_a_full_disk_in_wait(self, small_disk: Path) -> None:
@@ -499,7 +499,7 @@ class TestOtherUsers:
 
 
 def test_a_lock_held_by_another_program_gives_a_conflict_that_names_it(store: LocalStore) -> None:
-    store.prepare()
+    make_directories(store.url)
     with store.lock(1):
         pass
     descriptor = os.open(store.locate(".shardkeep/lock"), os.O_RDWR)

@@ -93,6 +93,8 @@ def _tree(
         metadata = {**metadata, "custom_metadata": extras}
     leaves: list[StoredLeaf] = []
     files: list[DataFile] = []
+    if structure is not None:  # belongs to the tree: it goes when the tree goes
+        files.append(DataFile(f"{prefix}_structure.json", store.size(f"{prefix}_structure.json") or 0))
     for path, place in zip(skeleton.paths(), places, strict=True):
         if not isinstance(place, str):
             leaves.append(StoredLeaf(path, "value", value=place.value))
@@ -226,7 +228,7 @@ def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
     arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
     entries: list[dict[str, Any]] = []
     for leaf in arrays:
-        place = start + "/".join(leaf.path)
+        place = leaf.extra["directory"] if leaf.kind == "zarr" else start + "/".join(leaf.path)
         assert leaf.spec is not None
         if f"{place}/{ZARRAY}" in present and (leaf.kind == "zarr" or _same_type(leaf)):
             entries.append({"path": place, "shape": list(leaf.spec.shape), "dtype": leaf.spec.dtype.name})

@@ -6,7 +6,7 @@ on 64 bytes: then a mapped file can be used as an array without a copy.
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
+from shardkeep.tree import join_key
 
 PAGE = 4096
 ALIGN = 64
@@ -58,18 +59,20 @@ class SafetensorsFormat:
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
     ) -> list[FilePlan]:
         named = [replace(piece, name=_piece_name(leaves[piece.leaf], piece)) for piece in pieces]
+        lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         start = f"{directory}/" if directory else ""
         metadata = {"shardkeep": "1", "save": save_id}
         return [
             pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
-            for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT, _entry_length))
+            for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT, lengths))
         ]
 
 
 def _piece_name(leaf: LeafPlan, piece: PiecePlan) -> str:
     """The leaf's key; for a part of the leaf also its region, after a backslash that no key has unescaped."""
     assert leaf.spec is not None
-    key = safe_text(leaf.key)
+    key = join_key(leaf.path)
+    key = key if key.isascii() else safe_text(key)
     if piece.region == Region.whole(leaf.spec.shape):
         return f"\\{key}" if key in ("", "__metadata__") else key
     extent = ",".join(f"{a}:{a + n}" for a, n in zip(piece.region.start, piece.region.shape, strict=True))
@@ -81,25 +84,19 @@ def safe_text(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _entry_length(piece: PiecePlan) -> int:
-    """About how many bytes a piece takes in a header."""
-    return 6 * len(piece.name) + 50 * len(piece.region.shape) + 200
-
-
 def group_by_size(
-    sizes: Sequence[int], items: Sequence[Any], limit: int, entry: Callable[[Any], int] = lambda _: 0
+    sizes: Sequence[int], items: Sequence[Any], limit: int, lengths: Sequence[int] | None = None
 ) -> list[list[Any]]:
     """Consecutive groups, none above `limit` unless one item already is; no items, no group.
 
-    `entry`: what an item takes in the header, which has a limit of its own.
+    `lengths`: what each item takes in the header, which has a limit of its own.
 
     >>> group_by_size([4, 4, 9, 1], "abcd", 8)
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[Any]] = []
     filled = header = 0
-    for size, item in zip(sizes, items, strict=True):
-        length = entry(item)
+    for size, item, length in zip(sizes, items, lengths or [0] * len(sizes), strict=True):
         if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2:
             groups.append([])
             filled = header = 0
@@ -115,39 +112,32 @@ def pack(
     """One file with its pieces in place. `room`: spare header bytes for metadata that is filled in later."""
     aligned = [p for p in pieces if p.nbytes % ALIGN == 0]
     ordered = aligned + [p for p in pieces if p.nbytes % ALIGN]
-    entries: list[tuple[PiecePlan, str, int]] = []
+    entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
     notes: dict[str, str] = {}
     end = 0
     for piece in ordered:
         spec = leaves[piece.leaf].spec
         assert spec is not None
         code = TO_CODE.get(spec.dtype.name)
-        if code is None:
-            code = "U8"
+        tail: tuple[int, ...] = ()
+        if code is None:  # stored as bytes; those of a wider type become a last axis
+            code, tail = "U8", () if spec.dtype.itemsize == 1 else (spec.dtype.itemsize,)
             notes[piece.name] = spec.dtype.name
-        entries.append((piece, code, end))
+        entries.append((piece, code, tail, end))
         end += piece.nbytes
     if notes:
         metadata = {**metadata, "dtypes": json.dumps(notes)}
     tensors = {
         piece.name: {
             "dtype": code,
-            "shape": _stored_shape(piece, leaves),
+            "shape": [*piece.region.shape, *tail],
             "data_offsets": [at, at + piece.nbytes],
         }
-        for piece, code, at in entries
+        for piece, code, tail, at in entries
     }
     header = encode_header(metadata, tensors, room)
-    placed = tuple(replace(piece, offset=len(header) + at) for piece, _, at in entries)
+    placed = tuple(replace(piece, offset=len(header) + at) for piece, _, _, at in entries)
     return FilePlan(name, header, placed, len(header) + end)
-
-
-def _stored_shape(piece: PiecePlan, leaves: Sequence[LeafPlan]) -> list[int]:
-    spec = leaves[piece.leaf].spec
-    assert spec is not None
-    shape = list(piece.region.shape)
-    # Types the format lacks are stored as bytes: wider ones get their bytes as a last axis.
-    return shape if spec.dtype.name in TO_CODE or spec.dtype.itemsize == 1 else [*shape, spec.dtype.itemsize]
 
 
 def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int = 0) -> bytes:
@@ -156,8 +146,8 @@ def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int =
     length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
     if length > HEADER_LIMIT:
         raise TreeError(
-            f"so many or so long keys need a header of {length:,} bytes, and safetensors files have at most {HEADER_LIMIT:,}; "
-            "save to a directory, or with a smaller max_shard_size"
+            f"so many or so long keys need a header of {length:,} bytes, more than the {HEADER_LIMIT:,} that "
+            "safetensors files may have; save to a directory, or with a smaller max_shard_size"
         )
     return struct.pack("<Q", length) + text.ljust(length)
 

@@ -18,6 +18,7 @@ import zstandard
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.manifest import StoredLeaf
 from shardkeep.reading import Target
 from shardkeep.stores.base import Store
 
@@ -81,12 +82,7 @@ def read_zarr(store: Store, target: Target) -> None:
     import tensorstore  # not needed for checkpoints of our own, and slow to import
 
     directory = target.leaf.extra["directory"]
-    array = describe(store, directory)
-    if array.spec != target.leaf.spec:
-        raise IntegrityError(
-            f"leaf {target.leaf.key!r}: {store.locate(directory)} describes {array.spec.dtype.name}"
-            f"{list(array.spec.shape)}, the index says {target.leaf.dtype}{list(target.leaf.shape or ())}"
-        )
+    array = _described(store, target.leaf)
     for region in target.regions:
         _check_chunks(store, directory, array, region, target.leaf.key)
     spec: dict[str, Any] = {
@@ -101,6 +97,24 @@ def read_zarr(store: Store, target: Target) -> None:
             target.arrays[number] = np.array(data, dtype=array.spec.dtype, order="C", copy=True)
     except ValueError as error:
         raise IntegrityError(f"leaf {target.leaf.key!r}: {store.locate(directory)} cannot be read: {error}") from error
+
+
+def check_zarr(store: Store, leaf: StoredLeaf) -> None:
+    """`IntegrityError` unless an array of another program is as described, with every chunk there and of its size."""
+    directory = leaf.extra["directory"]
+    array = _described(store, leaf)
+    _check_chunks(store, directory, array, Region.whole(array.spec.shape), leaf.key)
+
+
+def _described(store: Store, leaf: StoredLeaf) -> ZarrArray:
+    directory = leaf.extra["directory"]
+    array = describe(store, directory)
+    if array.spec != leaf.spec:
+        raise IntegrityError(
+            f"leaf {leaf.key!r}: {store.locate(directory)} describes {array.spec.dtype.name}"
+            f"{list(array.spec.shape)}, the index says {leaf.dtype}{list(leaf.shape or ())}"
+        )
+    return array
 
 
 def _check_chunks(store: Store, directory: str, array: ZarrArray, region: Region, key: str) -> None:

@@ -64,6 +64,7 @@ class Store(Protocol):
 
     url: str
     control: str  # the directory, inside, of the lock, the claims and the records of running saves
+    saves: str  # the directory of those records
 
     @property
     def mappable(self) -> bool:
@@ -72,10 +73,6 @@ class Store(Protocol):
 
     def locate(self, name: str) -> str:
         """`name` as a person would look for it."""
-        ...
-
-    def prepare(self) -> None:
-        """Make the place exist, durably."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -90,6 +87,10 @@ class Store(Protocol):
 
     def create(self, name: str) -> NewFile:
         """Begin a file that must not exist yet."""
+        ...
+
+    def write_new(self, name: str, buffers: Sequence["memoryview"]) -> None:
+        """A whole file that must not exist yet."""
         ...
 
     def sync(self, names: Sequence[str]) -> None:
@@ -137,7 +138,7 @@ class Store(Protocol):
         ...
 
     def lock(self, seconds: float) -> AbstractContextManager[None]:
-        """Exclude every other writer; `ConflictError` if it cannot be had in time."""
+        """Exclude every other writer, making the place if need be; `ConflictError` if it cannot be had in time."""
         ...
 
     def hold(self, name: str, line: bytes) -> Held:

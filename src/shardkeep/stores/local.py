@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ class LocalStore:
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
         self.url = root
         self.control = control
+        self.saves = f"{control}/saves"
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
@@ -37,9 +39,6 @@ class LocalStore:
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
-
-    def prepare(self) -> None:
-        make_directories(self._root)
 
     def read(self, name: str) -> bytes:
         with open(self._checked(name), "rb") as file:
@@ -56,6 +55,8 @@ class LocalStore:
 
     def _checked(self, name: str) -> str:
         path = self.locate(name)
+        if "/" not in name and not os.path.islink(path):
+            return path
         if self._confined and not self._is_inside(path):
             raise IntegrityError(f"{path} is a symbolic link, or lies behind one, that leads out of {self._root}")
         return path
@@ -84,6 +85,15 @@ class LocalStore:
         make_directories(os.path.dirname(path))
         return LocalNewFile(path)
 
+    def write_new(self, name: str, buffers: Sequence[memoryview]) -> None:
+        path = self.locate(name)
+        make_directories(os.path.dirname(path))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_at(descriptor, 0, buffers, path)
+        finally:
+            os.close(descriptor)
+
     def sync(self, names: Sequence[str]) -> None:
         paths = [self.locate(name) for name in names]
         if len(paths) > _FEW_FILES and sync_file_system(self._root):
@@ -94,7 +104,21 @@ class LocalStore:
             sync_path(directory)
 
     def replace(self, name: str, data: bytes) -> None:
-        replace_file(self.locate(name), data)
+        path = self.locate(name)
+        aside = f"{path}.{os.urandom(8).hex()}.tmp"
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                write_at(descriptor, 0, [memoryview(data)], aside)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(aside, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(aside)
+            raise
+        sync_path(os.path.dirname(path))
 
     def remove(self, names: Iterable[str]) -> None:
         directories: set[str] = set()
@@ -179,8 +203,12 @@ class LocalStore:
             except FileNotFoundError:  # a delete was faster
                 continue
             try:
-                wait_for_lock(descriptor, path, deadline)
-                if not _is_same_file(descriptor, path):  # removed while we waited: the lock is another file now
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    wait_for_lock(descriptor, path, deadline)
+                # Removed while we waited? Then the lock is another file now.
+                if not os.path.exists(path) or os.fstat(descriptor).st_nlink == 0:
                     continue
                 yield
                 return
@@ -192,10 +220,10 @@ class LocalStore:
         make_directories(os.path.dirname(path))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        held = LocalHeld(path, descriptor)
-        held.append(line)
+        write_at(descriptor, 0, [memoryview(line + b"\n")], path)
+        os.fsync(descriptor)
         sync_path(os.path.dirname(path))
-        return held
+        return LocalHeld(path, descriptor)
 
     def try_hold(self, name: str) -> "LocalHeld | None":
         path = self.locate(name)
@@ -221,7 +249,8 @@ class LocalStore:
         return True
 
     def free_bytes(self) -> int:
-        return free_bytes(self._root)
+        stats = os.statvfs(self._root)
+        return stats.f_bavail * stats.f_frsize
 
 
 class LocalFile:
@@ -294,12 +323,12 @@ class LocalNewFile:
         self.close()
 
 
+@dataclass(slots=True)
 class LocalHeld:
     """A locked record file. The lock goes with the process, however it ends."""
 
-    def __init__(self, path: str, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
+    _path: str
+    _descriptor: int
 
     def append(self, line: bytes) -> None:
         # A line torn by a crash is the last one and is ignored; what was there before stays readable.
@@ -310,7 +339,7 @@ class LocalHeld:
     def release(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-        self.abandon()
+        os.close(self._descriptor)
 
     def abandon(self) -> None:
         os.close(self._descriptor)
@@ -336,24 +365,6 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
             count -= len(pending.pop(0))
         if count:
             pending[0] = pending[0][count:]
-
-
-def replace_file(path: str, data: bytes) -> None:
-    """Write aside, fsync, rename, fsync the directory."""
-    aside = f"{path}.{os.urandom(8).hex()}.tmp"
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            write_at(descriptor, 0, [memoryview(data)], aside)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(aside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(aside)
-        raise
-    sync_path(os.path.dirname(path))
 
 
 def make_directories(path: str) -> None:
@@ -410,18 +421,6 @@ def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
                 ) from None
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
-
-
-def free_bytes(path: str) -> int:
-    stats = os.statvfs(path)
-    return stats.f_bavail * stats.f_frsize
-
-
-def _is_same_file(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def is_mappable(directory: str) -> bool:
