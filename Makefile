@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test check demo bench format clean
+.PHONY: setup test test-eformer check demo bench format clean
 
 setup: $(STAMP)
 
@@ -15,6 +15,18 @@ $(STAMP): pyproject.toml
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Real eFormer beside this package: each reads what the other writes. It needs its own environment (it brings ray).
+EFORMER := .venv-eformer
+EFORMER_STAMP := $(EFORMER)/.installed
+
+test-eformer: $(EFORMER_STAMP)
+	$(EFORMER)/bin/python tests/eformer/run.py
+
+$(EFORMER_STAMP): pyproject.toml
+	test -x $(EFORMER)/bin/python || $(PYTHON) -m venv $(EFORMER)
+	$(EFORMER)/bin/python -m pip install --quiet --disable-pip-version-check eformer==0.0.101 -e .
+	touch $(EFORMER_STAMP)
 
 check: setup
 	$(BIN)/ruff check src tests bench examples

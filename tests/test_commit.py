@@ -61,6 +61,12 @@ def test_ctrl_c_at_any_call_leaves_the_old_state_or_the_new_one(name: str, room:
     sweep(SCENARIOS[name], EVERY, mode="interrupt", first=_first(name), room=room, spawner=spawner)
 
 
+@pytest.mark.parametrize("name", ["overwrite, safetensors", "overwrite, tensorstore", "exchange, single to several"])
+def test_ctrl_c_again_and_again_leaves_the_old_state_or_the_new_one(name: str, room: Path, spawner: Spawner) -> None:
+    """Whoever presses it once presses it again, while what was begun is being cleaned up."""
+    sweep(SCENARIOS[name], EVERY, mode="interrupt", again=True, room=room, spawner=spawner)
+
+
 COMMITS = [
     "overwrite, safetensors",
     "first, tensorstore",

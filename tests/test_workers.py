@@ -93,11 +93,21 @@ def test_tasks_may_be_made_while_they_run() -> None:
 
 def test_closing_ends_the_threads() -> None:
     before = _ours()
-    crew = Crew(4)
+    crew = Crew(4).start()
     assert _ours() == before + 3
     crew.close()
     assert _ours() == before
     crew.close()
+
+
+def test_threads_are_started_only_for_work_that_needs_them() -> None:
+    before = _ours()
+    with Crew(4) as crew:
+        crew.run([lambda: None])
+        assert _ours() == before
+        crew.run([lambda: None] * 2)
+        assert before < _ours() <= before + 3
+    assert _ours() == before
 
 
 def test_the_size_is_that_of_the_machine_within_bounds() -> None:

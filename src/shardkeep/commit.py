@@ -89,7 +89,8 @@ class Turn:
     base_id: str | None
     plan: SavePlan
     held: Held
-    open: bool = True
+    attempted: bool = False  # the commit was begun: only reading back tells whether it happened
+    closed: bool = False
 
     @property
     def name(self) -> str:
@@ -131,12 +132,12 @@ def commit(turn: Turn, tree: Tree) -> None:
         old = [file.name for file in replaced.files] if replaced else []
         if old:
             turn.held.append(json.dumps(old).encode())
+        turn.attempted = True
         try:
             document = target.put(turn, tree, current)
         except OSError as error:
             _settle(turn, error)
         else:
-            turn.open = False
             others = {file.name for file in tree.files} | {document}
             if current is not None:
                 others |= names_in(current, but=turn.prefix)
@@ -146,23 +147,24 @@ def commit(turn: Turn, tree: Tree) -> None:
 def _settle(turn: Turn, error: OSError) -> None:
     """Putting the tree in place failed: read back what is there, and say so. Nothing that may be needed is deleted."""
     try:
-        now = turn.target.read_if_any()
+        committed = _is_committed(turn)
     except (ShardkeepError, OSError) as unreadable:
-        turn.open = False
-        turn.held.abandon()
         raise CommitUnknownError(
             f"saving {turn.name}: the commit failed ({error}) and what is there cannot be read back ({unreadable}); "
             "nothing was deleted: the outcome is unknown until it can be read"
         ) from error
-    tree = now.trees.get(turn.prefix) if now else None
-    if tree is None or tree.save_id != turn.plan.save_id:
+    if not committed:
         raise error
-    turn.open = False
-    turn.held.abandon()
     raise StorageError(
         f"saving {turn.name}: the new checkpoint is committed and in place, but the disk did not confirm that it "
         f"will survive a power cut ({error}); the files of the old one were kept"
     ) from error
+
+
+def _is_committed(turn: Turn) -> bool:
+    now = turn.target.read_if_any()
+    tree = now.trees.get(turn.prefix) if now else None
+    return tree is not None and tree.save_id == turn.plan.save_id
 
 
 def _remove_replaced(turn: Turn, names: set[str]) -> None:
@@ -174,18 +176,22 @@ def _remove_replaced(turn: Turn, names: set[str]) -> None:
     except OSError as error:
         log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
         turn.held.abandon()
+    turn.closed = True
 
 
 def abandon(turn: Turn) -> None:
-    """Give up before the commit: remove what was written, or leave the record so that a later save does."""
-    if not turn.open:
+    """Give up: remove what was written unless it may be committed, or leave the record so that a later save does."""
+    if turn.closed:
         return
-    turn.open = False
+    turn.closed = True
     try:
+        if turn.attempted and _is_committed(turn):
+            turn.held.abandon()
+            return
         turn.target.store.remove(turn.plan.names)
         turn.held.release()
-    except OSError as error:
-        log.warning("shardkeep: left-overs of a failed save remain at %s (%s)", turn.target.where, error)
+    except (ShardkeepError, OSError) as error:
+        log.warning("shardkeep: left-overs of a failed save may remain at %s (%s)", turn.target.where, error)
         turn.held.abandon()
 
 
@@ -254,14 +260,17 @@ def record(store: Store, save_id: str, names: Iterable[str]) -> Held:
 
 
 def leave(target: Target) -> None:
-    """When nothing of ours is there and nobody is at work, leave no control directory behind."""
+    """When nothing of ours is there and nobody is at work, leave no control directory behind, if that can be done."""
     store = target.store
-    if not store.children(store.control):
-        return
-    with store.lock(_LOCK_SECONDS):
-        documents = [name for name in target.documents if store.size(name) is not None]
-        if (not documents or not target.keeps_control) and not store.children(store.saves):
-            store.remove_control()
+    try:
+        if not store.children(store.control):
+            return
+        with store.lock(_LOCK_SECONDS):
+            documents = [name for name in target.documents if store.size(name) is not None]
+            if (not documents or not target.keeps_control) and not store.children(store.saves):
+                store.remove_control()
+    except OSError as error:
+        log.warning("shardkeep: the control directory at %s could not be tidied (%s)", target.where, error)
 
 
 def names_in(manifest: Manifest | None, but: str | None = None) -> set[str]:

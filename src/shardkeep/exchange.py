@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.commit import Turn
+from shardkeep.commit import Turn, recorded_names
 from shardkeep.digests import block_count, check_seal, digest, seal
 from shardkeep.errors import (
     CheckpointNotFoundError,
@@ -127,7 +127,9 @@ class Exchange:
     def _shard_names(self, count: int, save_id: str) -> list[str]:
         """Hugging Face's names, or where one of them is in use, names with the save's id."""
         names = [shard_filename(self.base, i + 1, count) for i in range(count)]
-        if not self.store.is_taken(names):
+        running = self.store.children(self.store.saves)
+        live = {name for other in running for name in recorded_names(self.store, other)}
+        if not self.store.is_taken(names) and not live & set(names):
             return names
         return [shard_filename(f"{self.base}-{save_id}", i + 1, count) for i in range(count)]
 

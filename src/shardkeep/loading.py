@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from shardkeep.arrays import parse_dtype
 from shardkeep.choosing import Request, choose
-from shardkeep.errors import IntegrityError
+from shardkeep.errors import IntegrityError, ShardkeepError, storage_error
 from shardkeep.manifest import Manifest, Tree
 from shardkeep.opening import open_checkpoint
 from shardkeep.placing import read_leaves
@@ -77,6 +77,10 @@ def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], T
             # Names are never written twice: if the manifest is still the same, the damage is real.
             if open_checkpoint(path)[1].save_id == manifest.save_id:
                 raise
+        except OSError as error:
+            if isinstance(error, ShardkeepError):
+                raise
+            raise storage_error(error, f"loading {path}", "Nothing was loaded") from error
     raise IntegrityError(f"{path} was replaced {_TRIES} times while it was being loaded; try again when writers rest")
 
 

@@ -108,8 +108,10 @@ def metadata_of(tree: Tree) -> dict[str, Any]:
 
 def _decoded(key: str, value: Any) -> Any:
     """eFormer puts JSON texts into safetensors headers, which hold strings only."""
-    if not isinstance(value, str) or key in ("version", "timestamp"):
+    if not isinstance(value, str):
         return value
+    if key in ("version", "timestamp", "framework_version"):  # texts themselves
+        return None if value == "null" else value
     try:
         return json.loads(value)
     except ValueError:

@@ -5,7 +5,14 @@ import os
 from shardkeep import commit
 from shardkeep.commit import Target
 from shardkeep.directory import Directory
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, NewerFormatError, NotADirectoryPathError
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    NewerFormatError,
+    NotADirectoryPathError,
+    ShardkeepError,
+    storage_error,
+)
 from shardkeep.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, exchange_in, parse_size
 from shardkeep.formats.base import Format
 from shardkeep.formats.safetensors import SafetensorsFormat
@@ -63,8 +70,13 @@ def find(path: object) -> Target:
 
 def open_checkpoint(path: object) -> tuple[Store, Manifest]:
     """The store and the manifest of the checkpoint at `path`."""
-    target = find(path)
-    return target.store, target.read()
+    try:
+        target = find(path)
+        return target.store, target.read()
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        raise storage_error(error, f"reading {path}", "Check the path and its permissions") from error
 
 
 def inspect(path: object) -> Manifest:
@@ -107,6 +119,13 @@ def delete(path: object) -> None:
     False
     """
     target = find(path)
-    commit.delete(target)
-    if isinstance(target, Directory):
-        target.store.remove_if_empty()
+    try:
+        commit.delete(target)
+        if isinstance(target, Directory):
+            target.store.remove_if_empty()
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        left = any(target.store.size(name) is not None for name in target.documents)
+        then = "The checkpoint is still there" if left else "It is no longer a checkpoint, but files of it remain"
+        raise storage_error(error, f"deleting {target.where}", then) from error

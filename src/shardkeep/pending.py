@@ -3,6 +3,7 @@
 import atexit
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 
 from shardkeep.reports import SaveReport
@@ -60,8 +61,10 @@ class PendingSave:
             self._report = work()
         except BaseException as error:  # noqa: BLE001  (raised by wait)
             self._error = error
+            _forget_frames(error)
             _unwaited.add(self)
             log.error("shardkeep: the save to %s failed: %s", self.path, error)
+        del work  # the error's traceback keeps this frame, which must not keep the snapshot
         self.mention_exit(ended=True)
         self._finished.set()
 
@@ -78,6 +81,13 @@ class PendingSave:
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
         return f"<PendingSave {self.path!r} {state}>"
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the functions on the way to an error held; the traceback still shows the way."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 _unwaited: set[PendingSave] = set()

@@ -26,6 +26,8 @@ from shardkeep.tree import Leaf, flatten
 from shardkeep.workers import Crew
 from shardkeep.writing import write_files
 
+_NOTHING = Snapshot((), ())
+
 FormatName = Literal["safetensors", "tensorstore"]
 
 
@@ -96,13 +98,13 @@ class SaveRequest:
 def run_save(request: SaveRequest) -> SaveReport:
     """The one way a tree is saved in the foreground."""
     job = _Job.prepare(request)
-    snapshot = job.take_snapshot(keep=False)
-    job.before, job.finished = turns.queue(job.path)
+    job.take_snapshot(keep=False)
+    job.before, job.finished = turns.queue(os.path.realpath(job.path))
     with Crew() as crew:
         if not request.verbose:
-            return job.run(snapshot, crew, _quiet)
-        with Bar(f"saving {job.path}", snapshot.nbytes) as progress:
-            return job.run(snapshot, crew, progress)
+            return job.run(crew, _quiet)
+        with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
+            return job.run(crew, progress)
 
 
 def start_save(request: SaveRequest) -> PendingSave:
@@ -112,22 +114,29 @@ def start_save(request: SaveRequest) -> PendingSave:
     held = staged_bytes(job.leaves)
     budget.take(held, f"the save to {job.path}")
     try:
-        snapshot = job.take_snapshot(keep=True)
+        job.take_snapshot(keep=True)
         crew = Crew().start()  # at the end of the program no thread can be started any more
     except BaseException:
         budget.give_back(held)
         raise
-    job.before, job.finished = turns.queue(job.path)
+    job.before, job.finished = turns.queue(os.path.realpath(job.path))
     pending = PendingSave(job.path)
 
     def work() -> SaveReport:
         try:
             with crew:
-                return job.run(snapshot, crew, lambda _: pending.mention_exit())
+                return job.run(crew, lambda _: pending.mention_exit())
         finally:
+            job.snapshot = _NOTHING  # an error's traceback keeps the job alive, and must not keep the arrays
             budget.give_back(held)
 
-    pending.start(work)
+    try:
+        pending.start(work)
+    except BaseException:  # no thread to be had: the save did not begin, and later ones must not wait for it
+        crew.close()
+        job.finished()
+        budget.give_back(held)
+        raise
     return pending
 
 
@@ -147,6 +156,7 @@ class _Job:
     started: float
     on_commit: Callable[[], None] | None = None
     verbose: bool = False
+    snapshot: Snapshot = _NOTHING
     snapshot_seconds: float = 0.0
     before: threading.Event | None = None
     finished: Callable[[], None] = lambda: None
@@ -178,15 +188,14 @@ class _Job:
         if found is not None and self.draft.prefix in found.trees:
             raise CheckpointExistsError(f"{self.path} already exists; pass overwrite=True to replace it")
 
-    def take_snapshot(self, keep: bool) -> Snapshot:
-        snapshot = take_snapshot(self.leaves, keep=keep)
+    def take_snapshot(self, keep: bool) -> None:
+        self.snapshot = take_snapshot(self.leaves, keep=keep)
         self.leaves = []  # the caller's arrays are not held any longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
-        return snapshot
 
-    def run(self, snapshot: Snapshot, crew: Crew, progress: Progress) -> SaveReport:
+    def run(self, crew: Crew, progress: Progress) -> SaveReport:
         """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
-        target, turn = self.target, None
+        target, snapshot, turn = self.target, self.snapshot, None
         try:
             if self.before is not None:
                 self.before.wait()
@@ -202,7 +211,7 @@ class _Job:
             if not target.keeps_control:
                 leave(target)
         except BaseException as error:
-            self._give_up(turn, error, snapshot)
+            self._give_up(turn, error)
             raise
         finally:
             self.finished()
@@ -213,7 +222,7 @@ class _Job:
         nbytes = sum(file.size for file in written)
         return SaveReport(self.path, nbytes, len(written), seconds, {"snapshot": self.snapshot_seconds, **phases})
 
-    def _give_up(self, turn: Turn | None, error: BaseException, snapshot: Snapshot) -> None:
+    def _give_up(self, turn: Turn | None, error: BaseException) -> None:
         """Remove what was written, and say in our words what the operating system refused."""
         if turn is not None:
             abandon(turn)
@@ -222,5 +231,5 @@ class _Job:
             then = "Nothing was committed; what was there before is intact"
             if error.errno == errno.ENOSPC:
                 free = self.target.store.free_bytes()
-                then = f"It needs {snapshot.nbytes:,} bytes and {free:,} are free. {then}"
+                then = f"It needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             raise storage_error(error, f"saving to {self.path}", then) from error

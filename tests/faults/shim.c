@@ -77,7 +77,7 @@ static int strike(const char *op, int is_inside) {
     int how = atomic_load(&mode);
     if (how == OFF || !is_inside || !counted(op)) return 0;
     int mine = atomic_fetch_add(&counter, 1) + 1;
-    if (mine != target && !(repeats && mine > target && how == FAIL)) return 0;
+    if (mine != target && !(repeats && mine > target && (how == FAIL || how == INTERRUPT))) return 0;
     switch (how) {
     case KILL: die(); return 0;
     case TORN: return 2;

@@ -1,7 +1,10 @@
 """What the processes under fault do: states known by a kind and a number, and actions with plain arguments."""
 
+import contextlib
 import dataclasses
 import resource
+import threading
+import time
 from typing import Any
 
 import jax
@@ -9,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import shardkeep
+from shardkeep.staging import budget
 
 
 def make(kind: str, number: int) -> Any:
@@ -138,6 +142,25 @@ def load_within(path: str, gigabytes: int) -> None:
     shardkeep.load(path)
 
 
+def save_with_few_threads(path: str, how: str, spare: int) -> dict[str, int]:
+    """Save when only `spare` more threads may be started, then again without that limit."""
+    tree = {"w": np.ones(5 << 20)}  # large enough to be written by several threads
+    shardkeep.save(path, {"w": np.ones(3)})
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (threading.active_count() + spare, hard))
+    with contextlib.suppress(RuntimeError):
+        pending = getattr(shardkeep, how)(path, tree, overwrite=True)
+        if how == "save_async":
+            pending.wait(10)
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+    shardkeep.save_async(path, {"w": np.full(3, 3.0)}, overwrite=True).wait(5)
+    loaded = int(shardkeep.load(path)["w"][0])
+    deadline = time.monotonic() + 2
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {"threads": threading.active_count(), "held": budget._used, "loaded": loaded}
+
+
 def _layer(fields: dict[str, int]) -> Any:
     """A registered dataclass called Layer with these fields, those marked 1 static."""
     made = dataclasses.make_dataclass("Layer", list(fields), namespace={"__module__": __name__})
@@ -169,6 +192,34 @@ def fail_then_delete(path: str, kind: str, number: int) -> None:
 
 def delete(path: str) -> None:
     shardkeep.delete(path)
+
+
+_BUSY = (shardkeep.ConflictError, shardkeep.CheckpointNotFoundError, shardkeep.IncompleteCheckpointError)
+
+
+def save_whatever(path: str, kind: str, count: int) -> None:
+    """Save while others delete: a conflict is an answer, anything else is not."""
+    for number in range(count):
+        with contextlib.suppress(shardkeep.ConflictError):
+            shardkeep.save(path, make(kind, number), overwrite=True)
+
+
+def delete_whatever(path: str, count: int) -> None:
+    for _ in range(count):
+        with contextlib.suppress(*_BUSY):
+            shardkeep.delete(path)
+        time.sleep(0.01)
+
+
+def load_whatever(path: str, kind: str, count: int) -> None:
+    for _ in range(count):
+        try:
+            tree = shardkeep.load(path)
+        except shardkeep.MissingDataError:
+            raise
+        except _BUSY:
+            continue
+        assert same(tree, make(kind, tree["step"])), "a mix"
 
 
 def same(a: Any, b: Any) -> bool:

@@ -144,8 +144,8 @@ def sweep(
 ) -> int:
     """Disturb every `every_k`-th call of the scenario's step. Tells how many struck, or a `Violation` all that broke.
 
-    `mode`: "torn" (half of a write, then SIGKILL), "kill", "interrupt" (SIGINT after the call), or "fail" with `code`,
-    once or (`again`) from then on.
+    `mode`: "torn" (half of a write, then SIGKILL), "kill", "interrupt" (SIGINT after the call), or "fail" with `code`;
+    the last two once, or (`again`) at every call from then on.
     """
     prepared = room / "prepared"
     prepared.mkdir(parents=True)

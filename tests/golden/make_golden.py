@@ -56,7 +56,7 @@ JAX_DTYPES = [
     "float8_e8m0fnu",
     "complex64",
 ]
-NUMPY_DTYPES = ["int64", "uint64", "float64", "datetime64[ns]", "timedelta64[s]"]
+NUMPY_DTYPES = ["int64", "uint64", "float64", "complex128", "datetime64[ns]", "timedelta64[s]"]
 
 
 def bit_pattern(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:

@@ -37,6 +37,8 @@ def read_eformer(store: Store, search: bool) -> Manifest | None:
     if index is None:
         return _discover(store) if search else None
     where = store.locate(INDEX)
+    if _MARK in index and not search:
+        return None  # beside our own control directory: what a save or a delete of ours left
     if _MARK in index:
         raise IncompleteCheckpointError(f"{where} was written by shardkeep, but the manifest beside it is missing")
     if index.get("format") != "tensorstore":
@@ -209,7 +211,7 @@ def index_documents(manifest: Manifest, prefix: str) -> dict[str, bytes | None]:
     """The files eFormer reads, for the trees it can: name → content, None for one that must not be there."""
     trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
     if not trees:
-        return {INDEX: None}
+        return {INDEX: None, METADATA: None}
     index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
     index["prefixes"] = {p: entries for p, entries in trees.items() if p}
     if "" in trees:

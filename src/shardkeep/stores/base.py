@@ -173,7 +173,7 @@ def location(path: object) -> str:
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise ValueError(f"{text!r} names the host {parts.netloc!r}; a local path is written file:///path")
-        return unquote(parts.path)
+        return os.path.abspath(unquote(parts.path))
     if "://" in text:
         raise ValueError(f"{text!r}: only local paths and file:// are supported by this version of shardkeep")
     return os.path.abspath(os.path.expanduser(text))

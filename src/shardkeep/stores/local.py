@@ -339,10 +339,14 @@ class LocalHeld:
     def release(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
     def abandon(self) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:

@@ -1,0 +1,395 @@
+"""Real eFormer and shardkeep in one process: each reads what the other writes. Run it by `make test-eformer`.
+
+Every function named `check_…` is called with an empty directory. eFormer needs its own environment, so this is no
+part of the other tests.
+"""
+
+import inspect
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import eformer.serialization as theirs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eformer.paths import GCSPath, ePath
+from eformer.serialization import serialization as their_leaves
+from eformer.serialization import sharding_utils as their_sharding
+from eformer.serialization import utils as their_utils
+from google.cloud import storage
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardkeep
+import shardkeep.serialization as ours
+from shardkeep.serialization import serialization as our_leaves
+from shardkeep.serialization import sharding_utils as our_sharding
+from shardkeep.serialization import utils as our_utils
+from support import assert_same, bits
+
+P = PartitionSpec
+LINE = Mesh(np.array(jax.devices()), ("x",))
+GRID = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+LARGE = (16, 40_000)  # beyond what we store whole whatever its sharding
+
+# What zarr, and so eFormer, has a name for.
+DTYPES = [
+    "bool", "int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bfloat16", "float16", "float32",
+    "complex64", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def on(array: Any, mesh: Mesh, *spec: Any) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+def model(seed: int = 0) -> dict[str, Any]:
+    """Nested dicts of strings, so that both libraries give back the same tree."""
+    random = np.random.default_rng(seed)
+    return {
+        "bias": jnp.asarray(random.normal(size=7), jnp.bfloat16),
+        "layers": {str(i): {"kernel": jnp.asarray(random.normal(size=(4, 3)), jnp.float32)} for i in range(3)},
+        "scale": jnp.float32(random.normal()),
+        "step": jnp.arange(seed, seed + 5),
+    }
+
+
+def sharded(seed: int = 0) -> dict[str, Any]:
+    big = np.random.default_rng(seed).normal(size=LARGE).astype(np.float32)
+    return {
+        "both": on(big, GRID, "x", "y"),
+        "columns": on(big, GRID, None, ("x", "y")),
+        "line": on(big, LINE, "x"),
+        "replicated": on(big[:4, :5], GRID),
+        "small": on(np.arange(8.0, dtype=np.float32), LINE, "x"),
+    }
+
+
+def same(found: Any, expected: Any, where: str = "") -> None:
+    """Same keys and bits, wherever the arrays are."""
+    if isinstance(expected, dict):
+        assert set(found) == set(expected), f"{where}: {sorted(found)} is not {sorted(expected)}"
+        for key, value in expected.items():
+            same(found[key], value, f"{where}.{key}")
+        return
+    assert found.dtype == expected.dtype, f"{where}: {found.dtype} is not {expected.dtype}"
+    assert found.shape == expected.shape, f"{where}: {found.shape} is not {expected.shape}"
+    assert bits(found) == bits(expected), f"{where}: bits differ"
+
+
+def read_by_eformer(path: Path, expected: Any, prefix: str | None = None) -> None:
+    """By both of its ways, replicated and laid out by rules."""
+    manager = theirs.AsyncCheckpointManager()
+    same(manager.load(str(path), LINE, prefix=prefix)[0], expected)
+    same(theirs.tree_deserialize_leaves(str(path), LINE, prefix=prefix), expected)
+
+
+def read_by_us(path: Path, expected: Any, prefix: str | None = None) -> None:
+    manager = ours.AsyncCheckpointManager()
+    for mesh in (None, LINE):
+        same(manager.load(path, mesh, prefix=prefix)[0], expected)
+        same(ours.tree_deserialize_leaves(path, mesh, prefix=prefix), expected)
+    same(shardkeep.load(path, prefix=prefix), expected)
+
+
+WRITERS: dict[str, Callable[[Any, Path, str | None], Any]] = {
+    "save": lambda tree, path, prefix: ours.AsyncCheckpointManager().save(tree, path, LINE, prefix=prefix),
+    "compressed save": lambda tree, path, prefix: ours.AsyncCheckpointManager(enable_compression=True).save(
+        tree, path, LINE, prefix=prefix
+    ),
+    "save_async": lambda tree, path, prefix: (
+        ours.AsyncCheckpointManager().save_async(tree, path, LINE, prefix=prefix).wait()
+    ),
+    "tree_serialize_leaves": lambda tree, path, prefix: ours.tree_serialize_leaves(path, tree, prefix=prefix),
+    "shardkeep.save": lambda tree, path, prefix: shardkeep.save(path, tree, format="tensorstore", prefix=prefix),
+}
+
+
+def check_eformer_reads_a_plain_tree_of_ours(path: Path) -> None:
+    for name, write in WRITERS.items():
+        write(model(), path / name, None)
+        read_by_eformer(path / name, model())
+
+
+def check_eformer_reads_prefixed_trees_of_ours(path: Path) -> None:
+    for name, write in WRITERS.items():
+        write(model(1), path / name, "model")
+        read_by_eformer(path / name, model(1), "model")
+        write(model(2), path / name, "optimizer")
+        read_by_eformer(path / name, model(1), "model")
+        read_by_eformer(path / name, model(2), "optimizer")
+        write(model(3), path / name, None)
+        read_by_eformer(path / name, model(3))
+        read_by_eformer(path / name, model(2), "optimizer")
+
+
+def check_eformer_reads_trees_of_ours_from_eight_devices(path: Path) -> None:
+    for name, write in WRITERS.items():
+        write(sharded(), path / name, "model")
+        read_by_eformer(path / name, sharded(), "model")
+        chunks = [p for p in (path / name / "model" / "both").iterdir() if p.name != ".zarray"]
+        assert len(chunks) == 8, name
+        rules = ((".*", P("y")),)
+        loaded, _ = theirs.AsyncCheckpointManager().load(str(path / name), GRID, prefix="model", partition_rules=rules)
+        same(loaded, sharded())
+        assert loaded["both"].sharding == NamedSharding(GRID, P("y"))
+
+
+def check_eformer_reads_every_dtype_it_has_a_name_for(path: Path) -> None:
+    tree = {name: jnp.asarray(np.arange(6).reshape(2, 3) % 2).astype(name) for name in DTYPES}
+    for name in ("save", "compressed save"):
+        WRITERS[name](tree, path / name, None)
+        read_by_eformer(path / name, tree)
+
+
+def check_what_eformer_has_no_name_for_is_left_out_of_its_index(path: Path) -> None:
+    tree = {"w": jnp.ones(2), "u": jnp.ones(2, jnp.uint4), "f": jnp.ones(2, jnp.float8_e4m3), "k": jax.random.key(0)}
+    ours.AsyncCheckpointManager().save({**tree, "n": 3, "s": "text"}, path / "c", LINE)
+    read_by_eformer(path / "c", {"w": tree["w"]})
+    loaded, _ = ours.AsyncCheckpointManager().load(path / "c", None)
+    assert_same(loaded, {**tree, "n": 3, "s": "text"})
+
+
+def check_eformer_reads_sequences_and_empty_arrays_of_ours(path: Path) -> None:
+    tree = {"l": [jnp.ones(2), (jnp.zeros(3),)], "p": Pair(jnp.ones(1), jnp.zeros(1)), "e": jnp.zeros((0, 3))}
+    ours.AsyncCheckpointManager().save(tree, path / "c", LINE)
+    expected = {"l": {"0": tree["l"][0], "1": {"0": tree["l"][1][0]}}, "p": tree["p"]._asdict(), "e": tree["e"]}
+    read_by_eformer(path / "c", expected)
+
+
+def check_eformer_reads_our_metadata(path: Path) -> None:
+    ours.AsyncCheckpointManager().save(model(), path / "c", LINE, metadata={"epoch": 3})
+    _, metadata = theirs.AsyncCheckpointManager().load(str(path / "c"), LINE)
+    assert metadata["custom_metadata"] == {"epoch": 3}
+    assert metadata["array_metadata"]["scale"] == {"shape": [], "dtype": "float32"}
+
+
+def check_eformer_never_misreads_a_tree_that_was_overwritten(path: Path) -> None:
+    """It lives under names that eFormer would take for keys, so its index does not list it; the others stay."""
+    manager = ours.AsyncCheckpointManager()
+    manager.save(model(1), path / "c", LINE, prefix="a")
+    manager.save(model(2), path / "c", LINE, prefix="b")
+    manager.save(model(3), path / "c", LINE, prefix="a")
+    read_by_eformer(path / "c", model(2), "b")
+    read_by_us(path / "c", model(3), "a")
+    refused(lambda: theirs.tree_deserialize_leaves(str(path / "c"), LINE, prefix="a"), "not found")
+
+
+def check_eformer_reads_a_tree_we_added_to_its_directory(path: Path) -> None:
+    theirs.AsyncCheckpointManager().save(model(1), str(path / "c"), LINE, prefix="model")
+    theirs.AsyncCheckpointManager().save_pytree({"pair": Pair(jnp.ones(2), 3)}, str(path / "c"), LINE, prefix="tree")
+    ours.AsyncCheckpointManager().save(model(2), path / "c", LINE, prefix="more")
+    for seed, prefix in ((1, "model"), (2, "more")):
+        read_by_eformer(path / "c", model(seed), prefix)
+        read_by_us(path / "c", model(seed), prefix)
+    for manager in (theirs.AsyncCheckpointManager(), ours.AsyncCheckpointManager()):
+        tree, _ = manager.load_pytree(str(path / "c"), LINE, prefix="tree")
+        assert type(tree["pair"]) is Pair
+        assert tree["pair"].right == 3
+        same(tree["pair"].left, jnp.ones(2))
+
+
+def check_what_eformer_writes_into_our_directory_is_not_mistaken_for_ours(path: Path) -> None:
+    """Our manifest is the truth: a prefix it does not know is refused, and arrays written over fail their digest.
+
+    Over uncompressed arrays eFormer refuses to write, because it wants zstd.
+    """
+    manager = ours.AsyncCheckpointManager(enable_compression=True)
+    manager.save(model(1), path / "c", LINE, prefix="model")
+    theirs.AsyncCheckpointManager().save(model(2), str(path / "c"), LINE, prefix="more")
+    read_by_us(path / "c", model(1), "model")
+    refused(lambda: manager.load(path / "c", None, prefix="more"), "no tree of prefix 'more'")
+    theirs.AsyncCheckpointManager().save(model(2), str(path / "c"), LINE, prefix="model")
+    refused(lambda: manager.load(path / "c", None, prefix="model"), "leaf")
+
+
+def check_eformer_reads_our_safetensors_file(path: Path) -> None:
+    manager = ours.AsyncCheckpointManager(use_tensorstore=False)
+    manager.save(model(), path / "model.safetensors", LINE)
+    loaded, _ = theirs.AsyncCheckpointManager(use_tensorstore=False).load(str(path / "model.safetensors"), LINE)
+    same(loaded, model())
+
+
+def check_we_read_a_plain_tree_of_eformers(path: Path) -> None:
+    theirs.AsyncCheckpointManager().save(model(), str(path / "c"), LINE, metadata={"epoch": 3})
+    read_by_us(path / "c", model())
+    assert ours.AsyncCheckpointManager().load(path / "c", None)[1]["custom_metadata"] == {"epoch": 3}
+
+
+def check_we_read_prefixed_trees_of_eformers(path: Path) -> None:
+    for seed, prefix in ((1, "model"), (2, "optimizer"), (3, None)):
+        theirs.AsyncCheckpointManager().save(model(seed), str(path / "c"), LINE, prefix=prefix)
+    for seed, prefix in ((1, "model"), (2, "optimizer"), (3, None)):
+        read_by_us(path / "c", model(seed), prefix)
+
+
+def check_we_read_trees_of_eformers_from_eight_devices(path: Path) -> None:
+    theirs.AsyncCheckpointManager().save(sharded(), str(path / "c"), GRID, prefix="model")
+    read_by_us(path / "c", sharded(), "model")
+    loaded, _ = ours.AsyncCheckpointManager().load(path / "c", GRID, partition_rules=[(".*", P("y"))])
+    same(loaded, sharded())
+    assert loaded["both"].sharding == NamedSharding(GRID, P("y"))
+
+
+def check_we_read_every_dtype_of_eformers(path: Path) -> None:
+    tree = {name: jnp.asarray(np.arange(6).reshape(2, 3) % 2).astype(name) for name in DTYPES}
+    theirs.AsyncCheckpointManager().save(tree, str(path / "c"), LINE)
+    read_by_us(path / "c", tree)
+
+
+def check_we_read_leaves_of_eformers(path: Path) -> None:
+    theirs.tree_serialize_leaves(str(path / "c"), sharded(), prefix="p")
+    read_by_us(path / "c", sharded(), "p")
+
+
+def check_we_validate_against_eformers_checksums(path: Path) -> None:
+    theirs.AsyncCheckpointManager(enable_validation=True).save(model(), str(path / "c"), LINE)
+    manager = ours.AsyncCheckpointManager()
+    same(manager.load(path / "c", None, validate=True)[0], model())
+    chunk = next(p for p in (path / "c" / "step").iterdir() if p.name == "0")
+    other = next(p for p in (path / "c" / "layers/0/kernel").iterdir() if p.name == "0.0")
+    other.write_bytes((path / "c" / "layers/1/kernel/0.0").read_bytes())
+    refused(lambda: manager.load(path / "c", None, validate=True), "does not match the checksum")
+    chunk.unlink()
+    refused(lambda: manager.load(path / "c", None), "missing")
+
+
+def check_we_read_structures_of_eformers(path: Path) -> None:
+    tree = {
+        "pair": Pair(on(np.arange(8.0, dtype=np.float32), LINE, "x"), None),
+        "list": [jnp.ones(2), 3, ("text", 0.5, True)],
+        "ints": {10: jnp.ones(1), 2: jnp.zeros(1)},
+        "empty": {},
+    }
+    theirs.AsyncCheckpointManager().save_pytree(tree, str(path / "c"), LINE, prefix="p", extras={"step": 1})
+    loaded, extras = ours.AsyncCheckpointManager().load_pytree(path / "c", None, prefix="p")
+    assert jax.tree.structure(loaded) == jax.tree.structure(tree)
+    assert extras == {"step": 1}
+    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(tree), strict=True):
+        if hasattr(expected, "dtype"):
+            same(found, expected)
+        else:
+            assert (type(found), found) == (type(expected), expected)
+
+
+def check_we_read_safetensors_of_eformers(path: Path) -> None:
+    tree = {**model(), "fp8": jnp.ones(3, jnp.float8_e4m3fn)}
+    theirs.AsyncCheckpointManager(use_tensorstore=False).save(
+        tree, str(path / "m.safetensors"), LINE, metadata={"n": 1}
+    )
+    loaded, metadata = ours.AsyncCheckpointManager().load(path / "m.safetensors", None)
+    same(loaded, tree)
+    assert metadata["custom_metadata"] == {"n": 1}
+
+
+def check_we_take_eformers_paths(path: Path) -> None:
+    manager = ours.AsyncCheckpointManager()
+    manager.save(model(), ePath(str(path)) / "c", LINE)
+    same(manager.load(ePath(str(path)) / "c", None)[0], model())
+    ours.tree_serialize_leaves(ePath(str(path)) / "d", model())
+    same(ours.tree_deserialize_leaves(ePath(str(path)) / "d", None), model())
+    in_bucket = GCSPath("gs://bucket/x/y", storage.Client.create_anonymous_client())  # looks for no credentials
+    assert our_utils.is_gcs_path(in_bucket)
+    assert our_utils.parse_gcs_path(in_bucket) == ("bucket", "x/y")
+    refused(lambda: manager.load(in_bucket, None), "gs://bucket/x/y")
+    assert not our_utils.is_gcs_path(ePath("/x"))
+
+
+def check_every_name_of_eformers_has_its_parameters(path: Path) -> None:
+    """In the same order with the same defaults; ours may have more at the end."""
+    pairs = [
+        (getattr(mine, name), getattr(other, name))
+        for mine, other in ((our_leaves, their_leaves), (our_sharding, their_sharding), (our_utils, their_utils))
+        for name, function in vars(other).items()
+        if inspect.isfunction(function) and function.__module__ == other.__name__ and not name.startswith("_")
+    ]
+    for name in ("save", "save_tree", "save_pytree", "load", "load_pytree", "load_tree_parallel", "compute_checksum",
+                 "is_tensorstore", "safe_loadpath", "__init__"):  # fmt: skip
+        pairs.append((getattr(ours.AsyncCheckpointManager, name), getattr(theirs.AsyncCheckpointManager, name)))
+    for mine, other in pairs:
+        wanted = [(p.name, p.default, p.kind) for p in inspect.signature(other).parameters.values()]
+        found = [(p.name, p.default, p.kind) for p in inspect.signature(mine).parameters.values()]
+        assert found[: len(wanted)] == wanted, f"{mine.__name__}: {found} is not {wanted}"
+    assert len(pairs) > 30
+
+
+def check_key_paths_are_those_of_eformer(path: Path) -> None:
+    trees = [model(), {"l": [1, (2, {"x": 3})], "p": Pair(1, {"y": 2})}, 3, {"a": None}, [], {5: 1, 10: 2}]
+    for tree in trees:
+        for prefix in ("", None, "m"):
+            for is_leaf in (None, lambda x: x is None):
+                mine = our_leaves.leaf_key_paths(tree, prefix, is_leaf=is_leaf)
+                assert mine == their_leaves.leaf_key_paths(tree, prefix, is_leaf=is_leaf)
+
+
+def check_file_names_are_those_of_eformer(path: Path) -> None:
+    for name in ("/x/m.safetensors", "m.safetensors.index.json", "gs://b/m-00001-of-00004.safetensors", "m", "a.b"):
+        assert our_utils.derive_base_prefix_from_path(name) == their_utils.derive_base_prefix_from_path(name)
+    assert our_utils.shard_filename("m", 3, 12) == their_utils.shard_filename("m", 3, 12)
+    assert our_utils.index_filename("m") == their_utils.index_filename("m")
+    array = on(np.arange(8.0, dtype=np.float32), LINE, "x")
+    checksum = theirs.AsyncCheckpointManager.compute_checksum(array)
+    assert ours.AsyncCheckpointManager.compute_checksum(array) == checksum
+
+
+def check_our_index_says_what_eformers_does(path: Path) -> None:
+    """The same entries for the same tree."""
+    theirs.AsyncCheckpointManager().save(model(), str(path / "theirs"), LINE, prefix="m")
+    ours.AsyncCheckpointManager().save(model(), path / "ours", LINE, prefix="m")
+    read = [json.loads((path / who / "tensorstore_index.json").read_text()) for who in ("theirs", "ours")]
+    entries = [sorted(index["prefixes"]["m"], key=lambda entry: entry["path"]) for index in read]
+    assert entries[0] == entries[1]
+
+
+def refused(call: Callable[[], Any], text: str) -> None:
+    try:
+        call()
+    except (ValueError, OSError, KeyError) as error:
+        assert text in str(error), f"refused, but with: {error}"
+    else:
+        raise AssertionError(f"not refused, though it should be with: {text}")
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    checks = [(name, thing) for name, thing in globals().items() if name.startswith("check_")]
+    wanted = sys.argv[1:]
+    failed = 0
+    for name, check in checks:
+        if wanted and not any(word in name for word in wanted):
+            continue
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                check(Path(directory))
+                outcome = "ok"
+            except Exception:  # noqa: BLE001  (told, and counted)
+                traceback.print_exc()
+                outcome, failed = "FAILED", failed + 1
+        print(f"{outcome:6} {time.perf_counter() - started:6.2f} s  {name.removeprefix('check_').replace('_', ' ')}")
+    print(f"{failed} of {len(checks)} failed" if failed else f"all {len(checks)} passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

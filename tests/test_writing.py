@@ -1,0 +1,182 @@
+"""Writing: every byte where the plan puts it, its digest with it, and no descriptor left open, whatever happens."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import zstandard
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardkeep
+from shardkeep.arrays import ArraySpec, Region
+from shardkeep.digests import BLOCK, digest
+from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
+from shardkeep.staging import Shard
+from shardkeep.stores.local import LocalStore
+from shardkeep.tree import Skeleton
+from shardkeep.workers import Crew
+from shardkeep.writing import gather, write_files
+from support import FORMATS, assert_same, bits, mesh_of, pattern, save_as
+
+
+def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> LeafPlan:
+    spec = ArraySpec(array.shape, array.dtype)
+    return LeafPlan(("w",), "numpy", spec, held=held or (Region.whole(array.shape),), first_held=first)
+
+
+def _piece(array: np.ndarray, number: int, offset: int) -> PiecePlan:
+    whole = Region.whole(array.shape)
+    return PiecePlan(number, whole, array.nbytes, ((number, whole),), name=f"w{number}", offset=offset)
+
+
+def _write(
+    root: Path,
+    plans: list[FilePlan],
+    arrays: list[np.ndarray],
+    stable: bool = True,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[WrittenFile]:
+    leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
+    plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
+    with Crew() as crew:
+        return write_files(LocalStore(str(root)), plan, [Shard(a, stable) for a in arrays], crew, progress)
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, (17 << 20) + 3, (33 << 20) + 1])
+def test_a_file_is_its_header_and_its_pieces(tmp_path: Path, nbytes: int, stable: bool) -> None:
+    """Below and above the size that is written in parts by several threads."""
+    arrays = [pattern(np.uint8, (nbytes,), 1), pattern(np.uint8, (100,), 2)]
+    header = b"h" * 100
+    pieces = (_piece(arrays[0], 0, 100), _piece(arrays[1], 1, 100 + nbytes))
+    told: list[int] = []
+    plan = FilePlan("a/file", header, pieces, 200 + nbytes)
+    (written,) = _write(tmp_path, [plan], arrays, stable, told.append)
+    assert (tmp_path / "a" / "file").read_bytes() == header + bits(arrays[0]) + bits(arrays[1])
+    assert written.size == 200 + nbytes
+    assert written.header_digest == digest(header)
+    raw = bits(arrays[0])
+    assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, nbytes, BLOCK))
+    assert written.digests[1] == (digest(bits(arrays[1])),)
+    assert sum(told) == nbytes + 100
+
+
+def test_many_small_files_are_each_their_own(tmp_path: Path) -> None:
+    arrays = [np.full(i, i % 256, np.uint8) for i in range(300)]
+    plans = [FilePlan(f"d{i % 7}/f{i}", b"", (_piece(a, i, 0),), a.nbytes) for i, a in enumerate(arrays)]
+    written = _write(tmp_path, plans, arrays)
+    assert [w.size for w in written] == list(range(300))
+    for i, array in enumerate(arrays):
+        assert (tmp_path / f"d{i % 7}" / f"f{i}").read_bytes() == bits(array)
+
+
+def test_a_compressed_file_tells_its_size_and_the_digest_of_what_is_in_it(tmp_path: Path) -> None:
+    array = np.arange(100_000, dtype=np.int32)
+    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None)], [array])
+    data = (tmp_path / "f").read_bytes()
+    assert written.size == len(data) < array.nbytes
+    assert zstandard.decompress(data) == bits(array)
+    assert written.digests[0] == (digest(bits(array)),)
+
+
+def test_a_piece_is_put_together_from_its_shards() -> None:
+    array = pattern(ml_dtypes.bfloat16, (6, 10))
+    regions = [Region((0, 0), (3, 10)), Region((3, 0), (3, 10))]
+    shards = [Shard(np.ascontiguousarray(array[r.slices]), True) for r in regions]
+    leaf = _leaf(array, tuple(regions))
+    whole = PiecePlan(0, Region.whole((6, 10)), array.nbytes, tuple(enumerate(regions)))
+    assert bits(gather(whole, leaf, shards)) == bits(array)
+    part = PiecePlan(0, Region((0, 2), (3, 5)), 30, ((0, regions[0]),))
+    gathered = gather(part, leaf, shards)
+    assert gathered.flags.c_contiguous
+    assert bits(gathered) == bits(array[0:3, 2:7])
+
+
+def test_a_name_in_use_is_never_written(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"theirs")
+    array = np.ones(10, np.uint8)
+    before = _descriptors()
+    with pytest.raises(FileExistsError, match="exists"):
+        _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), 10)], [array])
+    assert (tmp_path / "f").read_bytes() == b"theirs"
+    assert _descriptors() == before
+
+
+@pytest.mark.parametrize("size", [1000, 40 << 20])
+def test_an_error_in_the_middle_leaves_no_descriptor_open(tmp_path: Path, size: int) -> None:
+    arrays = [np.ones(size, np.uint8) for _ in range(4)]
+    plans = [FilePlan(f"f{i}", b"", (_piece(a, i, 0),), size) for i, a in enumerate(arrays)]
+    count = 0
+
+    def fail(_: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise OSError("the disk is gone")
+
+    before = _descriptors()
+    with pytest.raises(OSError, match="the disk is gone"):
+        _write(tmp_path, plans, arrays, progress=fail)
+    assert _descriptors() == before
+
+
+DTYPES = [
+    "bool",
+    "int4",
+    "uint2",
+    "int8",
+    "uint64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e3m4",
+    "float4_e2m1fn",
+    "complex128",
+]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_on_disk_is_the_c_order_bytes(tmp_path: Path, kind: str) -> None:
+    """For every dtype and layout in memory: each piece of the manifest is found at its offset."""
+    tree: dict[str, Any] = {}
+    for name in DTYPES:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        tree[name] = pattern(dtype, (5, 7))
+        tree[f"{name} F"] = np.asfortranarray(tree[name])
+        tree[f"{name} part"] = pattern(dtype, (10, 14))[::2, ::2]
+    path = save_as(kind, tmp_path / "run", tree)
+    manifest = shardkeep.inspect(path)
+    root = path if path.is_dir() else tmp_path
+    (stored,) = manifest.trees.values()
+    for leaf in stored.leaves:
+        (piece,) = leaf.pieces
+        raw = (root / stored.files[piece.file].name).read_bytes()
+        data = (
+            zstandard.decompress(raw) if piece.stored is not None else raw[piece.offset : piece.offset + piece.length]
+        )
+        assert data == bits(np.ascontiguousarray(tree[leaf.path[0]])), leaf.key
+    assert_same(shardkeep.load(path), {name: np.ascontiguousarray(array) for name, array in tree.items()})
+
+
+@pytest.mark.parametrize("format", ["safetensors", "tensorstore"])
+def test_each_shard_of_a_large_array_is_a_piece(tmp_path: Path, format: Any) -> None:
+    array = jax.device_put(
+        jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024),
+        NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b")),
+    )
+    shardkeep.save(tmp_path / "run", {"w": array}, format=format)
+    leaf = shardkeep.inspect(tmp_path / "run").leaves["w"]
+    assert len(leaf.pieces) == 8
+    assert {piece.region.shape for piece in leaf.pieces} == {(512, 256)}
+    if format == "safetensors":
+        assert all(piece.offset % 64 == 0 for piece in leaf.pieces)
+    assert np.array_equal(np.asarray(shardkeep.load(tmp_path / "run")["w"]), np.asarray(array))
