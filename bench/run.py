@@ -36,6 +36,10 @@ METRICS = {
     "durable": "save until durable",
     "load": "load",
 }
+BUSY = (
+    "**The machine was busy with other work during this run: times vary several-fold, and differences below that "
+    "mean nothing.**"
+)
 TREES = {
     "llama": "bf16 in a Llama's shapes, one device",
     "llama-mesh": "bf16 in a Llama's shapes, on a (2, 4) mesh",
@@ -299,6 +303,8 @@ def table(
         f"Python {platform.python_version()}, jax {jax.__version__}, numpy {numpy.__version__}{peer_versions()}. "
         f"Load average {load[0]:.1f} before, {load[1]:.1f} after; what the run itself adds is about 1 to 2.",
     ]
+    if load[0] > (os.cpu_count() or 1) / 2:
+        lines += ["", BUSY]
     for tree, described in TREES.items():
         first = next(r[0] for (t, _, _), r in found.items() if t == tree)
         lines += ["", f"## {described}", "", f"{first['arrays']:,.0f} arrays, {first['bytes'] / 2**20:.0f} MiB.", ""]

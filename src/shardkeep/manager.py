@@ -225,10 +225,15 @@ class AsyncCheckpointManager:
         validate: bool | None = None,
         prefix_filter: str | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A tree read by several threads at once; `prefix_filter` keeps the keys equal to it or under it."""
+        """A tree read by several threads at once; `prefix_filter` keeps the keys equal to it or under it.
+
+        Where several trees share a directory, it names one of them.
+        """
         name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
+        prefix = None if name is None else self._prefix_named(path, name)
         request = Request(
-            include=None if name is None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
+            prefix=prefix,
+            include=None if name is None or prefix is not None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
             shardings=shardings,
             dtype=None if dtype is None else parse_dtype(dtype),
             strict_rules=not mismatch_allowed,
@@ -325,6 +330,12 @@ class AsyncCheckpointManager:
         if self.gcs_bucket is not None and "://" not in text and not os.path.isabs(text):
             return f"gs://{self.gcs_bucket}/{text}"
         return text
+
+    def _prefix_named(self, path: Any, name: str) -> str | None:
+        """`name` as a prefix, if it is one and without it a load could not tell which tree is meant."""
+        trees = open_checkpoint(self._located(path))[1].trees
+        prefix = name.replace("/", ".")
+        return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
 
     def _target(self, path: Any, directory: bool) -> Target:
         text = self._located(path)

@@ -291,6 +291,32 @@ def check_we_read_structures_of_eformers(path: Path) -> None:
             assert (type(found), found) == (type(expected), expected)
 
 
+def check_we_read_nested_prefixes_of_eformers(path: Path) -> None:
+    """Its `save_pytree` takes dots only."""
+    prefixes = ("a/b", "a.c", "a")
+    for seed, prefix in enumerate(prefixes):
+        theirs.AsyncCheckpointManager().save(model(seed), str(path / "c"), LINE, prefix=prefix)
+        if "/" not in prefix:
+            theirs.AsyncCheckpointManager().save_pytree([model(seed), (seed,)], str(path / "t"), LINE, prefix=prefix)
+    for seed, prefix in enumerate(prefixes):
+        read_by_us(path / "c", model(seed), prefix)
+        if "/" not in prefix:
+            tree, _ = ours.AsyncCheckpointManager().load_pytree(path / "t", None, prefix=prefix)
+            same(tree[0], model(seed))
+            assert tree[1] == (seed,)
+
+
+def check_what_eformer_would_misread_is_not_in_its_index(path: Path) -> None:
+    """Keys that it takes for one, and a prefix whose directory has another name."""
+    manager = ours.AsyncCheckpointManager()
+    manager.save({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(3)}, "c.d": jnp.ones(1)}, path / "c", LINE)
+    read_by_eformer(path / "c", {"c": {"d": jnp.ones(1)}})
+    manager.save(model(), path / "p", LINE, prefix="odd:name")
+    manager.save(model(), path / "p", LINE, prefix="plain")
+    read_by_eformer(path / "p", model(), "plain")
+    refused(lambda: theirs.tree_deserialize_leaves(str(path / "p"), LINE, prefix="odd:name"), "not found")
+
+
 def check_we_read_safetensors_of_eformers(path: Path) -> None:
     tree = {**model(), "fp8": jnp.ones(3, jnp.float8_e4m3fn)}
     theirs.AsyncCheckpointManager(use_tensorstore=False).save(
@@ -361,12 +387,14 @@ def check_our_index_says_what_eformers_does(path: Path) -> None:
 
 
 def refused(call: Callable[[], Any], text: str) -> None:
+    """The call raises one of the errors a caller expects, and says this."""
+    said = None
     try:
         call()
     except (ValueError, OSError, KeyError) as error:
-        assert text in str(error), f"refused, but with: {error}"
-    else:
-        raise AssertionError(f"not refused, though it should be with: {text}")
+        said = str(error)
+    assert said is not None, f"not refused, though it should be with: {text}"
+    assert text in said, f"refused, but with: {said}"
 
 
 def main() -> int:

@@ -463,6 +463,41 @@ def test_a_tampered_structure_runs_nothing(
     assert not marker.exists()
 
 
+def _laughs(levels: int, innermost: Any = "ha") -> Any:
+    """A tuple that takes 2**levels steps to look through, and next to nothing to pickle."""
+    value = innermost
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+def _treedef(nodes: list[Any]) -> bytes:
+    """A pickled PyTreeDef of these nodes, whether JAX could make one or not."""
+    state = pickle.dumps((None, nodes), protocol=2)
+    return b"cjaxlib._jax.pytree\nPyTreeDef\n)\x81" + state[2:-1] + b"b."
+
+
+@pytest.mark.parametrize("place", ["leaf", "key", "depth"])
+def test_a_structure_that_never_ends_is_refused_quickly(
+    place: str, copy_of: Copy, manager: AsyncCheckpointManager
+) -> None:
+    path = copy_of("pytree_builtins") / "ckpt"
+    structure = json.loads((path / "state_structure.json").read_text())
+    if place == "leaf":
+        structure["nonarray_payload"]["13"] = base64.b64encode(pickle.dumps(_laughs(200))).decode()
+    else:
+        structure |= {"leaf_keys_full": ["state.x"], "arr_mask": [True], "array_relpaths": ["state/z"]}
+        leaf, unary = (0, 0, None, None, 1, 1), (4, 1, None, None, 1, 2)
+        around = [(5, 1, [_laughs(200)], None, 1, 2)] if place == "key" else [unary] * 100_000
+        structure["treedef_b64"] = base64.b64encode(_treedef([leaf, *around])).decode()
+    (path / "state_structure.json").write_text(json.dumps(structure))
+    if place == "leaf":
+        assert isinstance(manager.load_pytree(path, None, prefix="state")[0]["step"], shardkeep.StandIn)
+    else:
+        with pytest.raises(shardkeep.IntegrityError, match="state_structure"):
+            manager.load_pytree(path, None, prefix="state")
+
+
 def test_a_payload_works_against_a_real_unpickler(tmp_path: Path) -> None:
     """So the test above would notice."""
     for name in ("os.system", "exec", "open", "import"):

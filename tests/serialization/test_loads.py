@@ -186,6 +186,17 @@ def test_prefix_filter_of_the_parallel_load_keeps_keys_under_it(
         manager.load_tree_parallel(path, prefix_filter="nothing")
 
 
+def test_prefix_filter_of_the_parallel_load_names_one_of_several_trees(
+    tmp_path: Path, manager: AsyncCheckpointManager
+) -> None:
+    save({"w": jnp.ones(1)}, tmp_path, "a")
+    save({"w": jnp.ones(2)}, tmp_path, "b.c")
+    assert_same(manager.load_tree_parallel(tmp_path, prefix_filter="a")[0], {"w": jnp.ones(1)})
+    assert_same(manager.load_tree_parallel(tmp_path, prefix_filter="b/c")[0], {"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"one of 'a', 'b\.c'"):
+        manager.load_tree_parallel(tmp_path)
+
+
 # --- rules
 
 
@@ -632,6 +643,17 @@ def test_a_templates_structure_float_dtypes_and_shardings_win(tmp_path: Path, lo
     assert (loaded["n"], loaded["s"]) == (7, "text")
     assert_same(np.asarray(loaded["i"]), np.arange(3, dtype=np.int32))
     assert logged() == []
+
+
+@pytest.mark.parametrize("like", [jnp.zeros((2, 4)), jax.ShapeDtypeStruct((2, 4), jnp.float32)])
+def test_where_a_template_has_no_sharding_rules_and_mesh_say(like: Any, tmp_path: Path) -> None:
+    _saved(tmp_path)
+    ruled = by_pytree(tmp_path, GRID, template={"w": like}, partition_rules=[("w", P("a", "b"))])
+    assert ruled["w"].sharding == NamedSharding(GRID, P("a", "b"))
+    assert by_pytree(tmp_path, GRID, template={"w": like})["w"].sharding == NamedSharding(GRID, P())
+    committed = jax.device_put(jnp.zeros((2, 4)), jax.devices()[3])
+    stays = by_pytree(tmp_path, GRID, template={"w": committed}, partition_rules=[("w", P("a", "b"))], dtype="bf16")
+    assert (stays["w"].sharding, stays["w"].dtype) == (committed.sharding, jnp.float32)
 
 
 def test_a_template_may_name_part_of_the_tree_and_have_another_form(tmp_path: Path) -> None:

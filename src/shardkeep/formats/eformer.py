@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -19,7 +20,8 @@ from shardkeep.formats.zarr import ZARRAY, describe, file_names
 from shardkeep.manifest import DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix
 from shardkeep.naming import prefix_directory
 from shardkeep.stores.base import Store
-from shardkeep.tree import LEAF, Node, Path, Skeleton, find_class, flatten, nest
+from shardkeep.tree import LEAF, Node, Path, Skeleton, find_class, flatten, name_children, nest
+from shardkeep.values import is_plain
 
 log = logging.getLogger("shardkeep")
 
@@ -44,7 +46,7 @@ def read_eformer(store: Store, search: bool) -> Manifest | None:
     if index.get("format") != "tensorstore":
         raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' can be read")
     try:
-        grouped = {check_prefix(p): _paths(entries) for p, entries in index.get("prefixes", {}).items()}
+        grouped = {p: _paths(entries) for p, entries in index.get("prefixes", {}).items() if check_prefix(p)}
         if "arrays" in index or not grouped:
             grouped = {"": _paths(index["arrays"]), **grouped}
     except (TypeError, AttributeError, KeyError) as error:
@@ -74,7 +76,7 @@ def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> 
     trees: dict[str, Tree] = {}
     for prefix, directories in grouped.items():
         structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
-        trees[prefix] = _tree(store, prefix, directories, metadata, structure, identity)
+        trees[check_prefix(prefix)] = _tree(store, prefix, directories, metadata, structure, identity)
     return Manifest(store.url, identity, trees)
 
 
@@ -107,6 +109,18 @@ def _tree(
     return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
 
 
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    StopIteration,
+    RecursionError,
+    binascii.Error,
+)
+
+
 class _Plain:
     """A leaf that is no array."""
 
@@ -131,7 +145,7 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
                 raw = base64.b64decode(payload[str(number)])
                 places.append(_Plain(plain_value(decode_pickle(raw, where))))
         return _skeleton(treedef, names), places, dict(structure.get("extras") or {})
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, binascii.Error) as error:
+    except _MALFORMED as error:
         if isinstance(error, IntegrityError):
             raise
         raise IntegrityError(f"{where} is malformed: {error!r}") from error
@@ -168,7 +182,8 @@ def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int]
     if kind in (2, 4):
         return Node("tuple" if kind == 2 else "list", numbers, below)
     if kind == 5:
-        return Node("dict", tuple(str(key) for key in data), below, tuple(data))
+        keys = tuple(_key(key) for key in data)
+        return Node("dict", name_children(keys), below, keys)
     if kind == 3:
         name = data.class_name()
         loaded = find_class(name)
@@ -177,6 +192,13 @@ def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int]
     record = cls if isinstance(cls, type) else data
     name = record.class_name() if isinstance(record, type) and issubclass(record, Record) else "unknown:unknown"
     return Node("custom", _names_of(firsts, names) or numbers, below, class_name=name, has_aux=False)
+
+
+def _key(key: Any) -> Any:
+    """A dict key as it may be: plain, or a tuple of plain ones (a deeper one could be endless)."""
+    if key is None or is_plain(key) or (type(key) is tuple and all(k is None or is_plain(k) for k in key)):
+        return key
+    raise ValueError("a dict key that is not plain")
 
 
 def _names_of(firsts: list[int], names: Sequence[Path]) -> tuple[str, ...] | None:
@@ -225,6 +247,8 @@ def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
     if not tree.indexed or not (tree.format == "tensorstore" or any(leaf.kind == "zarr" for leaf in tree.leaves)):
         return None
     directory = prefix_directory(prefix)
+    if directory != prefix.replace(".", "/"):
+        return None  # it takes the prefix from the path
     start = f"{directory}/" if directory else ""
     present = {file.name for file in tree.files}
     arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
@@ -234,6 +258,8 @@ def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
         assert leaf.spec is not None
         if f"{place}/{ZARRAY}" in present and (leaf.kind == "zarr" or _same_type(leaf)):
             entries.append({"path": place, "shape": list(leaf.spec.shape), "dtype": leaf.spec.dtype.name})
+    keys = Counter(entry["path"].replace("/", ".") for entry in entries)
+    entries = [entry for entry in entries if keys[entry["path"].replace("/", ".")] == 1]  # it would mix them up
     return entries if entries or not arrays else None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from shardkeep.arrays import dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError
 from shardkeep.tree import StandIn
-from shardkeep.values import NotPlainError, encode
+from shardkeep.values import is_plain
 
 _LIMIT = 64 << 20
 
@@ -78,11 +78,8 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, Record):
         scalar = _numpy_scalar(value)
         return StandIn(value.class_name(), {}) if scalar is None else scalar
-    try:
-        encode(value)
-    except (NotPlainError, RecursionError):
-        return StandIn(f"builtins:{type(value).__name__}", {})
-    return value
+    # A container is no leaf, and one that refers to itself over and over would take for ever to look through.
+    return value if value is None or is_plain(value) else StandIn(f"builtins:{type(value).__name__}", {})
 
 
 def _numpy_scalar(record: Record) -> Any:
