@@ -14,6 +14,7 @@ from typing import Protocol
 
 from shardkeep.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CommitUnknownError,
     ConflictError,
     NotEnoughSpaceError,
@@ -239,7 +240,9 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
 def delete(target: Target) -> None:
     """Remove a checkpoint, what says it is committed first; files that are not shardkeep's stay."""
     store = target.store
-    target.read()
+    found = target.read()
+    if all(tree.format == "foreign" for tree in found.trees.values()):
+        raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
     with store.lock(_LOCK_SECONDS):
         manifest = target.read_if_any()
         clean_up(target, manifest)

@@ -214,7 +214,7 @@ def _read_single(exchange: Exchange) -> Manifest:
         file = DataFile(name, size, data_start, digest(start))
         return Manifest(where, digest(start), {"": tree_of_safetensors([file], [(metadata, tensors)], where)})
     if _SAVE in metadata:
-        raise IncompleteCheckpointError(f"{where} is one of several shards whose index is missing")
+        raise IncompleteCheckpointError(f"{where} is one of several files whose index or manifest is missing")
     check_seal(start, where)
     manifest = decode_manifest(metadata.get(_MARK, "").encode(), where, where)
     for prefix, tree in manifest.trees.items():

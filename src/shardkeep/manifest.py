@@ -197,6 +197,8 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             return {key: copy(v, f"{where}[{key!r}]") for key, v in value.items()}
         if isinstance(value, list | tuple):
             return [copy(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        if type(value) is float and not math.isfinite(value):
+            raise MetadataError(f"metadata{where} is {value}, which is not JSON; store None or a text instead")
         if value is None or type(value) in (bool, int, float) or (type(value) is str and _is_unicode(value)):
             return value
         raise MetadataError(
@@ -238,7 +240,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for a later version."""
     try:
-        body = json.loads(document)
+        body = json.loads(document, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where} is damaged: {error}") from None
     if not isinstance(body, dict) or "shardkeep" not in body:
@@ -256,6 +258,14 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
         return Manifest(path, _checked_id(body["save"]), trees)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{where} is malformed: {error}") from error
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object that names a key twice means one thing to one reader, another to the next."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name appears twice")
+    return found
 
 
 def check_name(name: Any) -> str:
@@ -378,6 +388,8 @@ def _decode_piece(data: dict[str, Any], spec: ArraySpec, files: Sequence[DataFil
     length = region.size * spec.dtype.itemsize
     stored = None if data.get("stored") is None else _integer(data["stored"])
     file, offset, digests = _integer(data["file"]), _integer(data["offset"]), data["digests"]
+    if stored is not None and stored < 1:
+        raise ValueError("a compressed piece without bytes")
     if not 0 <= file < len(files) or offset < 0 or offset + (length if stored is None else stored) > files[file].size:
         raise ValueError("a piece lies outside its file")
     if digests is not None:

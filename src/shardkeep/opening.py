@@ -1,5 +1,6 @@
 """From a path to a checkpoint: which kind lies there, where its bytes are, and its manifest."""
 
+import errno
 import os
 
 from shardkeep import commit
@@ -11,6 +12,7 @@ from shardkeep.errors import (
     NewerFormatError,
     NotADirectoryPathError,
     ShardkeepError,
+    StorageError,
     storage_error,
 )
 from shardkeep.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, exchange_in, parse_size
@@ -102,6 +104,10 @@ def exists(path: object) -> bool:
         open_checkpoint(path)
     except NewerFormatError:
         return True
+    except StorageError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
     except (FileNotFoundError, IntegrityError):
         return False
     return True

@@ -87,7 +87,8 @@ class SavePlan:
         pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
         files: list[DataFile] = []
         for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
-            files.append(DataFile(plan.name, done.size, len(plan.header), done.header_digest))
+            loose = done.size if plan.size is None else len(plan.header)
+            files.append(DataFile(plan.name, done.size, loose, done.header_digest))
             for piece, digests in zip(plan.pieces, done.digests, strict=True):
                 stored = done.size if plan.size is None else None
                 pieces[piece.leaf].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))

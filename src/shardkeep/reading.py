@@ -123,7 +123,15 @@ class _Unit:
             start = self.piece.offset - self.mapping[1]
             self.memory = self.mapping[0].data[start : start + self.piece.length]
         else:
-            self.memory = aligned_empty(self.piece.length)
+            source.open(
+                self.piece.file, target.leaf.key
+            ).close()  # there and of its size, before memory is taken for it
+            try:
+                self.memory = aligned_empty(self.piece.length)
+            except (MemoryError, OSError, OverflowError, ValueError) as error:
+                raise IntegrityError(
+                    f"leaf {target.leaf.key!r}: its {self.piece.length:,} bytes cannot be allocated ({error})"
+                ) from error
 
     def ranges(self) -> list[tuple[int, int]]:
         """The blocks to read, in parts that one task takes on."""
@@ -147,7 +155,8 @@ class _Unit:
         else:
             with self._source.open(self.piece.file, key) as file:
                 if self.piece.stored is not None:
-                    unpack(file, self.piece, self.memory, self._source.compression, self._where())
+                    record = self._source.files[self.piece.file]
+                    unpack(file, self.piece, record, self.memory, self._source.compression, key, self._where())
                 else:
                     _read_exactly(file, self.piece.offset + start, self.memory[start:end], self._where())
         if self._source.verify:
@@ -260,11 +269,15 @@ def check_blocks(piece: Piece, first: int, last: int, data: Array, key: str, whe
             raise IntegrityError(f"leaf {key!r}: {where} is damaged{at}: the data does not match its digest")
 
 
-def unpack(file: StoredFile, piece: Piece, memory: Array, compression: str | None, where: str) -> None:
+def unpack(
+    file: StoredFile, piece: Piece, record: DataFile, memory: Array, compression: str | None, key: str, where: str
+) -> None:
     """Decode a compressed or bit-packed piece, never beyond the size it was declared with."""
     assert piece.stored is not None
     packed = np.empty(piece.stored, np.uint8)
     _read_exactly(file, piece.offset, packed, where)
+    if record.header_digest is not None and compression is not None and digest(packed.data) != record.header_digest:
+        raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not match its digest")
     if compression is None:  # two 4-bit floats in a byte, as other programs write them, the low half first
         memory[0::2] = packed & 15
         memory[1::2] = packed >> 4
@@ -277,9 +290,9 @@ def unpack(file: StoredFile, piece: Piece, memory: Array, compression: str | Non
                 filled += count
             complete = filled == piece.length and not reader.read(1)
     except zstandard.ZstdError as error:
-        raise IntegrityError(f"{where} is damaged: {error}") from error
+        raise IntegrityError(f"leaf {key!r}: {where} is damaged: {error}") from error
     if not complete:
-        raise IntegrityError(f"{where} is damaged: it does not hold exactly {piece.length:,} bytes")
+        raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not hold exactly {piece.length:,} bytes")
 
 
 def _read_exactly(file: StoredFile, offset: int, buffer: Array, where: str) -> None:

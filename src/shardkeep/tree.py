@@ -5,11 +5,13 @@ importing or executing anything a file names: a class is used only if the progra
 (unless it is a namedtuple) registered it with JAX. Otherwise its place is taken by a stand-in of the same shape.
 """
 
+import dataclasses
+import logging
 import sys
 import types
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -18,6 +20,8 @@ from jax import tree_util
 
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.values import Json, NotPlainError, decode, encode
+
+log = logging.getLogger("shardkeep")
 
 Path = tuple[str, ...]
 
@@ -120,6 +124,7 @@ class Node:
     cls: type | None = None
     aux: Any = None
     has_aux: bool = True
+    fields: tuple[str, ...] = ()  # of a dataclass: all its fields, in order
 
     def build(self, children: list[Any]) -> Any:
         return _BUILDERS[self.kind](self, children)
@@ -160,7 +165,8 @@ class Skeleton:
             node = pending.pop()
             if isinstance(node, Node):
                 pending.extend(node.children)
-                if node.kind in ("namedtuple", "custom") and _usable_class(node) is None:
+                changed = node.cls is None and node.fields != () and _is_loaded_otherwise(node)
+                if node.kind in ("namedtuple", "custom") and not changed and _usable_class(node) is None:
                     found[node.class_name] = None
         return list(found)
 
@@ -230,7 +236,7 @@ def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[An
     below = tuple(
         _take_apart(child, (*path, name), leaves, is_leaf) for name, child in zip(shell.names, children, strict=True)
     )
-    return Node(shell.kind, shell.names, below, shell.keys, shell.class_name, shell.cls, shell.aux, shell.has_aux)
+    return replace(shell, children=below)
 
 
 def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
@@ -253,7 +259,8 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     if data is None:  # JAX does not know the type: a leaf
         return None
     names = name_children([_entry_name(path[0]) for path, _ in pairs])
-    return Node("custom", names, (), class_name=_class_name(cls), cls=cls, aux=data[1]), [v for _, v in pairs]
+    shell = Node("custom", names, (), class_name=_class_name(cls), cls=cls, aux=data[1], fields=_fields_of(cls))
+    return shell, [v for _, v in pairs]
 
 
 def name_children(keys: Sequence[Any]) -> tuple[str, ...]:
@@ -301,10 +308,10 @@ def _prune(node: _Child, keep: Iterator[bool]) -> _Child:
     pruned = [_prune(child, keep) for child in node.children]
     kept = [child if _holds_leaf(child) else None for child in pruned]
     if not node.kind.endswith("dict"):
-        return Node(node.kind, node.names, tuple(kept), node.keys, node.class_name, node.cls, node.aux, node.has_aux)
+        return replace(node, children=tuple(kept))
     held = [i for i, child in enumerate(kept) if child is not None]
     names, keys = tuple(node.names[i] for i in held), tuple(node.keys[i] for i in held)
-    return Node(node.kind, names, tuple(kept[i] for i in held), keys, node.class_name, node.cls, node.aux, node.has_aux)
+    return replace(node, names=names, children=tuple(kept[i] for i in held), keys=keys)
 
 
 def _holds_leaf(node: _Child) -> bool:
@@ -353,7 +360,51 @@ def _build_namedtuple(node: Node, children: list[Any]) -> Any:
         return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
 
 
+def _fields_of(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
+
+
+def _is_loaded_otherwise(node: Node) -> bool:
+    """Whether the class is there with other fields: then `rebuild` says so itself."""
+    cls = find_class(node.class_name)
+    return cls is not None and len(_fields_of(cls)) != len(node.fields)
+
+
+def _as_it_is_now(cls: type, node: Node, children: list[Any]) -> tuple[Node, list[Any]] | None:
+    """A saved dataclass in the order its class has now; None if its fields, or which of them are static, have changed.
+
+    How the class takes itself apart is seen on an instance whose fields hold their own names.
+    """
+    if set(_fields_of(cls)) != set(node.fields):
+        return None
+    probe: Any = object.__new__(cls)
+    for name in node.fields:
+        object.__setattr__(probe, name, name)
+    pairs, treedef = tree_util.tree_flatten_with_path(probe, is_leaf=lambda x: x is not probe)
+    order = [value for _, value in pairs]
+    static: Any = treedef.node_data()[1]
+    saved_static = [name for name in node.fields if name not in node.names]
+    if (
+        sorted(map(str, order)) != sorted(node.names)
+        or not isinstance(static, tuple)
+        or not isinstance(node.aux, tuple)
+    ):
+        return None
+    if sorted(map(str, cast(Any, static))) != sorted(saved_static) or len(node.aux) != len(saved_static):
+        return None
+    by_name = dict(zip(saved_static, cast(Any, node.aux), strict=True))
+    placed = dict(zip(node.names, children, strict=True))
+    return replace(node, names=tuple(order), aux=tuple(by_name[n] for n in static)), [placed[n] for n in order]
+
+
 def _build_custom(node: Node, children: list[Any]) -> Any:
+    cls = find_class(node.class_name) if node.cls is None else node.cls
+    if cls is not None and node.cls is None and node.fields:
+        now = _as_it_is_now(cls, node, children)
+        if now is None:
+            log.warning("shardkeep: %s has other fields than when it was saved: a stand-in is used", node.class_name)
+            return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
+        node, children = now
     cls = _usable_class(node)
     if cls is None:
         return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
@@ -388,7 +439,7 @@ def _to_json(node: _Child) -> Json:
         return 0
     if node is None:
         return None
-    children = [_to_json(child) for child in node.children]
+    children = [0 if child is LEAF else _to_json(child) for child in node.children]
     if node.kind in ("list", "tuple"):
         return {node.kind: children}
     if node.kind.endswith("dict"):
@@ -402,7 +453,8 @@ def _to_json(node: _Child) -> Json:
     if node.kind == "namedtuple":
         return {"namedtuple": node.class_name, "children": named}
     try:
-        return {"custom": node.class_name, "children": named, "aux": encode(node.aux)}
+        fields = {"fields": list(node.fields)} if node.fields else {}
+        return {"custom": node.class_name, "children": named, "aux": encode(node.aux), **fields}
     except NotPlainError:
         return {"custom": node.class_name, "children": named}
 
@@ -443,4 +495,5 @@ def _container_from_json(data: dict[str, Any]) -> Node:
     below = tuple(_from_json(child) for _, child in data["children"])
     has_aux = kind == "namedtuple" or "aux" in data
     aux = decode(data["aux"]) if kind == "custom" and has_aux else None
-    return Node(kind, names, below, class_name=str(body), aux=aux, has_aux=has_aux)
+    fields = tuple(str(name) for name in data.get("fields", ()))
+    return Node(kind, names, below, class_name=str(body), aux=aux, has_aux=has_aux, fields=fields)

@@ -67,6 +67,7 @@ class _FileWriter:
         self._leaves, self._shards = leaves, shards
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
+        self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
         # A piece made of several shards is put together by the one task that writes it.
         self.parts = _split(plan) if plan.size is not None and self.nbytes > _PART else []
@@ -76,7 +77,7 @@ class _FileWriter:
 
     def result(self) -> WrittenFile:
         assert self.size is not None
-        return WrittenFile(self.size, digest(self._plan.header), tuple(tuple(d) for d in self.digests))
+        return WrittenFile(self.size, self.loose_digest, tuple(tuple(d) for d in self.digests))
 
     def write_whole(self) -> None:
         everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
@@ -84,6 +85,7 @@ class _FileWriter:
         if self._plan.size is None:
             segments = [memoryview(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(segments[0]))]
             self.size = len(segments[0])
+            self.loose_digest = digest(segments[0])
         self._store.write_new(self._plan.name, [memoryview(self._plan.header), *segments])
         self._progress(self.nbytes)
 

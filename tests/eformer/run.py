@@ -38,7 +38,7 @@ import shardkeep.serialization as ours
 from shardkeep.serialization import serialization as our_leaves
 from shardkeep.serialization import sharding_utils as our_sharding
 from shardkeep.serialization import utils as our_utils
-from support import assert_same, bits
+from support import Dense, Keyed, OrderedDict, Unkeyed, assert_same, bits
 
 P = PartitionSpec
 LINE = Mesh(np.array(jax.devices()), ("x",))
@@ -279,6 +279,10 @@ def check_we_read_structures_of_eformers(path: Path) -> None:
         "list": [jnp.ones(2), 3, ("text", 0.5, True)],
         "ints": {10: jnp.ones(1), 2: jnp.zeros(1)},
         "empty": {},
+        "dense": Dense(jnp.ones(3), [None]),
+        "keyed": Keyed(jnp.ones(3), 3, tag="plain"),
+        "unkeyed": Unkeyed([jnp.ones(3), {"x": jnp.zeros(1)}], tag={"n": 1}),
+        "ordered": OrderedDict(b=jnp.ones(3), a=1),
     }
     theirs.AsyncCheckpointManager().save_pytree(tree, str(path / "c"), LINE, prefix="p", extras={"step": 1})
     loaded, extras = ours.AsyncCheckpointManager().load_pytree(path / "c", None, prefix="p")

@@ -1,10 +1,12 @@
 """Checkpoints that real eFormer wrote: loaded to the last bit, refused where they are broken, adopted by our saves."""
 
 import base64
+import datetime
 import json
 import os
 import pickle
 import shutil
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from shardkeep.serialization import AsyncCheckpointManager, tree_deserialize_leaves, tree_serialize_leaves
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
-from support import assert_same, bits, mesh_of, run_python
+from support import Dense, Keyed, Point, Unkeyed, assert_same, bits, mesh_of, run_python
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
@@ -228,6 +230,85 @@ def test_the_directory_of_runs_tells_where_its_checkpoints_are(manager: AsyncChe
             assert_arrays(tree, {"w": wanted[f"{run}|model.w"]})
     with pytest.raises(FileNotFoundError, match="run-10, run-20, run-25"):
         manager.load(base, None)
+
+
+def _with_structure(path: Path, tree: Any, prefix: str = "state") -> None:
+    """Give a checkpoint the structure file that eFormer writes for a tree; arrays are taken from what is there."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]]
+    keys = [".".join([prefix, *(str(k).strip("[].'") for k in p)]) for p in paths]
+    arrays_at = [hasattr(leaf, "shape") for leaf in leaves]
+    structure = {
+        "prefix": prefix,
+        "treedef_b64": base64.b64encode(pickle.dumps(treedef)).decode(),
+        "leaf_keys_full": keys,
+        "arr_mask": arrays_at,
+        "array_relpaths": ["state/z"] * sum(arrays_at),
+        "nonarray_payload": {
+            str(i): base64.b64encode(pickle.dumps(x)).decode() for i, x in enumerate(leaves) if not arrays_at[i]
+        },
+    }
+    (path / f"{prefix}_structure.json").write_text(json.dumps(structure))
+
+
+STRUCTURES: dict[str, Callable[[Any], Any]] = {
+    "ordered dict": lambda x: OrderedDict(b=x, a=[x]),
+    "defaultdict": lambda x: {"d": defaultdict(list, {"z": x})},
+    "keyed": lambda x: Keyed(x, {"deep": x}, tag=["plain", 1]),
+    "unkeyed": lambda x: Unkeyed([x, (x, None)], tag={"n": 1}),
+    "dataclass": lambda x: [Dense(x, None), Dense({"k": x}, 3, name="other")],
+    "namedtuple": lambda x: Point(x, Point(1, None)),
+    "tuple keys": lambda x: {(0, 5): x, (1, 2): x},
+    "names with dots": lambda x: {"a.b": x, "c": {"d.e": 1}},
+    "scalars": lambda x: {"a": 1, "b": "s", "c": 2.5, "d": b"x", "e": 1 + 2j, "g": True, "n": None, "x": x},
+    "bare": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("adopted", [True, False])
+def test_structures_with_plain_aux_data_come_back_as_themselves(
+    name: str, adopted: bool, copy_of: Copy, manager: AsyncCheckpointManager, logged: Log
+) -> None:
+    """Registered classes of the program included; with and without a template."""
+    path = copy_of("pytree_builtins") / "ckpt"
+    array = jnp.asarray(arrays("pytree_builtins")["state.z"])
+    tree = STRUCTURES[name](array)
+    _with_structure(path, tree)
+    if adopted:
+        manager.save({"w": array}, path, MESH, prefix="more")
+    assert_same(manager.load_pytree(path, None, prefix="state")[0], tree)
+    assert_same(manager.load_pytree(path, None, prefix="state", template=tree)[0], tree)
+    assert logged() == []
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_leaf_that_is_no_data_has_a_stand_in(
+    adopted: bool, copy_of: Copy, manager: AsyncCheckpointManager, logged: Log
+) -> None:
+    """An object that eFormer pickled; what it was is told, and nothing of it is run."""
+    path = copy_of("pytree_builtins") / "ckpt"
+    array = jnp.asarray(arrays("pytree_builtins")["state.z"])
+    _with_structure(path, {"a": array, "day": datetime.date(2026, 1, 2), "set": {1, 2}, "z": array})
+    if adopted:
+        manager.save({"w": array}, path, MESH, prefix="more")
+    loaded, _ = manager.load_pytree(path, None, prefix="state")
+    assert "datetime:date" in " ".join(logged())
+    assert_same({k: loaded[k] for k in "az"}, {"a": array, "z": array})
+    assert loaded["day"] == shardkeep.StandIn("datetime:date", {})
+    assert isinstance(loaded["set"], shardkeep.StandIn)
+    assert_same(manager.load_pytree(path, None, prefix="state", template={"z": array})[0], {"z": array})
+
+
+def test_a_class_with_other_aux_data_needs_a_template(
+    copy_of: Copy, manager: AsyncCheckpointManager, logged: Log
+) -> None:
+    path = copy_of("pytree_builtins") / "ckpt"
+    tree = Unkeyed([jnp.asarray(arrays("pytree_builtins")["state.z"])], tag=int)
+    _with_structure(path, tree)
+    assert isinstance(manager.load_pytree(path, None, prefix="state")[0], shardkeep.StandIn)
+    assert "pass template=" in " ".join(logged())
+    assert_same(manager.load_pytree(path, None, prefix="state", template=tree)[0], tree)
 
 
 # --- what eFormer left half done
@@ -459,7 +540,7 @@ def test_a_tampered_structure_runs_nothing(
         except shardkeep.IntegrityError:
             continue
         assert place == "leaf"
-        assert isinstance(tree["step"], shardkeep.StandIn | list | dict)
+        assert isinstance(tree.get("step"), shardkeep.StandIn | None)  # nested dicts hold data only
     assert not marker.exists()
 
 

@@ -8,19 +8,20 @@ import base64
 import binascii
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from shardkeep.digests import digest
 from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError
-from shardkeep.formats.pickles import Record, decode_pickle, plain_value
+from shardkeep.formats.pickles import Record, decode_pickle, is_plain_within, plain_value
 from shardkeep.formats.tensorstore import zarr_dtype
 from shardkeep.formats.zarr import ZARRAY, describe, file_names
 from shardkeep.manifest import DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix
 from shardkeep.naming import prefix_directory
 from shardkeep.stores.base import Store
-from shardkeep.tree import LEAF, Node, Path, Skeleton, find_class, flatten, name_children, nest
+from shardkeep.tree import LEAF, Node, Path, Skeleton, StandIn, find_class, flatten, name_children, nest
 from shardkeep.values import is_plain
 
 log = logging.getLogger("shardkeep")
@@ -28,6 +29,9 @@ log = logging.getLogger("shardkeep")
 INDEX = "tensorstore_index.json"
 METADATA = "checkpoint_metadata.json"
 _MARK = "shardkeep"
+_MOST_AUX = 10_000  # plain values in the aux data of one node
+_FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # what JAX calls a child that has no name
+_FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
 def read_eformer(store: Store, search: bool) -> Manifest | None:
@@ -136,23 +140,29 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
         payload = structure["nonarray_payload"]
         treedef = decode_pickle(base64.b64decode(structure["treedef_b64"]), where)
         start = len(str(structure["prefix"]).split("."))
-        names: list[Path] = [tuple(str(key).split("."))[start:] for key in keys]
+        names: list[Path] = [tuple(_FLAT.sub(r"\1", part) for part in str(key).split("."))[start:] for key in keys]
         places: list[Any] = []
+        no_leaves: dict[int, Any] = {}
         for number, (is_array, _) in enumerate(zip(mask, keys, strict=True)):
             if is_array:
                 places.append(check_name(next(relpaths)))
+                continue
+            value = plain_value(decode_pickle(base64.b64decode(payload[str(number)]), where))
+            if value is None:
+                no_leaves[number] = None
+            elif isinstance(value, StandIn):
+                no_leaves[number] = Node("custom", (), (), class_name=value.class_name, has_aux=False)
             else:
-                raw = base64.b64decode(payload[str(number)])
-                places.append(_Plain(plain_value(decode_pickle(raw, where))))
-        return _skeleton(treedef, names), places, dict(structure.get("extras") or {})
+                places.append(_Plain(value))
+        return _skeleton(treedef, names, no_leaves), places, dict(structure.get("extras") or {})
     except _MALFORMED as error:
         if isinstance(error, IntegrityError):
             raise
         raise IntegrityError(f"{where} is malformed: {error!r}") from error
 
 
-def _skeleton(treedef: Any, names: Sequence[Path]) -> Skeleton:
-    """A pickled PyTreeDef (nodes in post-order) as a Skeleton."""
+def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any]) -> Skeleton:
+    """A pickled PyTreeDef (nodes in post-order) as a Skeleton. `no_leaves`: what stands where it has certain leaves."""
     if not isinstance(treedef, Record) or treedef.name != "PyTreeDef":
         raise ValueError("not a pickled PyTreeDef")
     nodes = cast(tuple[Any, list[Any]], treedef.state)[1]
@@ -163,13 +173,13 @@ def _skeleton(treedef: Any, names: Sequence[Path]) -> Skeleton:
         del stack[len(stack) - len(children) :]
         first = children[0][1] if children else leaves
         if kind == 0:
-            stack.append((LEAF, leaves))
+            stack.append((no_leaves.get(leaves, LEAF), leaves))
             leaves += 1
         else:
             stack.append((_node(kind, data, cls, [c for c, _ in children], [f for _, f in children], names), first))
     ((root, _),) = stack
     skeleton = Skeleton(root)
-    if len(skeleton.paths()) != len(names):
+    if leaves != len(names) or len(skeleton.paths()) != len(names) - len(no_leaves):
         raise ValueError("the structure and its list of leaves differ")
     return skeleton
 
@@ -189,14 +199,25 @@ def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int]
         loaded = find_class(name)
         fields = getattr(loaded, "_fields", None) or _names_of(firsts, names) or numbers
         return Node("namedtuple", tuple(fields) if len(fields) == len(children) else numbers, below, class_name=name)
-    record = cls if isinstance(cls, type) else data
-    name = record.class_name() if isinstance(record, type) and issubclass(record, Record) else "unknown:unknown"
-    return Node("custom", _names_of(firsts, names) or numbers, below, class_name=name, has_aux=False)
+    return _custom(cls.class_name(), data, _names_of(firsts, names) or numbers, below)
+
+
+def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Any, ...]) -> Node:
+    """A node of a registered class; without its aux data, where that is not plain, it takes a template to rebuild."""
+    if class_name == "collections:OrderedDict":
+        keys = tuple(_key(key) for key in aux)
+        return Node("odict", name_children(keys), below, keys)
+    if class_name == "collections:defaultdict":
+        factory, keys = aux[0], tuple(_key(key) for key in aux[1])
+        named = None if factory is None else factory.class_name().removeprefix("builtins:")
+        return Node("defaultdict", name_children(keys), below, keys, aux=_FACTORIES.get(str(named)))
+    plain = is_plain_within(aux, _MOST_AUX)
+    return Node("custom", names, below, class_name=class_name, aux=aux if plain else None, has_aux=plain)
 
 
 def _key(key: Any) -> Any:
     """A dict key as it may be: plain, or a tuple of plain ones (a deeper one could be endless)."""
-    if key is None or is_plain(key) or (type(key) is tuple and all(k is None or is_plain(k) for k in key)):
+    if key is None or is_plain(key) or (type(key) is tuple and is_plain_within(key, 100)):
         return key
     raise ValueError("a dict key that is not plain")
 

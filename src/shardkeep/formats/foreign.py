@@ -76,6 +76,6 @@ def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:
     """Which tensors are bits of another type than the header can say."""
     try:
         notes = json.loads(metadata.get("dtypes", "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}

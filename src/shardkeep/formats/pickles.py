@@ -74,12 +74,33 @@ def decode_pickle(data: bytes, where: str) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A decoded leaf as a plain value: NumPy scalars rebuilt from their bytes, anything else as a stand-in."""
+    """A decoded leaf as a plain value: numbers that pickle as calls rebuilt, anything else as a stand-in."""
     if isinstance(value, Record):
-        scalar = _numpy_scalar(value)
+        scalar = _complex(value) if value.class_name() == "builtins:complex" else _numpy_scalar(value)
         return StandIn(value.class_name(), {}) if scalar is None else scalar
     # A container is no leaf, and one that refers to itself over and over would take for ever to look through.
     return value if value is None or is_plain(value) else StandIn(f"builtins:{type(value).__name__}", {})
+
+
+def is_plain_within(value: Any, most: int, depth: int = 50) -> bool:
+    """Whether a decoded value is plain through and through, looking at no more than so many values and levels."""
+    pending = [(value, 0)]
+    for seen in range(most + 1):
+        if not pending:
+            return True
+        item, level = pending.pop()
+        if item is None or is_plain(item):
+            continue
+        if type(item) not in (list, tuple, dict) or level >= depth or len(item) > most - seen:
+            return False
+        pending += [(child, level + 1) for child in item]
+        pending += [(child, level + 1) for child in item.values()] if type(item) is dict else []
+    return False
+
+
+def _complex(record: Record) -> complex | None:
+    """A complex number is pickled as complex(real, imag)."""
+    return complex(*record.args) if [type(part) for part in record.args] == [float, float] else None
 
 
 def _numpy_scalar(record: Record) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.errors import IntegrityError, TreeError
+from shardkeep.manifest import no_duplicates
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 from shardkeep.tree import join_key
 
@@ -61,7 +62,7 @@ class SafetensorsFormat:
         named = [replace(piece, name=_piece_name(leaves[piece.leaf], piece)) for piece in pieces]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         start = f"{directory}/" if directory else ""
-        metadata = {"shardkeep": "1", "save": save_id}
+        metadata = {"shardkeep": "1", "shardkeep_save": save_id}
         return [
             pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
             for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT, lengths))
@@ -156,7 +157,7 @@ def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, s
     """(metadata, tensors, where data begins) of a file that starts with `start`, everything checked."""
     length = header_length(start, file_size, where)
     try:
-        header = json.loads(start[8 : 8 + length], object_pairs_hook=_no_duplicates)
+        header = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where} is not a safetensors file: its header is no JSON ({error})") from None
     if not isinstance(header, dict):
@@ -196,13 +197,6 @@ def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> in
     if start != begin or (end - start) * 8 != bits:
         raise IntegrityError(f"{where}: tensor {name!r} does not lie where its shape and its neighbours say")
     return end
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name appears twice")
-    return found
 
 
 def element_type(code: str) -> "np.dtype[Any] | None":

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,20 @@ _MAX_BUFFERS = 1024
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
 _MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 _FEW_FILES = 8
+_MAX_DOCUMENT = 2 << 30
+
+
+_locked: set[int] = set()  # descriptors with a lock, which a forked child must not keep alive
+
+
+def _let_go() -> None:
+    for descriptor in _locked:
+        with suppress(OSError):
+            os.close(descriptor)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class LocalStore:
@@ -41,7 +56,11 @@ class LocalStore:
         return os.path.join(self._root, name) if name else self._root
 
     def read(self, name: str) -> bytes:
-        with open(self._checked(name), "rb") as file:
+        path = self._checked(name)
+        descriptor = _open_plain(path)
+        with open(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_size > _MAX_DOCUMENT:
+                raise IntegrityError(f"{path} is too large to be a document of a checkpoint")
             return file.read()
 
     def size(self, name: str) -> int | None:
@@ -202,6 +221,7 @@ class LocalStore:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:  # a delete was faster
                 continue
+            _locked.add(descriptor)
             try:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,17 +233,25 @@ class LocalStore:
                 yield
                 return
             finally:
-                os.close(descriptor)
+                if descriptor in _locked:
+                    _locked.discard(descriptor)
+                    os.close(descriptor)
 
     def hold(self, name: str, line: bytes) -> "LocalHeld":
         path = self.locate(name)
         make_directories(os.path.dirname(path))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        write_at(descriptor, 0, [memoryview(line + b"\n")], path)
-        os.fsync(descriptor)
-        sync_path(os.path.dirname(path))
-        return LocalHeld(path, descriptor)
+        _locked.add(descriptor)
+        held = LocalHeld(path, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            write_at(descriptor, 0, [memoryview(line + b"\n")], path)
+            os.fsync(descriptor)
+            sync_path(os.path.dirname(path))
+        except BaseException:
+            held.release()
+            raise
+        return held
 
     def try_hold(self, name: str) -> "LocalHeld | None":
         path = self.locate(name)
@@ -236,6 +264,7 @@ class LocalStore:
         except BlockingIOError:
             os.close(descriptor)
             return None
+        _locked.add(descriptor)
         return LocalHeld(path, descriptor)
 
     def claim(self, name: str) -> bool:
@@ -258,7 +287,7 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = _open_plain(path)
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
@@ -339,14 +368,30 @@ class LocalHeld:
     def release(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-        if self._descriptor >= 0:
+        if self._descriptor in _locked:
+            _locked.discard(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = -1
 
     def abandon(self) -> None:
-        if self._descriptor >= 0:
+        if self._descriptor in _locked:
+            _locked.discard(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def _open_plain(path: str) -> int:
+    """Open a file to read; what is no plain file (and could block, or never end) is an `IntegrityError`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise IntegrityError(f"{path} is a symbolic link that leads nowhere") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IntegrityError(f"{path} is not a plain file")
+    return descriptor
 
 
 def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:
