@@ -263,7 +263,7 @@ def test_a_save_that_began_before_another_was_committed_harms_it_not(
         pause.reached()
         fast = spawner.start("save", path=str(place / target), kind="plain", number=2, **more)
         try:
-            first = fast.wait(3)
+            first = fast.wait(1.5)
         except TimeoutError:  # the first holds the lock where it stopped
             first = None
         pause.go()

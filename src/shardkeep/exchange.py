@@ -84,11 +84,16 @@ class Exchange:
         raise CheckpointNotFoundError(f"no checkpoint at {self.where}: there is nothing there")
 
     def read_if_any(self) -> Manifest | None:
-        if self.store.size(self.single) is not None:
-            return _read_single(self)
-        if self.store.size(self.index) is not None:
-            return _read_index(self)
-        return None
+        """What is there; files keep their names here, so a writer may replace one while it is being read."""
+        while True:
+            before = [self.store.identity(name) for name in self.documents]
+            try:
+                if before[0] is not None:
+                    return _read_single(self)
+                return _read_index(self) if before[1] is not None else None
+            except (IntegrityError, FileNotFoundError):
+                if before == [self.store.identity(name) for name in self.documents]:
+                    raise
 
     def check(self, paths: Sequence[Path]) -> None:
         """Refuse arrays that would have the same plain dotted name."""
@@ -214,7 +219,7 @@ def _read_single(exchange: Exchange) -> Manifest:
         file = DataFile(name, size, data_start, digest(start))
         return Manifest(where, digest(start), {"": tree_of_safetensors([file], [(metadata, tensors)], where)})
     if _SAVE in metadata:
-        raise IncompleteCheckpointError(f"{where} is one of several files whose index or manifest is missing")
+        raise IncompleteCheckpointError(f"{where} is one of several files whose index is missing, or their manifest")
     check_seal(start, where)
     manifest = decode_manifest(metadata.get(_MARK, "").encode(), where, where)
     for prefix, tree in manifest.trees.items():

@@ -330,6 +330,8 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     leaves = tuple(_decode_leaf(leaf, path, files) for leaf, path in zip(data["leaves"], paths, strict=True))
     if data["format"] not in ("safetensors", "tensorstore", "foreign") or data["compression"] not in (None, "zstd"):
         raise ValueError(f"unknown format {data['format']!r} or compression {data['compression']!r}")
+    if data["compression"] is None and any(p.stored is not None for leaf in leaves for p in leaf.pieces):
+        raise ValueError("a compressed piece in a tree without compression")
     if not isinstance(data["metadata"], dict) or not isinstance(data["indexed"], bool):
         raise ValueError("metadata is no object, or indexed is no boolean")
     return Tree(
@@ -376,7 +378,20 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
     extra = {k: v for k, v in data.items() if k in ("impl", "sharding", "order")}
     if data["kind"] == "prng" and not isinstance(extra.get("impl"), str):
         raise ValueError(f"leaf {data['key']!r} names no PRNG implementation")
+    if extra.get("order", "<") not in ("<", ">") or not _is_layout(extra.get("sharding", {})):
+        raise ValueError(f"leaf {data['key']!r} has an unknown byte order or sharding")
     return StoredLeaf(path, data["kind"], spec, pieces, extra=extra)
+
+
+def _is_layout(sharding: Any) -> bool:
+    """Whether a recorded sharding is one: a spec of axis names."""
+    if not isinstance(sharding, dict):
+        return False
+    spec: Any = sharding.get("spec", [])
+    entries = spec if isinstance(spec, list) else [0]
+    return all(
+        e is None or isinstance(e, str) or (isinstance(e, list) and all(isinstance(a, str) for a in e)) for e in entries
+    )
 
 
 def _decode_piece(data: dict[str, Any], spec: ArraySpec, files: Sequence[DataFile]) -> Piece:

@@ -12,6 +12,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import NUMPY_NAMES, Region, kind_of
 from shardkeep.choosing import Request, Wanted
+from shardkeep.errors import IntegrityError
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
 from shardkeep.planning import Fetch, plan_read
@@ -125,7 +126,7 @@ def _adapt(w: Wanted, value: Any, request: Request) -> Any:
     if is_array and request.check is not None:
         request.check(w.stored, value)
     if w.stored.kind == "prng":
-        value = jax.random.wrap_key_data(value, impl=w.stored.extra["impl"])
+        value = _as_keys(value, w)
     if w.place.function is not None:
         value = apply_function(w.place.function, value)
     if is_array and request.callback is not None:
@@ -135,6 +136,13 @@ def _adapt(w: Wanted, value: Any, request: Request) -> Any:
     if isinstance(value, np.ndarray):
         value = _settled(w, value)
     return value if w.like is None else _like(w.like, value, w.stored.key)
+
+
+def _as_keys(data: Any, w: Wanted) -> Any:
+    try:
+        return jax.random.wrap_key_data(data, impl=w.stored.extra["impl"])
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"leaf {w.stored.key!r} holds no PRNG keys that JAX knows: {error}") from error
 
 
 def _settled(w: Wanted, value: Array) -> Any:

@@ -269,7 +269,7 @@ def test_our_own_notes_are_understood_without_the_manifest(tmp_path: Path) -> No
     (file,) = (tmp_path / "c").rglob("*.safetensors")
     (tmp_path / "alone").mkdir()
     copy = tmp_path / "alone" / "x.safetensors"
-    data = file.read_bytes().replace(b'"shardkeep":"1"', b'"somebodys":"1"').replace(b'"save":', b'"ssve":')
+    data = file.read_bytes().replace(b'"shardkeep":"1"', b'"somebodys":"1"').replace(b'"shardkeep_save":', b'"somebodys_save":')
     copy.write_bytes(data)
     loaded = shardkeep.load(copy)
     for name, array in tree.items():

@@ -345,12 +345,9 @@ def test_a_tree_of_the_same_prefix_is_replaced(save: str, form: str, tmp_path: P
 # --- prefixes
 
 
-@forms
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "safetensors file"])
 def test_trees_of_several_prefixes_and_none_share_a_directory(form: str, tmp_path: Path) -> None:
-    settings, name = FORMS[form]
-    if name.endswith(".safetensors"):
-        pytest.skip("a safetensors file holds one tree")
-    manager = AsyncCheckpointManager(**settings)
+    manager = AsyncCheckpointManager(**FORMS[form][0])
     trees = {None: {"w": jnp.ones(1)}, "a": {"w": jnp.ones(2)}, "b": {"w": jnp.ones(3)}}
     for prefix, tree in trees.items():
         manager.save(tree, tmp_path, MESH, prefix=prefix, metadata={"for": prefix})
@@ -443,6 +440,21 @@ def test_write_index_false_keeps_a_tree_out_of_eformers_index(tmp_path: Path, ma
         assert_same(manager.load_pytree(tmp_path, None, prefix=prefix)[0], {"w": jnp.ones(2)})
     index = json.loads((tmp_path / "tensorstore_index.json").read_text())
     assert list(index["prefixes"]) == ["index_True"]
+
+
+def test_eformers_index_lists_only_what_eformer_reads_rightly(tmp_path: Path, manager: AsyncCheckpointManager) -> None:
+    """No keys that it would take for one, no types it has no name for, no prefix whose directory has another name."""
+    tree = {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(3)}, "c.d": jnp.ones(1), "a/b": jnp.ones(1), "n": 3}
+    manager.save({**tree, "u": jnp.ones(2, jnp.uint4), "k": jax.random.key(0)}, tmp_path, MESH)
+    manager.save({"w": jnp.ones(2)}, tmp_path, MESH, prefix="plain")
+    manager.save({"w": jnp.ones(2)}, tmp_path, MESH, prefix="odd:name")
+    index = json.loads((tmp_path / "tensorstore_index.json").read_text())
+    assert [entry["path"] for entry in index["arrays"]] == ["c.d"]
+    assert index["prefixes"] == {"plain": [{"path": "plain/w", "shape": [2], "dtype": "float32"}]}
+    assert_same(manager.load(tmp_path, None, prefix="odd:name")[0], {"w": jnp.ones(2)})
+    manager.save({"w": jnp.zeros(2)}, tmp_path, MESH, prefix="plain")
+    index = json.loads((tmp_path / "tensorstore_index.json").read_text())
+    assert index["prefixes"] == {}
 
 
 def test_compression_is_zstd_on_the_chunks(tmp_path: Path, manager: AsyncCheckpointManager) -> None:

@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -608,6 +608,43 @@ def test_a_malformed_structure_is_refused(
     (path / "state_structure.json").write_text(json.dumps({**structure, **change}))
     with pytest.raises(shardkeep.IntegrityError, match=r"state_structure.json"):
         manager.load_pytree(path, None, prefix="state")
+
+
+def _variants(document: Any) -> Iterator[Any]:
+    """The document with each of its values, one at a time, replaced by something else."""
+    for odd in (None, 3, -1, 1e300, "x", "../x", [], {}, [[]], True):
+        if odd != document:
+            yield odd
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield {k: v for k, v in document.items() if k != key}
+            for variant in _variants(value):
+                yield {**document, key: variant}
+    if isinstance(document, list):
+        for number, value in enumerate(document[:2]):
+            yield document[:number] + document[number + 1 :]
+            for variant in _variants(value):
+                yield [*document[:number], variant, *document[number + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "document", ["tensorstore_index.json", "state_structure.json", "checkpoint_metadata.json", "state/z/.zarray"]
+)
+def test_whatever_a_document_says_it_is_loaded_or_refused(
+    document: str, copy_of: Copy, manager: AsyncCheckpointManager
+) -> None:
+    """Never an error that is not ours, whichever value in it is replaced."""
+    path = copy_of("pytree_builtins") / "ckpt"
+    good = json.loads((path / document).read_text())
+    refused = 0
+    for variant in _variants(good):
+        (path / document).write_text(json.dumps(variant))
+        try:
+            manager.load_pytree(path, None, prefix="state")
+            manager.load(path, None)
+        except shardkeep.ShardkeepError:
+            refused += 1
+    assert refused > 5
 
 
 # --- saving into one of eFormer's directories

@@ -127,7 +127,6 @@ class TestLock:
             import os, time
             from shardkeep.stores.local import LocalStore
             store = LocalStore({store.url!r})
-            make_directories(store.url)
             with store.lock(1):
                 child = os.fork()
                 if child == 0:
@@ -147,7 +146,6 @@ class TestLock:
             import os, time
             from shardkeep.stores.local import LocalStore
             store = LocalStore({store.url!r})
-            make_directories(store.url)
             held = store.hold("saves/1", b"[]")
             child = os.fork()
             if child == 0:

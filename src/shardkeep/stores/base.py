@@ -83,6 +83,10 @@ class Store(Protocol):
         """The size of a file, or None if there is none."""
         ...
 
+    def identity(self, name: str) -> object:
+        """Something that changes when the file does; None if there is none."""
+        ...
+
     def open(self, name: str) -> StoredFile: ...
 
     def create(self, name: str) -> NewFile:

@@ -30,6 +30,12 @@ _MAX_DOCUMENT = 2 << 30
 _locked: set[int] = set()  # descriptors with a lock, which a forked child must not keep alive
 
 
+def _unlock(descriptor: int) -> None:
+    _locked.discard(descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to a child that was just forked
+    os.close(descriptor)
+
+
 def _let_go() -> None:
     for descriptor in _locked:
         with suppress(OSError):
@@ -68,6 +74,13 @@ class LocalStore:
             return os.stat(self.locate(name)).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def identity(self, name: str) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self.locate(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def open(self, name: str) -> "LocalFile":
         return LocalFile(self._checked(name))
@@ -234,8 +247,7 @@ class LocalStore:
                 return
             finally:
                 if descriptor in _locked:
-                    _locked.discard(descriptor)
-                    os.close(descriptor)
+                    _unlock(descriptor)
 
     def hold(self, name: str, line: bytes) -> "LocalHeld":
         path = self.locate(name)
@@ -369,14 +381,12 @@ class LocalHeld:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
         if self._descriptor in _locked:
-            _locked.discard(self._descriptor)
-            os.close(self._descriptor)
+            _unlock(self._descriptor)
         self._descriptor = -1
 
     def abandon(self) -> None:
         if self._descriptor in _locked:
-            _locked.discard(self._descriptor)
-            os.close(self._descriptor)
+            _unlock(self._descriptor)
         self._descriptor = -1
 
 
@@ -418,18 +428,18 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
 
 def make_directories(path: str) -> None:
     """Like `os.makedirs`, and the new names survive a power cut."""
-    if os.path.isdir(path):
-        return
-    parent = os.path.dirname(path)
-    if parent != path:
-        make_directories(parent)
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path) from None
-        return
-    sync_path(parent)
+    missing: list[str] = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
+        else:
+            sync_path(os.path.dirname(directory))
 
 
 def sync_path(path: str) -> None:
