@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError
 from shardkeep.tree import Path, flatten
@@ -135,7 +136,7 @@ class _Named:
     """A tree (or flat dotted dict) of shardings, looked up by dotted leaf path; an entry covers what lies below it."""
 
     def __init__(self, shardings: Any) -> None:
-        _, leaves = flatten(shardings, is_leaf=lambda x: x is None or isinstance(x, Sharding | PartitionSpec))
+        _, leaves = flatten(shardings, is_leaf=lambda x: x is None or isinstance(x, Sharding | PartitionSpec | Partial))
         self._entries: dict[str, Any] = {".".join(leaf.path): leaf.value for leaf in leaves}
         self._used: set[str] = set()
 

@@ -262,14 +262,32 @@ def set_memory_budget(nbytes: int | None) -> None:
 def available_memory() -> int:
     """Bytes of memory this process may still use: the machine's, or the container's if that is less."""
     free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for limit, used in _cgroup_files():
         most, now = _number(limit), _number(used)
         if most is not None and now is not None:
             free = min(free, max(most - now, 0))
     return max(free, 64 << 20)
+
+
+def _cgroup_files() -> list[tuple[str, str]]:
+    """(limit, usage) files of this process's memory cgroups, from its own up to the root."""
+    found: list[tuple[str, str]] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = "/sys/fs/cgroup" if controllers == "" else "/sys/fs/cgroup/memory"
+        names = ("memory.max", "memory.current")
+        names = names if controllers == "" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        parts = [part for part in group.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            place = "/".join([base, *parts[:depth]])
+            found.append((f"{place}/{names[0]}", f"{place}/{names[1]}"))
+    return found
 
 
 def _meminfo(name: str) -> int | None:

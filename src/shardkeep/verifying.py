@@ -6,6 +6,7 @@ import numpy as np
 
 from shardkeep.digests import BLOCK, block_count, digest
 from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.formats.zarr import check_zarr
 from shardkeep.manifest import Manifest, Piece, StoredLeaf, Tree
 from shardkeep.opening import find, open_checkpoint
 from shardkeep.reading import Source, check_blocks, unpack
@@ -43,9 +44,13 @@ def verify(path: object, *, prefix: str | None = None) -> VerifyReport:
         nbytes=sum(file.size for tree in trees for file in tree.files),
         files=sum(len(tree.files) for tree in trees),
         seconds=time.perf_counter() - started,
-        unchecked=sum(any(p.digests is None for p in leaf.pieces) for tree in trees for leaf in tree.leaves),
+        unchecked=sum(_carries_no_digests(leaf) for tree in trees for leaf in tree.leaves),
         problems=tuple(sorted(check.problems, key=lambda p: (p.file, p.leaf or "", p.message))),
     )
+
+
+def _carries_no_digests(leaf: StoredLeaf) -> bool:
+    return leaf.kind == "zarr" or any(piece.digests is None for piece in leaf.pieces)
 
 
 def _was_replaced(path: object, manifest: Manifest) -> bool:
@@ -66,6 +71,8 @@ class _Check:
         source = Source(self._store, tree.files, tree.compression)
         tasks: list[Task] = [lambda n=number: self._check_file(source, n) for number in range(len(tree.files))]
         for leaf in tree.leaves:
+            if leaf.kind == "zarr":
+                tasks.append(lambda f=leaf: self._check_foreign(f))
             for piece in leaf.pieces:
                 total = block_count(piece.length)
                 step = total if piece.stored is not None else _PART // BLOCK
@@ -89,6 +96,14 @@ class _Check:
             self.problems.append(
                 Problem(None, where, f"{where} is damaged in its first {record.header_length:,} bytes")
             )
+
+    def _check_foreign(self, leaf: StoredLeaf) -> None:
+        """An array of another program has no digests, but its chunks must be there and of their size."""
+        try:
+            check_zarr(self._store, leaf)
+        except (IntegrityError, OSError) as error:
+            where = self._store.locate(leaf.extra["directory"])
+            self.problems.append(Problem(leaf.key, where, f"leaf {leaf.key!r}: {_reason(error)}"))
 
     def _check_piece(self, source: Source, leaf: StoredLeaf, piece: Piece, first: int, last: int) -> None:
         where = self._store.locate(source.files[piece.file].name)

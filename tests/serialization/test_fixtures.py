@@ -330,7 +330,6 @@ def test_a_truncated_chunk_is_refused(manager: AsyncCheckpointManager) -> None:
         shardkeep.load(where("broken_truncated_chunk"))
 
 
-@pytest.mark.xfail(strict=True, reason="verifying.py passes over zarr leaves; formats.zarr.check_zarr is there for it")
 @pytest.mark.parametrize("name", ["broken_killed_mid_save", "broken_truncated_chunk"])
 def test_verify_tells_what_is_broken(name: str) -> None:
     report = shardkeep.verify(where(name))

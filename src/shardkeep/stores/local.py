@@ -24,6 +24,7 @@ _MAX_BUFFERS = 1024
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
 _MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 _FEW_FILES = 8
+_MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
 
 
@@ -428,6 +429,8 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
 
 def make_directories(path: str) -> None:
     """Like `os.makedirs`, and the new names survive a power cut."""
+    if len(os.fsencode(path)) >= _MAX_PATH:  # before the first levels of it are made
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
     missing: list[str] = []
     while not os.path.isdir(path):
         missing.append(path)
