@@ -241,7 +241,7 @@ class TestPaths:
             assert_same(shardkeep.load(tmp_path / name), {"w": np.zeros(3)})
 
     def test_a_path_that_is_too_long_is_an_error_of_ours(self, tmp_path: Path) -> None:
-        for name in ("x" * 300, "y/" * 3000):
+        for name in ("x" * 300, ("y" * 200 + "/") * 30):
             with pytest.raises(shardkeep.StorageError, match="File name too long"):
                 shardkeep.save(tmp_path / name, {"w": np.ones(3)})
             assert not shardkeep.exists(tmp_path / name)
