@@ -1,6 +1,6 @@
 """How fast saves and loads are here, beside the raw disk and, if they are installed, other libraries.
 
-    python bench/run.py            # about ten minutes; writes bench/results/table.md
+    python bench/run.py            # about ten minutes; writes a table to bench/results/
     python bench/run.py --quick    # small trees, one round: shows that it runs, the numbers mean little
 
 Each measurement is a fresh process that has saved and loaded one tiny tree before. The rounds are interleaved: every

@@ -21,7 +21,7 @@ from shardkeep.arrays import Region
 from shardkeep.opening import open_checkpoint
 from shardkeep.planning import plan_read
 from shardkeep.reading import Source, Target, read_targets
-from shardkeep.stores.local import LocalFile
+from shardkeep.stores.mapping import LocalFile
 from shardkeep.workers import Crew
 from support import Dense, Keyed, Point, assert_same, bits, mesh_of, pattern, run_python, save_as
 

@@ -179,6 +179,8 @@ def test_a_save_that_never_finished_is_called_incomplete(tmp_path: Path, spawner
         for action in (shardkeep.load, shardkeep.inspect):
             with pytest.raises(shardkeep.IncompleteCheckpointError, match="never finished"):
                 action(path)
+        shardkeep.delete(path)
+    assert not os.listdir(tmp_path)
 
 
 class TestPaths:

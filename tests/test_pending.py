@@ -19,8 +19,9 @@ import pytest
 
 import shardkeep
 from faults.spawner import MODES, Pause, shim
-from shardkeep.pending import PendingSave, Turns
-from shardkeep.staging import budget
+from shardkeep.memory import budget
+from shardkeep.pending import PendingSave
+from shardkeep.workers import Turns
 from support import assert_same
 
 TESTS = Path(__file__).parent
@@ -361,11 +362,11 @@ class TestMemoryBudget:
         assert budget._used == 0
 
     def test_the_budget_comes_from_the_environment(self, program: Program) -> None:
-        process = program.start("from shardkeep.staging import budget; print(budget.limit)")
+        process = program.start("from shardkeep.memory import budget; print(budget.limit)")
         assert int(process.communicate(timeout=40)[0]) > 1 << 20
         os.environ["SHARDKEEP_MEMORY_BUDGET"] = "12345"
         try:
-            process = program.start("from shardkeep.staging import budget; print(budget.limit)")
+            process = program.start("from shardkeep.memory import budget; print(budget.limit)")
             assert process.communicate(timeout=40)[0] == "12345\n"
         finally:
             del os.environ["SHARDKEEP_MEMORY_BUDGET"]

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.staging import MemoryBudget, Snapshot, aligned_empty, available_memory, staged_bytes, take_snapshot
+from shardkeep.memory import MemoryBudget, aligned_empty, available_memory
+from shardkeep.staging import Snapshot, staged_bytes, take_snapshot
 from shardkeep.tree import flatten
 from support import mesh_of
 

@@ -3,7 +3,8 @@
 import json
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -222,6 +223,74 @@ def test_a_namedtuple_with_its_own_constructor_is_rebuilt_without_running_it() -
         assert rebuilt.x == 5
     finally:
         del module.Strict  # type: ignore[attr-defined]
+
+
+def _through_json(tree: Any) -> Any:
+    skeleton, leaves = flatten(tree)
+    return Skeleton.from_json(json.loads(json.dumps(skeleton.to_json()))).rebuild([leaf.value for leaf in leaves])
+
+
+@pytest.fixture
+def in_support() -> Iterator[Callable[[type], type]]:
+    """Classes of a test as if its module had them, so that they can be found by name."""
+    module, added = sys.modules["support"], []
+
+    def add(cls: type) -> type:
+        cls.__module__, cls.__qualname__ = "support", cls.__name__
+        setattr(module, cls.__name__, cls)
+        added.append(cls.__name__)
+        return cls
+
+    yield add
+    for name in added:
+        delattr(module, name)
+
+
+def test_a_dataclass_that_takes_itself_apart_in_its_own_way_is_rebuilt(in_support: Callable[[type], type]) -> None:
+    @jax.tree_util.register_pytree_node_class
+    @dataclass
+    class Doubled:
+        a: Any
+        b: Any
+
+        def tree_flatten(self) -> Any:
+            return (self.a * 2,), self.b
+
+        @classmethod
+        def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+            return cls(children[0], aux)
+
+    in_support(Doubled)
+    again = _through_json(Doubled(1, "tag"))
+    assert type(again) is Doubled
+    assert (again.a, again.b) == (2, "tag")
+
+
+def test_a_dataclass_whose_own_code_fails_on_sight_is_a_stand_in(
+    in_support: Callable[[type], type], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Comparing its fields with those that were saved runs the class's code, which may not like what it is given."""
+
+    @jax.tree_util.register_pytree_with_keys_class
+    @dataclass
+    class Picky:
+        a: Any
+        b: Any
+
+        def tree_flatten_with_keys(self) -> Any:
+            if isinstance(self.a, str):
+                raise ValueError("no text, please")
+            return ((jax.tree_util.GetAttrKey("a"), self.a),), (self.b,)
+
+        @classmethod
+        def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+            return cls(children[0], *aux)
+
+    in_support(Picky)
+    again = _through_json(Picky(1, 2))
+    assert isinstance(again, StandIn)
+    assert again.a == 1
+    assert "no text, please" in caplog.text
 
 
 def test_other_aux_data_needs_a_template() -> None:

@@ -45,7 +45,9 @@ def _write(
     leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
     plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
     with Crew() as crew:
-        return write_files(LocalStore(str(root)), plan, [Shard(a, stable) for a in arrays], crew, progress)
+        return write_files(
+            LocalStore(str(root)), plan.files, plan.leaves, [Shard(a, stable) for a in arrays], crew, progress
+        )
 
 
 def _descriptors() -> int:

@@ -17,6 +17,7 @@ from shardkeep.errors import (
     NotADirectoryPathError,
     NotEnoughSpaceError,
     PrefixError,
+    ProcessError,
     ShardingError,
     ShardkeepError,
     StorageError,
@@ -26,12 +27,12 @@ from shardkeep.errors import (
 )
 from shardkeep.loading import load
 from shardkeep.manifest import Manifest
+from shardkeep.memory import set_memory_budget
+from shardkeep.nodes import StandIn
 from shardkeep.opening import delete, exists, inspect
 from shardkeep.pending import PendingSave
 from shardkeep.reports import Problem, SaveReport, VerifyReport
 from shardkeep.saving import save, save_async
-from shardkeep.staging import set_memory_budget
-from shardkeep.tree import StandIn
 from shardkeep.verifying import verify
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "PendingSave",
     "PrefixError",
     "Problem",
+    "ProcessError",
     "SaveReport",
     "ShardingError",
     "ShardkeepError",

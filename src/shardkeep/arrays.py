@@ -27,6 +27,7 @@ NUMPY_NAMES = frozenset(
         "complex128",
     ]
 )
+_MOST_SPLITS = 64  # beyond the splits needed: rather another axis than thousands of slivers
 _EXTENDED = {
     name: np.dtype(kind)
     for name in dir(ml_dtypes)
@@ -157,6 +158,38 @@ class Region:
     def within(self, outer: "Region") -> "Region":
         """The same region, counted from the start of `outer`."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
+
+
+def split_counts(shape: Sequence[int], itemsize: int, limit: int) -> list[int]:
+    """Into how many equal parts each axis is cut so that a part has at most `limit` bytes, the first axes first.
+
+    >>> split_counts((6, 10), itemsize=1, limit=20)
+    [3, 1]
+    """
+    counts = [1] * len(shape)
+    nbytes = math.prod(shape) * itemsize
+    for axis, extent in enumerate(shape):
+        needed = -(-nbytes // limit)
+        if needed <= 1:
+            break
+        best = next((k for k in range(needed, min(extent, needed * _MOST_SPLITS) + 1) if extent % k == 0), None)
+        if best is None and extent < needed:
+            best = extent
+        if best is not None:
+            counts[axis] = best
+            nbytes //= best
+    return counts
+
+
+def cut(region: Region, counts: Sequence[int]) -> list[Region]:
+    """A region cut into equal parts, as many along each axis as `counts` says."""
+    if all(n == 1 for n in counts):
+        return [region]
+    shape = tuple(n // k for n, k in zip(region.shape, counts, strict=True))
+    return [
+        Region(tuple(a + i * n for a, i, n in zip(region.start, index, shape, strict=True)), shape)
+        for index in np.ndindex(*counts)
+    ]
 
 
 def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: int) -> list[tuple[int, int]]:

@@ -43,6 +43,7 @@ class Request:
     all_jax: bool = False  # NumPy leaves become JAX arrays too
     in_flight: int | None = None  # arrays read at once
     verbose: bool = False  # show a progress bar
+    read_once: bool = False  # of several processes only the first reads, and sends the others what it read
     check: Callable[[StoredLeaf, Any], None] | None = None  # sees each array before anyone else
     callback: Callable[[Any, StoredLeaf], Any] | None = None  # gets each array once it is placed, in saved order
 

@@ -9,7 +9,8 @@ comes later removes what dead saves recorded and no document names: never an unk
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardkeep.errors import (
@@ -17,12 +18,14 @@ from shardkeep.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     ConflictError,
+    IncompleteCheckpointError,
     NotEnoughSpaceError,
     ShardkeepError,
     StorageError,
 )
 from shardkeep.manifest import Manifest, Tree, check_name
 from shardkeep.planning import Draft, LeafPlan, SavePlan
+from shardkeep.processes import ALONE, LEADER, Operation
 from shardkeep.stores.base import Held, Store
 from shardkeep.tree import Path
 
@@ -68,12 +71,23 @@ class Target(Protocol):
         """Refuse arrays this target has no names for, before anything is done."""
         ...
 
-    def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:
-        """Names and places for everything a save will write, nothing of it in use."""
+    def describe(self) -> str:
+        """The format, in a word or two."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether arrays that span processes are brought together in the first of them."""
+        ...
+
+    def plan(
+        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+    ) -> SavePlan:
+        """Names and places for everything a save will write, nothing of it in use; or those below `at`."""
         ...
 
     def finish(self, turn: "Turn", tree: Tree) -> Tree:
-        """Complete files that speak of the whole save, before they are made durable."""
+        """Complete files that speak of the whole save, durably."""
         ...
 
     def put(self, turn: "Turn", tree: Tree, current: Manifest | None) -> str:
@@ -86,20 +100,26 @@ class Turn:
     """A save's turn at a target, from `begin` until `commit` or `abandon`."""
 
     target: Target
-    prefix: str
+    draft: Draft
     base_id: str | None
     plan: SavePlan
     held: Held
-    attempted: bool = False  # the commit was begun: only reading back tells whether it happened
+    writer: int = LEADER
+    attempted: bool = False  # the commit may have been begun: only reading back tells whether it happened
     closed: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.target.where} (prefix {self.prefix!r})" if self.prefix else self.target.where
+        prefix = self.draft.prefix
+        return f"{self.target.where} (prefix {prefix!r})" if prefix else self.target.where
 
 
-def begin(target: Target, leaves: Sequence[LeafPlan], draft: Draft, overwrite: bool) -> Turn:
+def begin(
+    target: Target, leaves: Sequence[LeafPlan], draft: Draft, overwrite: bool, operation: Operation = ALONE
+) -> Turn:
     """Clean up after dead saves, check that this save may go on, choose its names and record them."""
+    if not operation.leads:
+        return _follow(target, leaves, draft, operation)
     store = target.store
     with store.lock(_LOCK_SECONDS):
         current = target.read_if_any()
@@ -115,8 +135,26 @@ def begin(target: Target, leaves: Sequence[LeafPlan], draft: Draft, overwrite: b
                 f"saving to {target.where} needs {plan.nbytes + _SLACK:,} bytes and {free:,} are free; "
                 "nothing was written"
             )
-        held = record(store, plan.save_id, plan.names)
-    return Turn(target, draft.prefix, existing.save_id if existing else None, plan, held)
+        held = record(store, plan.save_id, [file.name for file in plan.files_of(LEADER)])
+    if operation.size > 1:
+        operation.share([draft.save_id, draft.created, plan.directory])
+    return Turn(target, draft, existing.save_id if existing else None, plan, held)
+
+
+def _follow(target: Target, leaves: Sequence[LeafPlan], draft: Draft, operation: Operation) -> Turn:
+    """Begin as one of several processes, under the names that the leader chose."""
+    store = target.store
+    save_id, created, directory = operation.share()
+    draft = replace(draft, save_id=save_id, created=created)
+    plan = target.plan(leaves, draft, None, directory)
+    if store.size(f"{store.saves}/{save_id}") is None:
+        raise StorageError(
+            f"saving to {target.where}: this directory is not the one that process {LEADER} sees. All processes must "
+            "save to the same shared directory or bucket. Nothing was written"
+        )
+    names = [file.name for file in plan.files_of(operation.index)]
+    held = record(store, f"{save_id}.{operation.index}", names)
+    return Turn(target, draft, None, plan, held, operation.index)
 
 
 def commit(turn: Turn, tree: Tree) -> None:
@@ -124,12 +162,14 @@ def commit(turn: Turn, tree: Tree) -> None:
     target = turn.target
     with target.store.lock(_LOCK_SECONDS):
         current = target.read_if_any()
-        replaced = current.trees.get(turn.prefix) if current else None
+        replaced = current.trees.get(turn.draft.prefix) if current else None
         if (replaced.save_id if replaced else None) != turn.base_id:
             raise ConflictError(
                 f"another save changed {turn.name} while this one was writing; "
                 "theirs is in place and untouched, this one was not committed"
             )
+        if any(file.writer != LEADER for file in turn.plan.files):
+            _find_again(turn, tree)
         old = [file.name for file in replaced.files] if replaced else []
         if old:
             turn.held.append(json.dumps(old).encode())
@@ -141,8 +181,22 @@ def commit(turn: Turn, tree: Tree) -> None:
         else:
             others = {file.name for file in tree.files} | {document}
             if current is not None:
-                others |= names_in(current, but=turn.prefix)
-            _remove_replaced(turn, {*old, *target.documents} - others)
+                others |= names_in(current, but=turn.draft.prefix)
+            try:  # failing to remove what was replaced does not undo the save
+                if unneeded := {*old, *target.documents} - others:
+                    target.store.remove(unneeded)
+                turn.held.release()
+            except OSError as error:
+                log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
+                turn.held.abandon()
+            turn.closed = True
+
+
+def _find_again(turn: Turn, tree: Tree) -> None:
+    """What other processes wrote is still there: one that died after it was done may have been cleaned up after."""
+    for file, plan in zip(tree.files, turn.plan.files, strict=True):
+        if plan.writer != LEADER and turn.target.store.size(file.name) != file.size:
+            raise StorageError(f"saving {turn.name}: {file.name}, written by process {plan.writer}, is gone")
 
 
 def _settle(turn: Turn, error: OSError) -> None:
@@ -164,20 +218,8 @@ def _settle(turn: Turn, error: OSError) -> None:
 
 def _is_committed(turn: Turn) -> bool:
     now = turn.target.read_if_any()
-    tree = now.trees.get(turn.prefix) if now else None
+    tree = now.trees.get(turn.draft.prefix) if now else None
     return tree is not None and tree.save_id == turn.plan.save_id
-
-
-def _remove_replaced(turn: Turn, names: set[str]) -> None:
-    """After the commit: the old tree's files go. Failing to remove them does not undo the save."""
-    try:
-        if names:
-            turn.target.store.remove(names)
-        turn.held.release()
-    except OSError as error:
-        log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
-        turn.held.abandon()
-    turn.closed = True
 
 
 def abandon(turn: Turn) -> None:
@@ -185,15 +227,28 @@ def abandon(turn: Turn) -> None:
     if turn.closed:
         return
     turn.closed = True
+    store = turn.target.store
     try:
-        if turn.attempted and _is_committed(turn):
-            turn.held.abandon()
-            return
-        turn.target.store.remove(turn.plan.names)
-        turn.held.release()
+        # Of several processes one may give up while the leader commits: then only the lock says which came first.
+        with store.lock(_LOCK_SECONDS) if turn.attempted else nullcontext():
+            if turn.attempted and _is_committed(turn):
+                turn.held.abandon()
+                return
+            store.remove(file.name for file in turn.plan.files_of(turn.writer))
+            turn.held.release()
     except (ShardkeepError, OSError) as error:
         log.warning("shardkeep: left-overs of a failed save may remain at %s (%s)", turn.target.where, error)
         turn.held.abandon()
+
+
+def outcome(target: Target, turn: Turn | None) -> str:
+    """For an error: what is there now."""
+    try:
+        if turn is not None and turn.attempted and _is_committed(turn):
+            return "The new checkpoint was committed all the same and is whole"
+    except (ShardkeepError, OSError) as error:
+        return f"What {target.where} holds now cannot be read ({error})"
+    return "Nothing was committed; what was there before is intact"
 
 
 def clean_up(target: Target, manifest: Manifest | None) -> list[str]:
@@ -231,7 +286,9 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
         return []
     for line in lines:
         try:
-            names += [check_name(name) for name in json.loads(line)]
+            told = json.loads(line)
+            if isinstance(told, list):
+                names += [check_name(name) for name in told]
         except (ValueError, TypeError):
             break
     return names
@@ -240,9 +297,12 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
 def delete(target: Target) -> None:
     """Remove a checkpoint, what says it is committed first; files that are not shardkeep's stay."""
     store = target.store
-    found = target.read()
-    if all(tree.format == "foreign" for tree in found.trees.values()):
-        raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
+    try:
+        trees = target.read().trees
+        if all(tree.format == "foreign" for tree in trees.values()):
+            raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
+    except IncompleteCheckpointError:
+        pass  # what a save that never finished left goes too
     with store.lock(_LOCK_SECONDS):
         manifest = target.read_if_any()
         clean_up(target, manifest)

@@ -27,10 +27,14 @@ class Directory:
     documents: Sequence[str] = (MANIFEST,)
     companions: Sequence[str] = (INDEX, METADATA)
     keeps_control: bool = True
+    gathers: bool = False
 
     @property
     def where(self) -> str:
         return self.store.url
+
+    def describe(self) -> str:
+        return f"{self.format.name}, compression {self.format.compression}"
 
     def read_if_any(self) -> Manifest | None:
         try:
@@ -60,37 +64,46 @@ class Directory:
     def check(self, paths: Sequence[Path]) -> None:
         """Any names will do."""
 
-    def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:
+    def plan(
+        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+    ) -> SavePlan:
         """Clean names for whoever claims the prefix first, names with the save's id for everyone after."""
         pieces = plan_pieces(leaves, self.format.split)
-
-        def plan_in(directory: str) -> SavePlan:
+        clean = prefix_directory(draft.prefix) if draft.prefix else ""
+        own = f"{clean}~{draft.save_id}"
+        for directory in (clean, own) if at is None else (at,):
             files = tuple(self.format.lay_out(leaves, pieces, directory, draft.save_id))
-            return SavePlan(
-                draft.save_id, self.format.name, self.format.compression, draft.skeleton, tuple(leaves), files
+            plan = SavePlan(
+                draft.save_id,
+                self.format.name,
+                self.format.compression,
+                draft.skeleton,
+                tuple(leaves),
+                files,
+                directory,
             )
+            if directory in (own, at) or all(draft.save_id in name for name in plan.names):
+                return plan
+            if self._is_free(plan.names) and self.store.claim(f"{self.store.control}/claims/{hashed(draft.prefix)}"):
+                return plan
+        raise AssertionError("a directory of its own is always free")
 
-        directory = prefix_directory(draft.prefix) if draft.prefix else ""
-        plan = plan_in(directory)
-        if all(draft.save_id in name for name in plan.names):
-            return plan
+    def _is_free(self, names: Sequence[str]) -> bool:
+        """Whether no file there, and no save at work, has any of the names."""
         running = self.store.children(self.store.saves)
         live = [name for save_id in running for name in recorded_names(self.store, save_id)]
-        claim = f"{self.store.control}/claims/{hashed(draft.prefix)}"
-        if not self.store.is_taken(plan.names) and not _overlap(plan.names, live) and self.store.claim(claim):
-            return plan
-        return plan_in(f"{directory}~{draft.save_id}")
+        return not self.store.is_taken(names) and not _overlap(names, live)
 
     def finish(self, turn: Turn, tree: Tree) -> Tree:
         return tree
 
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
-        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), turn.prefix: tree})
+        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), turn.draft.prefix: tree})
         # An index is there only if a tree eFormer could read is, or was until now.
         replaced_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         self.store.replace(MANIFEST, encode_manifest(manifest))
         if any(saved.format != "safetensors" for saved in manifest.trees.values()) or replaced_index:
-            self._tell_eformer(manifest, turn.prefix)
+            self._tell_eformer(manifest, turn.draft.prefix)
         return MANIFEST
 
     def _tell_eformer(self, manifest: Manifest, prefix: str) -> None:

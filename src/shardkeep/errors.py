@@ -15,6 +15,7 @@ ShardkeepError
 ├── TemplateMismatchError     (ValueError)         shapes or kinds differ from the template
 ├── MissingLeafError          (KeyError)           leaves asked for that were never saved
 ├── ShardingError             (ValueError)         a sharding that does not fit an array
+├── ProcessError              (RuntimeError)       another process of the job failed, vanished or does something else
 └── StorageError              (OSError)            the file system refused
     ├── AccessError           (PermissionError)    not allowed to read or write there
     ├── NotADirectoryPathError (NotADirectoryError)  the path, or a part of it, is a file
@@ -26,10 +27,14 @@ Each also inherits the builtin in parentheses, so code that knows only the built
 """
 
 import errno
+from typing import Any
 
 
 class ShardkeepError(Exception):
     """The root: `except shardkeep.ShardkeepError` catches everything shardkeep raises on purpose."""
+
+    record: dict[str, Any] | None = None  # for an error that has to do with another JAX process: what is told to all
+    told: bool = False  # whether another process told it
 
 
 class CheckpointNotFoundError(ShardkeepError, FileNotFoundError):
@@ -91,6 +96,16 @@ class ShardingError(ShardkeepError, ValueError):
     """A sharding, spec or rule does not fit the array or the mesh."""
 
 
+class ProcessError(ShardkeepError, RuntimeError):
+    """Another JAX process failed, vanished, never made the call, or made another one."""
+
+    def but(self, more: str) -> "ProcessError":
+        """The same error with another sentence."""
+        error = ProcessError(f"{self}. {more}")
+        error.record = self.record and {**self.record, "message": str(error)}
+        return error
+
+
 class StorageError(ShardkeepError, OSError):
     """The file system refused an operation; the message says which and what is left behind."""
 
@@ -113,6 +128,12 @@ class ConflictError(StorageError):
 
 class CommitUnknownError(StorageError):
     """The commit was attempted and its outcome cannot be read back. Nothing was deleted."""
+
+
+def error_named(name: str) -> type[ShardkeepError] | None:
+    """The class of that name in the tree above."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, ShardkeepError) else None
 
 
 def storage_error(error: OSError, doing: str, then: str) -> StorageError:

@@ -72,8 +72,15 @@ class Exchange:
         return False
 
     @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
     def where(self) -> str:
         return self.store.locate(self.single)
+
+    def describe(self) -> str:
+        return f"exchange files of {self.shard_size:,} bytes"
 
     def read(self) -> Manifest:
         found = self.read_if_any()
@@ -108,8 +115,12 @@ class Exchange:
                 )
             seen.add(name)
 
-    def plan(self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None) -> SavePlan:
+    def plan(
+        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+    ) -> SavePlan:
         """The files to write; a single one leaves room in its header for a manifest known only when all is written."""
+        if at is not None:  # the leader writes it all
+            return SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
         if current is not None and current.prefixes != [draft.prefix]:
             raise PrefixError(
                 f"{self.where} holds the tree of prefix {current.prefixes[0]!r} and exchange files hold one tree; "
@@ -145,20 +156,21 @@ class Exchange:
         if others:
             return tree
         tree = replace(tree, files=(DataFile(self.single, file.size, len(plan.header)),))
-        manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.prefix: tree})).decode()
+        manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.draft.prefix: tree})).decode()
         header = json.loads(plan.header[8:])
         notes = {k: v for k, v in header.pop("__metadata__").items() if k == "dtypes"}
         metadata = {"format": "pt", _SEAL: "0" * 32, _MARK: manifest, **notes}
         text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
         assert len(text) <= len(plan.header) - 8, "the manifest outgrew the room left for it"
         self.store.write_into(plan.name, 0, seal(plan.header[:8] + text.ljust(len(plan.header) - 8)))
+        self.store.sync([plan.name])
         return tree
 
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
         if len(turn.plan.files) == 1:
             self.store.rename(turn.plan.files[0].name, self.single)
             return self.single
-        self.store.replace(self.index, _encode_index(turn.prefix, tree, turn.plan.files))
+        self.store.replace(self.index, _encode_index(turn.draft.prefix, tree, turn.plan.files))
         self.store.remove([self.single])  # until now the single file counted
         self.store.sync_directory("")
         return self.index

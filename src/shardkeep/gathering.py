@@ -11,9 +11,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import kind_of, parse_dtype
+from shardkeep.memory import budget
 from shardkeep.placing import stays_numpy
 from shardkeep.progress import Bar
-from shardkeep.staging import budget, is_prng_dtype
+from shardkeep.staging import is_prng_dtype
 from shardkeep.tree import flatten
 
 log = logging.getLogger("shardkeep")

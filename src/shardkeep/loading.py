@@ -9,13 +9,15 @@ from jax.sharding import Mesh
 
 from shardkeep.arrays import parse_dtype
 from shardkeep.choosing import Request, choose
-from shardkeep.errors import IntegrityError, ShardkeepError, storage_error
+from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ShardkeepError, storage_error
 from shardkeep.manifest import Manifest, Tree
 from shardkeep.opening import open_checkpoint
 from shardkeep.placing import read_leaves
+from shardkeep.processes import LEADER, Operation, join
 from shardkeep.sharding import Rules
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
+from shardkeep.together import compare
 from shardkeep.tree import Skeleton
 
 log = logging.getLogger("shardkeep")
@@ -35,6 +37,7 @@ def load(
     dtype: Any = None,
     verify: bool = True,
     mapped: Literal["auto", False] = "auto",
+    read_once: bool = False,
 ) -> Any:
     """Load a checkpoint as the tree that was saved, on any number of devices, every byte checked.
 
@@ -46,6 +49,9 @@ def load(
 
     On a local disk arrays are mapped from the file where that needs no copy (`mapped=False` reads them instead): then
     the file must not be changed in place while they live; replacing or deleting the checkpoint is safe.
+
+    Of several JAX processes each reads the bytes its own devices need. With `read_once` the first reads everything and
+    sends it to the others over the network, which pays when many processes share slow storage.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> _ = shardkeep.save(tmp / "state", {"layers": [{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}], "step": 7})
@@ -64,6 +70,7 @@ def load(
         dtype=None if dtype is None else parse_dtype(dtype),
         verify=verify,
         mapped=mapped == "auto",
+        read_once=read_once,
     )
     skeleton, leaves, _ = load_request(path, request)
     return skeleton.rebuild(leaves)
@@ -71,29 +78,62 @@ def load(
 
 def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], Tree]:
     """The structure asked for, its leaves, and the saved tree. Starts over if a writer replaced it meanwhile."""
-    for _ in range(_TRIES):
-        store, manifest = open_checkpoint(path)
-        try:
-            loaded = _load(store, manifest, request)
-            # In a directory a name is never written twice. Exchange files keep theirs: was it one state all along?
-            if os.path.basename(store.control) == CONTROL or open_checkpoint(path)[1].save_id == manifest.save_id:
+    with join(f"loading {path}") as operation:
+        if operation.size > 1:
+            compare(operation, [f"path {path}", f"prefix {request.prefix!r}", f"include {request.include}"])
+        for _ in range(_TRIES):
+            store, manifest = _open_same(path, operation)
+            loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
+            everyone = operation.gather(loaded is not None)
+            if operation.share(all(everyone)) and loaded is not None:
                 return loaded
-        except (IntegrityError, FileNotFoundError):
-            # Names are never written twice: if the manifest is still the same, the damage is real.
-            if open_checkpoint(path)[1].save_id == manifest.save_id:
-                raise
-        except OSError as error:
-            if isinstance(error, ShardkeepError):
-                raise
-            raise storage_error(error, f"loading {path}", "Nothing was loaded") from error
-    raise IntegrityError(f"{path} was replaced {_TRIES} times while it was being loaded; try again when writers rest")
+        raise IntegrityError(
+            f"{path} was replaced {_TRIES} times while it was being loaded; try again when writers rest"
+        )
 
 
-def _load(store: Store, manifest: Manifest, request: Request) -> tuple[Skeleton, list[Any], Tree]:
+def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | None]:
+    """The checkpoint that the leader sees; no manifest if here, by now, another one is there."""
+    if operation.leads:
+        store, manifest = open_checkpoint(path)
+        operation.share(manifest.save_id)
+        return store, manifest
+    expected = operation.share()
+    try:
+        store, manifest = open_checkpoint(path)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{error}. Process {LEADER} sees one: all processes must load from the same shared directory or bucket"
+        ) from error
+    return store, manifest if manifest.save_id == expected else None
+
+
+def _try_load(
+    path: object, store: Store, manifest: Manifest, request: Request, operation: Operation
+) -> tuple[Skeleton, list[Any], Tree] | None:
+    """What was asked for, or nothing if the checkpoint was replaced meanwhile."""
+    try:
+        loaded = _load(store, manifest, request, operation)
+        # In a directory a name is never written twice. Exchange files keep theirs: was it one state all along?
+        if os.path.basename(store.control) == CONTROL or open_checkpoint(path)[1].save_id == manifest.save_id:
+            return loaded
+    except (IntegrityError, FileNotFoundError):
+        # Names are never written twice: if the manifest is still the same, the damage is real.
+        # (Where one process reads for all, the others wait for its data: there is no starting over.)
+        if open_checkpoint(path)[1].save_id == manifest.save_id or (request.read_once and operation.size > 1):
+            raise
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        raise storage_error(error, f"loading {path}", "Nothing was loaded") from error
+    return None
+
+
+def _load(store: Store, manifest: Manifest, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
     choice = choose(tree, prefix, request)
-    values = iter(read_leaves(store, tree, [w for w in choice.wanted if w is not None], request))
+    values = iter(read_leaves(store, tree, [w for w in choice.wanted if w is not None], request, operation))
     leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
     stand_ins = choice.skeleton.stand_ins()
     if stand_ins:

@@ -25,6 +25,7 @@ from shardkeep.formats.eformer import INDEX
 from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.gathering import apply_gather_functions, cast_floats, offload, parse_float_dtype
 from shardkeep.loading import load_request
+from shardkeep.loadpath import LoadPath, path_text
 from shardkeep.manifest import StoredLeaf, Tree, check_metadata
 from shardkeep.metadata import checker, compute_checksum, describe_arrays, dotted_names, metadata_of
 from shardkeep.opening import new_target, open_checkpoint
@@ -433,34 +434,3 @@ def checked_chunk_size(chunk_size: int | None) -> int | None:
 def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
     """A callback on (array, dotted key) as the engine calls it."""
     return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
-
-
-def path_text(path: Any) -> str:
-    """A path or URL as text: of an `os.PathLike` what it stands for, of anything else its `str()`."""
-    return os.fsdecode(os.fspath(path)) if isinstance(path, str | os.PathLike) else str(path)
-
-
-class LoadPath:
-    """A path or URL that can be joined with `/`, shown, and asked whether something is there."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __truediv__(self, name: object) -> "LoadPath":
-        return LoadPath(f"{self._text.rstrip('/')}/{str(name).lstrip('/')}")
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __repr__(self) -> str:
-        return f"LoadPath({self._text!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoadPath) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def exists(self) -> bool:
-        """Whether a file or directory is there."""
-        return os.path.exists(location(self._text))

@@ -16,7 +16,7 @@ from typing import Any
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, is_partition
 from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError
-from shardkeep.tree import Path, Skeleton, flatten, join_key, nest
+from shardkeep.tree import Path, Skeleton, flatten, join_key, nest, to_json
 from shardkeep.values import Json, decode, encode
 
 MANIFEST = "manifest.json"
@@ -232,7 +232,20 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "algorithm": ALGORITHM,
         "block": BLOCK,
         "save": manifest.save_id,
-        "trees": {prefix: _encode_tree(tree) for prefix, tree in manifest.trees.items()},
+        "trees": {
+            prefix: {
+                "save": tree.save_id,
+                "format": tree.format,
+                "compression": tree.compression,
+                "created": tree.created,
+                "indexed": tree.indexed,
+                "metadata": dict(tree.metadata),
+                "structure": to_json(tree.skeleton.root),
+                "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
+                "leaves": [_encode_leaf(leaf) for leaf in tree.leaves],
+            }
+            for prefix, tree in manifest.trees.items()
+        },
     }
     return seal(json.dumps(body, separators=(",", ":")).encode())
 
@@ -283,42 +296,27 @@ def _checked_id(value: Any) -> str:
     return value
 
 
-def _encode_tree(tree: Tree) -> Json:
-    return {
-        "save": tree.save_id,
-        "format": tree.format,
-        "compression": tree.compression,
-        "created": tree.created,
-        "indexed": tree.indexed,
-        "metadata": dict(tree.metadata),
-        "structure": tree.skeleton.to_json(),
-        "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
-        "leaves": [_encode_leaf(leaf) for leaf in tree.leaves],
-    }
-
-
 def _encode_leaf(leaf: StoredLeaf) -> Json:
     key = join_key(leaf.path)
     written = key if key.isascii() else encode(key)
     if leaf.spec is None:
         return {"key": written, "kind": leaf.kind, "value": encode(leaf.value)}
-    record: dict[str, Any] = {
+    pieces: list[Json] = []
+    for piece in leaf.pieces:
+        record: dict[str, Any] = {"file": piece.file, "offset": piece.offset, "digests": piece.digests}
+        if piece.region.shape != leaf.spec.shape:
+            record |= {"start": list(piece.region.start), "shape": list(piece.region.shape)}
+        if piece.stored is not None:
+            record["stored"] = piece.stored
+        pieces.append(record)
+    return {
         "key": written,
         "kind": leaf.kind,
         "dtype": leaf.spec.dtype.name,
         "shape": list(leaf.spec.shape),
-        "pieces": [_encode_piece(piece, leaf.spec) for piece in leaf.pieces],
+        "pieces": pieces,
+        **leaf.extra,
     }
-    return {**record, **leaf.extra}
-
-
-def _encode_piece(piece: Piece, spec: ArraySpec) -> Json:
-    record: dict[str, Any] = {"file": piece.file, "offset": piece.offset, "digests": piece.digests}
-    if piece.region != Region.whole(spec.shape):
-        record |= {"start": list(piece.region.start), "shape": list(piece.region.shape)}
-    if piece.stored is not None:
-        record["stored"] = piece.stored
-    return record
 
 
 def _decode_tree(data: dict[str, Any]) -> Tree:

@@ -3,8 +3,8 @@
 import errno
 import os
 
-from shardkeep import commit
 from shardkeep.commit import Target
+from shardkeep.commit import delete as delete_target
 from shardkeep.directory import Directory
 from shardkeep.errors import (
     CheckpointNotFoundError,
@@ -116,7 +116,7 @@ def exists(path: object) -> bool:
 def delete(path: object) -> None:
     """Remove a checkpoint, its manifest first, so that a reader never sees half of it. Other files there stay.
 
-    Arrays that a running program has mapped from it remain valid.
+    What a save that never finished left there goes as well. Arrays that a running program has mapped remain valid.
 
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "old", {"w": np.zeros(3)})
@@ -126,7 +126,7 @@ def delete(path: object) -> None:
     """
     target = find(path)
     try:
-        commit.delete(target)
+        delete_target(target)
         if isinstance(target, Directory):
             target.store.remove_if_empty()
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import NUMPY_NAMES, Region, kind_of
@@ -15,35 +16,51 @@ from shardkeep.choosing import Request, Wanted
 from shardkeep.errors import IntegrityError
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
+from shardkeep.memory import Array, aligned_empty, budget
 from shardkeep.planning import Fetch, plan_read
+from shardkeep.processes import ALONE, Operation
 from shardkeep.progress import Bar, Progress
 from shardkeep.reading import Source, Target, read_targets
-from shardkeep.staging import Array, budget
 from shardkeep.stores.base import Store
 from shardkeep.workers import Crew
 
 log = logging.getLogger("shardkeep")
 
+_SENT = 64 << 20  # how much is sent to other processes at a time
 
-def read_leaves(store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request) -> list[Any]:
+
+def read_leaves(
+    store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, operation: Operation = ALONE
+) -> list[Any]:
     """The values of the leaves, in order; at most `in_flight` of them under way at once."""
-    step = request.in_flight or max(len(wanted), 1)
+    read_once = request.read_once and operation.size > 1
+    step = request.in_flight or (1 if read_once else max(len(wanted), 1))
     values: list[Any] = []
     total = sum(w.stored.nbytes for w in wanted)
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
     with Crew() as crew, bar as progress:
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
-            targets = _read(store, tree, some, request, crew, progress)
+            if read_once:
+                whole = _read(store, tree, some, request, crew, progress, whole=True) if operation.leads else None
+                targets = _send(some, whole, operation)
+            else:
+                targets = _read(store, tree, some, request, crew, progress)
             values += _finish(some, targets, request)
     _warn_numpy(wanted, values)
     return values
 
 
 def _read(
-    store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, crew: Crew, progress: Progress
+    store: Store,
+    tree: Tree,
+    wanted: Sequence[Wanted],
+    request: Request,
+    crew: Crew,
+    progress: Progress,
+    whole: bool = False,
 ) -> list[Target | None]:
-    """The data of each array in host memory, checked; None for plain values."""
+    """The data of each array in host memory, checked; None for plain values. `whole`: all of it, not what is needed."""
     targets: list[Target] = []
     fetches: list[Fetch] = []
     slots: list[Target | None] = []
@@ -51,7 +68,7 @@ def _read(
         if w.stored.spec is None:
             slots.append(None)
             continue
-        regions = _regions(w)
+        regions = [Region.whole(w.stored.spec.shape)] if whole else _regions(w)
         fetches += plan_read(len(targets), w.stored, regions)
         targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
         slots.append(targets[-1])
@@ -59,6 +76,29 @@ def _read(
     source = Source(store, tree.files, tree.compression, request.verify, request.mapped and store.mappable)
     read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots
+
+
+def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operation: Operation) -> list[Target | None]:
+    """What the leader has read, on every process: each keeps the regions it needs."""
+    operation.share()  # only once it is read does anyone enter a collective: an error leaves nobody in one
+    targets: list[Target | None] = []
+    for number, w in enumerate(wanted):
+        if w.stored.spec is None:
+            targets.append(None)
+            continue
+        mine = _array(read[number]) if read is not None else np.empty(w.stored.spec.shape, w.stored.spec.dtype)
+        raw = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+        parts = [
+            np.asarray(multihost_utils.broadcast_one_to_all(raw[start : start + _SENT]))
+            for start in range(0, raw.size, _SENT)
+        ]
+        memory = aligned_empty(raw.size)
+        for start, part in zip(range(0, raw.size, _SENT), parts, strict=True):
+            memory[start : start + part.size] = part
+        array = memory.view(w.stored.spec.dtype).reshape(w.stored.spec.shape)
+        regions = _regions(w)
+        targets.append(Target(w.stored, regions, own=True, arrays=[array[region.slices] for region in regions]))
+    return targets
 
 
 def _stays_on_host(w: Wanted) -> bool:
@@ -92,10 +132,17 @@ def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request:
             values[number] = _assemble(target, w.place.sharding)
     for sharding, numbers in grouped.items():
         arrays = [_reshaped(_array(targets[n]), wanted[n]) for n in numbers]
-        for number, array in zip(numbers, jax.device_put(arrays, sharding), strict=True):
+        for number, array in zip(numbers, _put_all(arrays, sharding), strict=True):
             values[number] = array
     jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
     return [_adapt(w, value, request) for w, value in zip(wanted, values, strict=True)]
+
+
+def _put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax.Array]:
+    """Host arrays onto their devices; those of other processes get theirs from these, without a word between them."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(list(arrays), sharding)
+    return [jax.make_array_from_callback(a.shape, sharding, lambda index, a=a: a[index]) for a in arrays]
 
 
 def _array(target: Target | None) -> Array:
@@ -148,7 +195,7 @@ def _as_keys(data: Any, w: Wanted) -> Any:
 def _settled(w: Wanted, value: Array) -> Any:
     """A host array in the byte order it was saved with; or, if a cast made it fit for JAX, on its devices."""
     if not w.as_numpy and not stays_numpy(value.dtype):
-        return jax.device_put(value, w.place.sharding)
+        return _put_all([value], w.place.sharding)[0]
     if w.stored.extra.get("order") and w.dtype is None:
         return value.astype(value.dtype.newbyteorder(w.stored.extra["order"]))
     return value
@@ -182,7 +229,7 @@ def _like(like: Any, value: Any, key: str) -> Any:
     if kind_of(dtype) == "int":
         check_fits(int(value), int(value), dtype, key)
     array = np.array(value, dtype)
-    return array if isinstance(like, np.ndarray) else jax.device_put(array, getattr(like, "sharding", None))
+    return array if isinstance(like, np.ndarray) else _put_all([array], getattr(like, "sharding", None))[0]
 
 
 def check_fits(low: int, high: int, dtype: np.dtype[Any], key: str) -> None:

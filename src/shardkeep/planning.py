@@ -6,14 +6,18 @@ from typing import Any
 
 from shardkeep.arrays import ArraySpec, Region
 from shardkeep.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.processes import LEADER
+from shardkeep.sharing import SMALL, Share
 from shardkeep.tree import Path, Skeleton, join_key
-
-SMALL = 1 << 20  # an array up to this size is stored whole, whatever its sharding: fewer, larger pieces
 
 
 @dataclass(frozen=True, slots=True)
 class LeafPlan:
-    """A leaf as it will be recorded. For an array, `held` are the regions this process has, in staging order."""
+    """A leaf as it will be recorded. For an array, `held` are the regions this process has staged, in that order.
+
+    Where several processes save together, `shares` says which of them writes which region; and `common` that each of
+    them has the whole array, which must be the same everywhere.
+    """
 
     path: Path
     kind: str
@@ -22,6 +26,8 @@ class LeafPlan:
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     held: tuple[Region, ...] = ()
     first_held: int = 0
+    shares: tuple[Share, ...] = ()
+    common: bool = False
 
     @property
     def key(self) -> str:
@@ -38,6 +44,7 @@ class PiecePlan:
     sources: tuple[tuple[int, Region], ...]
     name: str = ""
     offset: int = 0
+    writer: int = LEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class FilePlan:
     header: bytes
     pieces: tuple[PiecePlan, ...]
     size: int | None
+    writer: int = LEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,11 @@ class SavePlan:
     skeleton: Skeleton
     leaves: tuple[LeafPlan, ...]
     files: tuple[FilePlan, ...]
+    directory: str = ""
+
+    def files_of(self, writer: int) -> list[FilePlan]:
+        """What one of the processes writes."""
+        return [file for file in self.files if file.writer == writer]
 
     @property
     def names(self) -> list[str]:
@@ -129,13 +142,18 @@ def plan_pieces(
         held = [(leaf.first_held + i, region) for i, region in enumerate(leaf.held)]
         itemsize = leaf.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # never seen from JAX; a zarr grid could not hold it
-        if whole or uneven or leaf.spec.nbytes <= SMALL:
+        if leaf.shares:
+            for region, writer in leaf.shares:
+                sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
+                for part in split(leaf.spec, region):
+                    pieces.append(PiecePlan(number, part, part.size * itemsize, sources, writer=writer))
+        elif whole or uneven or leaf.spec.nbytes <= SMALL:
             region = Region.whole(leaf.spec.shape)
             pieces.append(PiecePlan(number, region, leaf.spec.nbytes, tuple(held)))
-            continue
-        for shard, region in held:
-            for part in split(leaf.spec, region):
-                pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
+        else:
+            for shard, region in held:
+                for part in split(leaf.spec, region):
+                    pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
     return pieces
 
 

@@ -11,9 +11,9 @@ from shardkeep.arrays import Region, touched_blocks
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import DataFile, Piece, StoredLeaf
+from shardkeep.memory import Array, aligned_empty
 from shardkeep.planning import Fetch, plan_steps, split_fetch
 from shardkeep.progress import Progress
-from shardkeep.staging import Array, aligned_empty
 from shardkeep.stores.base import Mapping, Store, StoredFile
 from shardkeep.workers import Crew, Task
 

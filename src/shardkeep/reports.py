@@ -12,6 +12,7 @@ class SaveReport:
     files: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict[str, float])  # snapshot, write, sync, commit
+    share: int = 0  # bytes that this process wrote, of several that saved together
 
     @property
     def gb_per_second(self) -> float:

@@ -3,27 +3,33 @@
 import datetime
 import errno
 import itertools
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from shardkeep.commit import Target, Turn, abandon, begin, commit, leave
-from shardkeep.errors import CheckpointExistsError, ShardkeepError, storage_error
+from shardkeep.commit import Target, Turn, abandon, begin, commit, leave, outcome
+from shardkeep.errors import CheckpointExistsError, ProcessError, ShardkeepError, storage_error
 from shardkeep.manifest import check_metadata, check_prefix
+from shardkeep.memory import budget
 from shardkeep.opening import new_target
-from shardkeep.pending import PendingSave, turns
+from shardkeep.pending import PendingSave
 from shardkeep.planning import Draft
+from shardkeep.processes import Operation, join
 from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
-from shardkeep.staging import Snapshot, budget, staged_bytes, take_snapshot
-from shardkeep.tree import Leaf, flatten
-from shardkeep.workers import Crew
+from shardkeep.staging import Snapshot, staged_bytes, take_snapshot
+from shardkeep.together import close, compare, describe, hand_in
+from shardkeep.tree import Leaf, flatten, to_json
+from shardkeep.workers import Crew, turns
 from shardkeep.writing import write_files
 
 _NOTHING = Snapshot((), ())
@@ -97,72 +103,75 @@ class SaveRequest:
 
 def run_save(request: SaveRequest) -> SaveReport:
     """The one way a tree is saved in the foreground."""
-    job = _Job.prepare(request)
-    job.take_snapshot(keep=False)
-    job.before, job.finished = turns.queue(os.path.realpath(job.path))
-    with Crew() as crew:
-        if not request.verbose:
-            return job.run(crew, _quiet)
-        with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
-            return job.run(crew, progress)
+    with join(f"saving to {request.target.where}") as operation:
+        job = _Job.prepare(request, operation)
+        job.take_snapshot(keep=False)
+        job.before, job.finished = turns.queue(os.path.realpath(job.path))
+        with Crew() as crew:
+            if not request.verbose:
+                return job.run(crew, lambda _: None)
+            with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
+                return job.run(crew, progress)
 
 
 def start_save(request: SaveRequest) -> PendingSave:
     """The one way a tree is saved in the background: returns after the snapshot."""
-    job = _Job.prepare(request)
-    job.refuse_existing()
-    held = staged_bytes(job.leaves)
-    budget.take(held, f"the save to {job.path}")
-    try:
-        job.take_snapshot(keep=True)
-        crew = Crew().start()  # at the end of the program no thread can be started any more
-    except BaseException:
-        budget.give_back(held)
-        raise
-    job.before, job.finished = turns.queue(os.path.realpath(job.path))
-    pending = PendingSave(job.path)
-
-    def work() -> SaveReport:
+    with join(f"saving to {request.target.where}") as operation:
+        job = _Job.prepare(request, operation)
+        job.refuse_existing()
+        held = staged_bytes(job.leaves)
+        budget.take(held, f"the save to {job.path}")
         try:
-            with crew:
-                return job.run(crew, lambda _: pending.mention_exit())
-        finally:
-            job.snapshot = _NOTHING  # an error's traceback keeps the job alive, and must not keep the arrays
+            job.take_snapshot(keep=True)
+            crew = Crew().start()  # at the end of the program no thread can be started any more
+        except BaseException:
             budget.give_back(held)
+            raise
+        job.before, job.finished = turns.queue(os.path.realpath(job.path))
+        pending = PendingSave(job.path)
+        try:
+            pending.start(partial(_work, job, crew, held, pending, request.verbose))
+        except BaseException:  # no thread to be had: the save did not begin, and later ones must not wait for it
+            crew.close()
+            job.finished()
+            budget.give_back(held)
+            raise
+        return pending
+
+
+def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: bool) -> SaveReport:
+    """A save in the background, once it has a thread."""
+    bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
+
+    def progress(nbytes: int) -> None:
+        show(nbytes)
+        pending.mention_exit()
 
     try:
-        pending.start(work)
-    except BaseException:  # no thread to be had: the save did not begin, and later ones must not wait for it
-        crew.close()
-        job.finished()
+        with job.operation, crew, bar as show:
+            return job.run(crew, progress)
+    finally:
+        job.snapshot = _NOTHING  # an error's traceback keeps the job alive, and must not keep the arrays
         budget.give_back(held)
-        raise
-    return pending
-
-
-def _quiet(_: int) -> None:
-    """No progress is shown."""
 
 
 @dataclass
 class _Job:
     """One save, from the call to the commit."""
 
-    target: Target
+    request: SaveRequest
     path: str
+    operation: Operation
     draft: Draft
-    overwrite: bool
     leaves: list[Leaf]
     started: float
-    on_commit: Callable[[], None] | None = None
-    verbose: bool = False
     snapshot: Snapshot = _NOTHING
     snapshot_seconds: float = 0.0
     before: threading.Event | None = None
     finished: Callable[[], None] = lambda: None
 
     @classmethod
-    def prepare(cls, request: SaveRequest) -> "_Job":
+    def prepare(cls, request: SaveRequest, operation: Operation) -> "_Job":
         """Check what was asked and take the tree apart. Nothing is written."""
         started = time.perf_counter()
         name = "" if request.prefix is None else check_prefix(request.prefix)
@@ -171,65 +180,88 @@ class _Job:
         skeleton, leaves = flatten(request.tree)
         request.target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
         draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed)
-        return cls(
-            request.target,
-            request.target.where,
-            draft,
-            request.overwrite,
-            leaves,
-            started,
-            request.on_commit,
-            request.verbose,
-        )
+        return cls(replace(request, tree=None), request.target.where, operation, draft, leaves, started)
 
     def refuse_existing(self) -> None:
         """Raise before the snapshot what the commit would refuse anyway."""
-        found = None if self.overwrite else self.target.read_if_any()
+        alone = self.operation.size == 1  # else an earlier save may be seen by one process and not by another
+        found = self.request.target.read_if_any() if alone and not self.request.overwrite else None
         if found is not None and self.draft.prefix in found.trees:
             raise CheckpointExistsError(f"{self.path} already exists; pass overwrite=True to replace it")
 
     def take_snapshot(self, keep: bool) -> None:
-        self.snapshot = take_snapshot(self.leaves, keep=keep)
+        operation = self.operation
+        self.snapshot = take_snapshot(
+            self.leaves,
+            keep=keep,
+            index=operation.index,
+            size=operation.size,
+            gathered=self.request.target.gathers,
+        )
         self.leaves = []  # the caller's arrays are not held any longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
 
     def run(self, crew: Crew, progress: Progress) -> SaveReport:
         """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
-        target, snapshot, turn = self.target, self.snapshot, None
+        target, snapshot, operation, turn = self.request.target, self.snapshot, self.operation, None
         try:
             if self.before is not None:
                 self.before.wait()
             clock = [time.perf_counter()]
-            turn = begin(target, snapshot.leaves, self.draft, self.overwrite)
-            written = write_files(target.store, turn.plan, snapshot.shards, crew, progress)
-            tree = target.finish(turn, turn.plan.tree(written, self.draft))
+            if operation.size > 1:
+                compare(operation, self._asked())
+            turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
+            files = turn.plan.files_of(operation.index)
+            written = write_files(target.store, files, turn.plan.leaves, snapshot.shards, crew, progress)
             clock.append(time.perf_counter())
-            target.store.sync(turn.plan.names)
+            target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())
-            commit(turn, tree)
+            everyones = written if operation.size == 1 else hand_in(operation, turn, written)
+            if operation.leads:
+                commit(turn, target.finish(turn, turn.plan.tree(everyones, self.draft)))
+                if not target.keeps_control:
+                    leave(target)
+            total = [sum(file.size for file in everyones), len(everyones)]
+            if operation.size > 1:
+                total = close(operation, turn, total)
             clock.append(time.perf_counter())
-            if not target.keeps_control:
-                leave(target)
         except BaseException as error:
             self._give_up(turn, error)
             raise
         finally:
             self.finished()
-        if self.on_commit is not None:
-            self.on_commit()
+        if self.request.on_commit is not None and operation.leads:
+            self.request.on_commit()
         phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
         seconds = self.snapshot_seconds + clock[-1] - clock[0]
-        nbytes = sum(file.size for file in written)
-        return SaveReport(self.path, nbytes, len(written), seconds, {"snapshot": self.snapshot_seconds, **phases})
+        share = sum(file.size for file in written)
+        phases = {"snapshot": self.snapshot_seconds, **phases}
+        return SaveReport(self.path, total[0], total[1], seconds, phases, share)
+
+    def _asked(self) -> list[str]:
+        """What has to be the same on every process, line by line."""
+        draft = self.draft
+        return [
+            f"path {self.path}",
+            f"prefix {draft.prefix!r}",
+            f"format {self.request.target.describe()}",
+            f"overwrite {self.request.overwrite}",
+            f"metadata {json.dumps(draft.metadata, sort_keys=True)}",
+            f"structure {json.dumps(to_json(draft.skeleton.root))}",
+            *describe(self.snapshot),
+        ]
 
     def _give_up(self, turn: Turn | None, error: BaseException) -> None:
         """Remove what was written, and say in our words what the operating system refused."""
         if turn is not None:
             abandon(turn)
-        leave(self.target)
+        if self.operation.leads:
+            leave(self.request.target)
         if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
             then = "Nothing was committed; what was there before is intact"
             if error.errno == errno.ENOSPC:
-                free = self.target.store.free_bytes()
+                free = self.request.target.store.free_bytes()
                 then = f"It needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             raise storage_error(error, f"saving to {self.path}", then) from error
+        if isinstance(error, ProcessError) and not error.told:
+            raise error.but(outcome(self.request.target, turn)) from error

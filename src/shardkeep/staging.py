@@ -5,30 +5,25 @@ On CPU a shard is taken as a view: while the view lives, XLA leaves its buffer a
 so they are copied: at once for a save in the background, block by block while writing for one in the foreground.
 """
 
-import logging
-import mmap
-import os
-import threading
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from shardkeep.arrays import ArraySpec, Region, dtype_name
 from shardkeep.errors import UnsupportedLeafError
+from shardkeep.memory import Array
 from shardkeep.planning import LeafPlan
+from shardkeep.processes import LEADER
+from shardkeep.sharing import share_out
 from shardkeep.tree import Leaf
 from shardkeep.values import is_plain
 
-log = logging.getLogger("shardkeep")
-
-Array = np.ndarray[Any, Any]
-_HUGE = 2 << 20
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _SHOWN = 10
 
 
@@ -52,14 +47,24 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
-def take_snapshot(leaves: Sequence[Leaf], *, keep: bool) -> Snapshot:
-    """Every leaf in host memory. `keep`: the snapshot outlives the call, so mutable arrays are copied."""
-    _refuse_unsupported(leaves)
+def take_snapshot(
+    leaves: Sequence[Leaf], *, keep: bool, index: int = LEADER, size: int = 1, gathered: bool = False
+) -> Snapshot:
+    """Every leaf in host memory. `keep`: the snapshot outlives the call, so mutable arrays are copied.
+
+    Of `size` processes each (`index`) takes only what it will write; or the leader all, if they are to be `gathered`.
+    """
+    problems = [(leaf.key, problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
+    if problems:
+        raise _unsupported(problems)
     for leaf in leaves:
         if isinstance(leaf.value, jax.Array) and not _is_on_cpu(leaf.value) and not _is_prng_key(leaf.value):
             leaf.value.copy_to_host_async()  # all transfers under way before the first is waited for
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
+    if size > 1:
+        _stage_shares(leaves, plans, shards, keep, index, size, gathered)
+        return Snapshot(tuple(plans), tuple(shards))
     for leaf in leaves:
         if isinstance(leaf.value, np.ndarray):
             plans.append(_stage_numpy(leaf, shards, keep))
@@ -70,9 +75,50 @@ def take_snapshot(leaves: Sequence[Leaf], *, keep: bool) -> Snapshot:
     return Snapshot(tuple(plans), tuple(shards))
 
 
+def _stage_shares(
+    leaves: Sequence[Leaf],
+    plans: list[LeafPlan],
+    shards: list[Shard],
+    keep: bool,
+    index: int,
+    size: int,
+    gathered: bool,
+) -> None:
+    """One process's part of a tree that several save together."""
+    arrays = [_data_of(leaf.value) for leaf in leaves]
+    for leaf, array, shares in zip(leaves, arrays, share_out(arrays, size, gathered=gathered), strict=True):
+        if array is None:
+            plans.append(LeafPlan(leaf.path, "value", value=leaf.value, common=True))
+        elif isinstance(array, np.ndarray):
+            plans.append(replace(_stage_numpy(leaf, shards, keep), shares=shares, common=True))
+        elif array.is_fully_addressable:
+            plans.append(replace(_stage_jax(leaf, shards), shares=shares, common=True))
+        elif gathered:
+            whole = cast(Array, multihost_utils.process_allgather(array, tiled=True))
+            mine = [(Region.whole(array.shape), whole)] if index == LEADER else []
+            plans.append(replace(_stage_jax(leaf, shards, mine), shares=shares))
+        else:
+            wanted = [region for region, writer in shares if writer == index]
+            plans.append(replace(_stage_jax(leaf, shards, _held(array, wanted)), shares=shares))
+
+
+def _data_of(value: Any) -> Any:
+    """The array behind a leaf: of PRNG keys their data, of a plain value None."""
+    if isinstance(value, jax.Array):
+        return jax.random.key_data(value) if _is_prng_key(value) else value
+    return value if isinstance(value, np.ndarray) else None
+
+
 def staged_bytes(leaves: Sequence[Leaf]) -> int:
     """How much memory a snapshot of these leaves holds on to."""
-    return sum(leaf.value.nbytes for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray))
+    return sum(_local_nbytes(leaf.value) for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray))
+
+
+def _local_nbytes(array: Any) -> int:
+    if isinstance(array, np.ndarray | Tracer) or array.is_fully_addressable:
+        return array.nbytes
+    shard = math.prod(array.sharding.shard_shape(array.shape)) * (array.nbytes // max(array.size, 1))
+    return min(array.nbytes, shard * len(array.sharding.addressable_devices))
 
 
 def _stage_numpy(leaf: Leaf, shards: list[Shard], keep: bool) -> LeafPlan:
@@ -88,7 +134,7 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard], keep: bool) -> LeafPlan:
     return LeafPlan(leaf.path, "numpy", spec, extra=extra, held=held, first_held=len(shards) - 1)
 
 
-def _stage_jax(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
+def _stage_jax(leaf: Leaf, shards: list[Shard], mine: list[tuple[Region, Array]] | None = None) -> LeafPlan:
     array: jax.Array = leaf.value
     kind, extra = "jax", _sharding_record(array)
     if _is_prng_key(array):
@@ -96,20 +142,24 @@ def _stage_jax(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
         array = jax.random.key_data(array)
     first = len(shards)
     held: list[Region] = []
-    for region, data in _held(array):
+    for region, data in _held(array) if mine is None else mine:
         held.append(region)
         shards.append(Shard(data, stable=True))
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
     return LeafPlan(leaf.path, kind, spec, extra=extra, held=tuple(held), first_held=first)
 
 
-def _held(array: jax.Array) -> list[tuple[Region, Array]]:
-    """Each region this process holds, once, with its data."""
+def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> list[tuple[Region, Array]]:
+    """Each region this process holds (and, if it is said, that has to do with what is wanted), once, with its data."""
     if array.is_fully_replicated:  # one device, or the same on all
+        if wanted is not None and not wanted:
+            return []
         return [(Region.whole(array.shape), _contiguous(np.asarray(array.addressable_data(0))))]
     found: dict[Region, Any] = {}
     for shard in array.addressable_shards:
-        found.setdefault(Region.from_index(shard.index, array.shape), shard)
+        region = Region.from_index(shard.index, array.shape)
+        if wanted is None or any(region == part or region.intersect(part) for part in wanted):
+            found.setdefault(region, shard)
     return [(region, _contiguous(np.asarray(shard.data))) for region, shard in found.items()]
 
 
@@ -140,20 +190,18 @@ def _is_on_cpu(array: jax.Array) -> bool:
     return next(iter(array.sharding.device_set)).platform == "cpu"
 
 
-def _refuse_unsupported(leaves: Sequence[Leaf]) -> None:
-    """`UnsupportedLeafError` naming every leaf that cannot be saved, before anything happens."""
-    problems = [(leaf.key, problem) for leaf in leaves if (problem := _problem(leaf.value))]
-    if problems:
-        shown = "\n".join(f"  {key or '(the tree itself)'}: {problem}" for key, problem in problems[:_SHOWN])
-        more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise UnsupportedLeafError(f"{len(problems)} leaves cannot be saved; nothing was written:\n{shown}{more}")
+def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:
+    """The error that names the leaves that cannot be saved."""
+    shown = "\n".join(f"  {key or '(the tree itself)'}: {problem}" for key, problem in problems[:_SHOWN])
+    more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return UnsupportedLeafError(f"{len(problems)} leaves cannot be saved; nothing was written:\n{shown}{more}")
 
 
-def _problem(value: Any) -> str | None:
+def _problem(value: Any, size: int) -> str | None:
     if isinstance(value, Tracer):
         return "a value inside jit, grad or vmap has no data; save outside of the transformed function"
     if isinstance(value, jax.Array):
-        return _array_problem(value)
+        return _array_problem(value, size)
     if isinstance(value, np.ndarray | np.generic):
         if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
             return f"a {type(value).__name__} holds more than its data; save its parts as plain arrays"
@@ -172,11 +220,11 @@ def _problem(value: Any) -> str | None:
     return f"a {kind} is neither an array nor a plain value; register it as a PyTree node or leave it out"
 
 
-def _array_problem(array: jax.Array) -> str | None:
+def _array_problem(array: jax.Array, size: int) -> str | None:
     if array.is_deleted():
         return "the array has been deleted or donated; save before its buffer is given away"
-    if not array.is_fully_addressable:
-        return "the array spans several processes, which this version of shardkeep does not save"
+    if size == 1 and not array.is_fully_addressable:
+        return "the array spans several processes, which can find each other only after jax.distributed.initialize()"
     if _is_prng_key(array):
         known = isinstance(jax.random.key_impl(array), str)
         return None if known else "a PRNG key of an unregistered implementation; save jax.random.key_data of it"
@@ -185,123 +233,3 @@ def _array_problem(array: jax.Array) -> str | None:
     except TypeError:
         return f"dtype {array.dtype} has no stored form"
     return None
-
-
-def aligned_empty(nbytes: int) -> Array:
-    """Fresh host memory that JAX can use without a copy: page-aligned, in huge pages where that pays."""
-    if nbytes < _HUGE:
-        memory = np.empty(nbytes + 64, dtype=np.uint8)
-        start = -memory.ctypes.data % 64
-        return memory[start : start + nbytes]
-    # Not reserved: a large piece may be read in part, and only the pages touched count.
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype=np.uint8)
-
-
-class MemoryBudget:
-    """How many bytes pending snapshots and loads in progress may hold together."""
-
-    def __init__(self) -> None:
-        self._limit: int | None = None
-        self._used = 0
-        self._changed = threading.Condition()
-
-    @property
-    def limit(self) -> int:
-        if self._limit is None:
-            text = os.environ.get("SHARDKEEP_MEMORY_BUDGET")
-            self._limit = int(text) if text else available_memory() // 2
-        return self._limit
-
-    def set(self, nbytes: int | None) -> None:
-        if nbytes is not None and nbytes <= 0:
-            raise ValueError(f"a memory budget must be positive, not {nbytes}")
-        with self._changed:
-            self._limit = nbytes
-            self._changed.notify_all()
-
-    def take(self, nbytes: int, what: str) -> None:
-        """Wait until `nbytes` fit. A single request larger than the budget waits until it is alone."""
-        with self._changed:
-            if not self._fits(nbytes):
-                log.warning(
-                    "shardkeep: %s waits: %d bytes are held by earlier saves, the budget is %d",
-                    what,
-                    self._used,
-                    self.limit,
-                )
-                self._changed.wait_for(lambda: self._fits(nbytes))
-            self._used += nbytes
-
-    def give_back(self, nbytes: int) -> None:
-        with self._changed:
-            self._used -= nbytes
-            self._changed.notify_all()
-
-    def _fits(self, nbytes: int) -> bool:
-        return self._used == 0 or self._used + nbytes <= self.limit
-
-
-budget = MemoryBudget()
-
-
-def set_memory_budget(nbytes: int | None) -> None:
-    """Bound the host memory that pending saves and running loads hold together; None restores the default.
-
-    The default is half of what the machine (or the container) has free, or `SHARDKEEP_MEMORY_BUDGET` bytes.
-    A `save_async` that would go beyond it waits for earlier saves and logs that it does.
-
-    >>> set_memory_budget(8 << 30)
-    >>> set_memory_budget(None)
-    """
-    budget.set(nbytes)
-
-
-def available_memory() -> int:
-    """Bytes of memory this process may still use: the machine's, or the container's if that is less."""
-    free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in _cgroup_files():
-        most, now = _number(limit), _number(used)
-        if most is not None and now is not None:
-            free = min(free, max(most - now, 0))
-    return max(free, 64 << 20)
-
-
-def _cgroup_files() -> list[tuple[str, str]]:
-    """(limit, usage) files of this process's memory cgroups, from its own up to the root."""
-    found: list[tuple[str, str]] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = "/sys/fs/cgroup" if controllers == "" else "/sys/fs/cgroup/memory"
-        names = ("memory.max", "memory.current")
-        names = names if controllers == "" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        parts = [part for part in group.split("/") if part]
-        for depth in range(len(parts), -1, -1):
-            place = "/".join([base, *parts[:depth]])
-            found.append((f"{place}/{names[0]}", f"{place}/{names[1]}"))
-    return found
-
-
-def _meminfo(name: str) -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return None
-    return None
-
-
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # absent, or "max": no limit
-        return None

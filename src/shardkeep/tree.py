@@ -5,11 +5,8 @@ importing or executing anything a file names: a class is used only if the progra
 (unless it is a namedtuple) registered it with JAX. Otherwise its place is taken by a stand-in of the same shape.
 """
 
-import dataclasses
 import logging
-import sys
-import types
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,6 +16,7 @@ import numpy as np
 from jax import tree_util
 
 from shardkeep.errors import IntegrityError, TreeError
+from shardkeep.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, usable_class
 from shardkeep.values import Json, NotPlainError, decode, encode
 
 log = logging.getLogger("shardkeep")
@@ -63,84 +61,21 @@ def split_key(key: str) -> Path:
     return tuple(parts)
 
 
-@tree_util.register_pytree_with_keys_class
-class StandIn:
-    """Holds the place of a class that is not imported, or that needs a template: its children by name.
-
-    >>> layer = StandIn("models:Dense", {"kernel": 1, "bias": 2})
-    >>> layer.kernel, layer["bias"], layer
-    (1, 2, StandIn('models:Dense', kernel=1, bias=2))
-    """
-
-    def __init__(self, class_name: str, children: dict[str, Any]) -> None:
-        self.class_name = class_name
-        self.children = children
-
-    def __getitem__(self, name: str) -> Any:
-        return self.children[name]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["children"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StandIn) and self.__dict__ == other.__dict__
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"StandIn({self.class_name!r}, {', '.join(f'{k}={v!r}' for k, v in self.children.items())})"
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        children = [(tree_util.GetAttrKey(name), value) for name, value in self.children.items()]
-        return children, (self.class_name, tuple(self.children))
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> "StandIn":
-        return cls(aux[0], dict(zip(aux[1], children, strict=True)))
-
-
-class _Leaf:
-    """Marks a leaf's place in a Skeleton; leaves are filled in order."""
-
-
-LEAF = _Leaf()
 _MAX_DEPTH = 150  # JSON readers recurse; a tree that can be taken apart must also be readable
 _PLAIN = frozenset((bool, int, float, complex, str, bytes))
-_Child = Any  # a Node, LEAF or None
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One container: what kind it is and its children by name. `cls` and `aux` are live only in the saving program."""
-
-    kind: str  # list, tuple, dict, odict, defaultdict, namedtuple, custom
-    names: tuple[str, ...]
-    children: tuple[_Child, ...]
-    keys: tuple[Any, ...] = ()
-    class_name: str = ""
-    cls: type | None = None
-    aux: Any = None
-    has_aux: bool = True
-    fields: tuple[str, ...] = ()  # of a dataclass: all its fields, in order
-
-    def build(self, children: list[Any]) -> Any:
-        return _BUILDERS[self.kind](self, children)
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
     """The tree without its leaves."""
 
-    root: _Child
+    root: Child
 
     def paths(self) -> list[Path]:
         """Where the leaves are, in order."""
         return [path for path, _ in self._places(self.root, ())]
 
-    def _places(self, node: _Child, path: Path) -> Iterator[tuple[Path, _Child]]:
+    def _places(self, node: Child, path: Path) -> Iterator[tuple[Path, Child]]:
         if node is LEAF:
             yield path, node
         elif node is not None:
@@ -165,13 +100,13 @@ class Skeleton:
             node = pending.pop()
             if isinstance(node, Node):
                 pending.extend(node.children)
-                changed = node.cls is None and node.fields != () and _is_loaded_otherwise(node)
-                if node.kind in ("namedtuple", "custom") and not changed and _usable_class(node) is None:
+                changed = node.cls is None and node.fields != () and is_loaded_otherwise(node)
+                if node.kind in ("namedtuple", "custom") and not changed and usable_class(node) is None:
                     found[node.class_name] = None
         return list(found)
 
     def to_json(self) -> Json:
-        return _to_json(self.root)
+        return to_json(self.root)
 
     @classmethod
     def from_json(cls, data: Json) -> "Skeleton":
@@ -218,7 +153,7 @@ def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     return root
 
 
-def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[Any], bool] | None) -> _Child:
+def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[Any], bool] | None) -> Child:
     if is_leaf is not None and is_leaf(tree):
         leaves.append(Leaf(path, tree))
         return LEAF
@@ -259,8 +194,19 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     if data is None:  # JAX does not know the type: a leaf
         return None
     names = name_children([_entry_name(path[0]) for path, _ in pairs])
-    shell = Node("custom", names, (), class_name=_class_name(cls), cls=cls, aux=data[1], fields=_fields_of(cls))
+    fields = fields_of(cls)
+    if fields and not _is_its_fields(tree, fields, names, data[1]):
+        fields = ()
+    shell = Node("custom", names, (), class_name=_class_name(cls), cls=cls, aux=data[1], fields=fields)
     return shell, [v for _, v in pairs]
+
+
+def _is_its_fields(tree: Any, fields: Sequence[str], names: Sequence[str], aux: Any) -> bool:
+    """Whether a dataclass takes itself apart into its fields, the static ones aside; its own code may do otherwise."""
+    static = [name for name in fields if name not in names]
+    if not isinstance(aux, tuple) or not set(names) <= set(fields) or len(cast(Any, aux)) != len(static):
+        return False
+    return all(getattr(tree, name, None) is value for name, value in zip(static, cast(Any, aux), strict=True))
 
 
 def name_children(keys: Sequence[Any]) -> tuple[str, ...]:
@@ -294,7 +240,7 @@ def _class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _rebuild(node: _Child, leaves: Iterator[Any]) -> Any:
+def _rebuild(node: Child, leaves: Iterator[Any]) -> Any:
     if node is LEAF:
         return next(leaves)
     if node is None:
@@ -302,7 +248,7 @@ def _rebuild(node: _Child, leaves: Iterator[Any]) -> Any:
     return node.build([_rebuild(child, leaves) for child in node.children])
 
 
-def _prune(node: _Child, keep: Iterator[bool]) -> _Child:
+def _prune(node: Child, keep: Iterator[bool]) -> Child:
     if not isinstance(node, Node):
         return LEAF if node is LEAF and next(keep) else None
     pruned = [_prune(child, keep) for child in node.children]
@@ -314,132 +260,21 @@ def _prune(node: _Child, keep: Iterator[bool]) -> _Child:
     return replace(node, names=names, children=tuple(kept[i] for i in held), keys=keys)
 
 
-def _holds_leaf(node: _Child) -> bool:
+def _holds_leaf(node: Child) -> bool:
     return node is LEAF or (isinstance(node, Node) and any(_holds_leaf(child) for child in node.children))
 
 
-def _usable_class(node: Node) -> type | None:
-    """The class a Node may be rebuilt as: the live one, or one already imported that has the same shape."""
-    cls = node.cls
-    if cls is None and node.has_aux:
-        cls = find_class(node.class_name)
-    if node.kind == "namedtuple":
-        return cls if cls is not None and issubclass(cls, tuple) and getattr(cls, "_fields", 0) == node.names else None
-    return cls if cls is not None and _treedef(cls, node) is not None else None
-
-
-def find_class(class_name: str) -> type | None:
-    """A class the program has already imported, by "module:qualname"; nothing is imported to find it."""
-    module, _, qualname = class_name.partition(":")
-    found: Any = sys.modules.get(module)
-    for name in qualname.split("."):
-        found = vars(found).get(name) if isinstance(found, types.ModuleType | type) else None
-    return found if isinstance(found, type) else None
-
-
-def _treedef(cls: type, node: Node) -> Any:
-    """JAX's own description of one node of a registered class; None if JAX does not know the class."""
-    make = getattr(tree_util.PyTreeDef, "from_node_data_and_children", None) or getattr(
-        tree_util.PyTreeDef, "make_from_node_data_and_children", None
-    )
-    assert make is not None, "this version of JAX has no way to make a tree node"
-    try:
-        return make(tree_util.default_registry, (cls, node.aux), [tree_util.tree_structure(0)] * len(node.names))
-    except (ValueError, TypeError, RuntimeError):
-        return None
-
-
-def _build_namedtuple(node: Node, children: list[Any]) -> Any:
-    cls = _usable_class(node)
-    if cls is not None:
-        return tuple.__new__(cls, children)  # not cls(…): a file must not choose code to run
-    name = node.class_name.rpartition(".")[2].rpartition(":")[2]
-    try:
-        return namedtuple(name, node.names)(*children)  # pyright: ignore[reportUntypedNamedTuple]
-    except ValueError:  # names that no namedtuple could have had
-        return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
-
-
-def _fields_of(cls: type) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
-
-
-def _is_loaded_otherwise(node: Node) -> bool:
-    """Whether the class is there with other fields: then `rebuild` says so itself."""
-    cls = find_class(node.class_name)
-    return cls is not None and len(_fields_of(cls)) != len(node.fields)
-
-
-def _as_it_is_now(cls: type, node: Node, children: list[Any]) -> tuple[Node, list[Any]] | None:
-    """A saved dataclass in the order its class has now; None if its fields, or which of them are static, have changed.
-
-    How the class takes itself apart is seen on an instance whose fields hold their own names.
-    """
-    if set(_fields_of(cls)) != set(node.fields):
-        return None
-    probe: Any = object.__new__(cls)
-    for name in node.fields:
-        object.__setattr__(probe, name, name)
-    pairs, treedef = tree_util.tree_flatten_with_path(probe, is_leaf=lambda x: x is not probe)
-    order = [value for _, value in pairs]
-    static: Any = treedef.node_data()[1]
-    saved_static = [name for name in node.fields if name not in node.names]
-    if (
-        sorted(map(str, order)) != sorted(node.names)
-        or not isinstance(static, tuple)
-        or not isinstance(node.aux, tuple)
-    ):
-        return None
-    if sorted(map(str, cast(Any, static))) != sorted(saved_static) or len(node.aux) != len(saved_static):
-        return None
-    by_name = dict(zip(saved_static, cast(Any, node.aux), strict=True))
-    placed = dict(zip(node.names, children, strict=True))
-    return replace(node, names=tuple(order), aux=tuple(by_name[n] for n in static)), [placed[n] for n in order]
-
-
-def _build_custom(node: Node, children: list[Any]) -> Any:
-    cls = find_class(node.class_name) if node.cls is None else node.cls
-    if cls is not None and node.cls is None and node.fields:
-        now = _as_it_is_now(cls, node, children)
-        if now is None:
-            log.warning("shardkeep: %s has other fields than when it was saved: a stand-in is used", node.class_name)
-            return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
-        node, children = now
-    cls = _usable_class(node)
-    if cls is None:
-        return StandIn(node.class_name, dict(zip(node.names, children, strict=True)))
-    try:
-        return _treedef(cls, node).unflatten(children)
-    except Exception as error:  # the class's own code: it may refuse what an older version of it saved
-        raise TreeError(f"{node.class_name} refused the saved values ({error}); load with template=") from error
-
-
-def _build_dict(node: Node, children: list[Any]) -> Any:
-    pairs = zip(node.keys, children, strict=True)
-    if node.kind == "odict":
-        return OrderedDict(pairs)
-    return defaultdict(node.aux, pairs) if node.kind == "defaultdict" else dict(pairs)
-
-
-_BUILDERS: dict[str, Callable[[Node, list[Any]], Any]] = {
-    "list": lambda node, children: children,
-    "tuple": lambda node, children: tuple(children),
-    "dict": _build_dict,
-    "odict": _build_dict,
-    "defaultdict": _build_dict,
-    "namedtuple": _build_namedtuple,
-    "custom": _build_custom,
-}
 _DICT_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", defaultdict: "defaultdict"}
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
-def _to_json(node: _Child) -> Json:
+def to_json(node: Child) -> Json:
+    """A node and what is below it, as the manifest has it."""
     if node is LEAF:
         return 0
     if node is None:
         return None
-    children = [0 if child is LEAF else _to_json(child) for child in node.children]
+    children = [0 if child is LEAF else to_json(child) for child in node.children]
     if node.kind in ("list", "tuple"):
         return {node.kind: children}
     if node.kind.endswith("dict"):
@@ -468,7 +303,7 @@ def _encode_key(key: Any) -> Json:
         ) from None
 
 
-def _from_json(data: Any) -> _Child:
+def _from_json(data: Any) -> Child:
     if data is None:
         return None
     if type(data) is int and data == 0:

@@ -8,10 +8,10 @@ from shardkeep.digests import BLOCK, block_count, digest
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.formats.zarr import check_zarr
 from shardkeep.manifest import Manifest, Piece, StoredLeaf, Tree
+from shardkeep.memory import aligned_empty
 from shardkeep.opening import find, open_checkpoint
 from shardkeep.reading import Source, check_blocks, unpack
 from shardkeep.reports import Problem, VerifyReport
-from shardkeep.staging import aligned_empty
 from shardkeep.stores.base import Store
 from shardkeep.workers import Crew, Task
 

@@ -104,3 +104,29 @@ class _Round:
                 helpers -= 1
             except KeyboardInterrupt as interrupt:
                 self.error = interrupt
+
+
+class Turns:
+    """Who is at work on a target in this program: saves to one target go one after another, in order of the calls."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def queue(self, target: str) -> tuple[threading.Event | None, Callable[[], None]]:
+        """(what to wait for before beginning, what to call when done)."""
+        mine = threading.Event()
+        with self._lock:
+            before = self._last.get(target)
+            self._last[target] = mine
+
+        def done() -> None:
+            with self._lock:
+                if self._last.get(target) is mine:
+                    del self._last[target]
+            mine.set()
+
+        return before, done
+
+
+turns = Turns()

@@ -9,9 +9,10 @@ import numpy as np
 import zstandard
 
 from shardkeep.digests import BLOCK, block_count, digest
-from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
+from shardkeep.memory import Array, aligned_empty
+from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
-from shardkeep.staging import Array, Shard, aligned_empty
+from shardkeep.staging import Shard
 from shardkeep.stores.base import NewFile, Store
 from shardkeep.workers import Crew, Task
 
@@ -22,10 +23,15 @@ _ZSTD_LEVEL = 1
 
 
 def write_files(
-    store: Store, plan: SavePlan, shards: Sequence[Shard], crew: Crew, progress: Progress
+    store: Store,
+    files: Sequence[FilePlan],
+    leaves: Sequence[LeafPlan],
+    shards: Sequence[Shard],
+    crew: Crew,
+    progress: Progress,
 ) -> list[WrittenFile]:
-    """Write every file of a plan. What the caller gets has a digest for every byte; nothing is synced yet."""
-    writers = [_FileWriter(store, file, plan.leaves, shards, progress) for file in plan.files]
+    """Write files as planned. What the caller gets has a digest for every byte; nothing is synced yet."""
+    writers = [_FileWriter(store, file, leaves, shards, progress) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -49,7 +55,7 @@ def write_files(
         for writer in writers:
             if writer.file is not None:  # only after an error
                 writer.close()
-    return [writer.result() for writer in writers]
+    return [WrittenFile(writer.size or 0, writer.loose_digest, tuple(map(tuple, writer.digests))) for writer in writers]
 
 
 def _write_all(batch: "list[_FileWriter]") -> None:
@@ -74,10 +80,6 @@ class _FileWriter:
         self.file: NewFile | None = None
         self._left = len(self.parts)
         self._lock = threading.Lock()
-
-    def result(self) -> WrittenFile:
-        assert self.size is not None
-        return WrittenFile(self.size, self.loose_digest, tuple(tuple(d) for d in self.digests))
 
     def write_whole(self) -> None:
         everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import shardkeep
-from shardkeep.staging import budget
+from shardkeep.memory import budget
 
 
 def make(kind: str, number: int) -> Any:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.arrays import ArraySpec, Region, is_partition
-from shardkeep.formats.tensorstore import TensorstoreFormat, split_counts
+from shardkeep.arrays import ArraySpec, Region, is_partition, split_counts
+from shardkeep.formats.tensorstore import TensorstoreFormat
 from support import assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec

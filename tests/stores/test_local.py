@@ -23,7 +23,8 @@ from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.stores.base import location
-from shardkeep.stores.local import LocalStore, is_mappable, make_directories, write_at
+from shardkeep.stores.local import LocalStore, make_directories, write_at
+from shardkeep.stores.mapping import is_mappable
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")

@@ -20,8 +20,9 @@ from shardkeep.formats.tensorstore import zarr_dtype
 from shardkeep.formats.zarr import ZARRAY, describe, file_names
 from shardkeep.manifest import DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix
 from shardkeep.naming import prefix_directory
+from shardkeep.nodes import LEAF, Node, StandIn, find_class
 from shardkeep.stores.base import Store
-from shardkeep.tree import LEAF, Node, Path, Skeleton, StandIn, find_class, flatten, name_children, nest
+from shardkeep.tree import Path, Skeleton, flatten, name_children, nest
 from shardkeep.values import is_plain
 
 log = logging.getLogger("shardkeep")

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardkeep.arrays import dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError
-from shardkeep.tree import StandIn
+from shardkeep.nodes import StandIn
 from shardkeep.values import is_plain
 
 _LIMIT = 64 << 20

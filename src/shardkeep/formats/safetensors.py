@@ -16,6 +16,7 @@ from shardkeep.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.manifest import no_duplicates
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
+from shardkeep.processes import LEADER
 from shardkeep.tree import join_key
 
 PAGE = 4096
@@ -59,22 +60,24 @@ class SafetensorsFormat:
     def lay_out(
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
     ) -> list[FilePlan]:
-        named = [replace(piece, name=_piece_name(leaves[piece.leaf], piece)) for piece in pieces]
+        keys = [join_key(leaf.path) for leaf in leaves]
+        ordered = sorted(pieces, key=lambda p: p.writer)
+        named = [replace(p, name=_piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         start = f"{directory}/" if directory else ""
         metadata = {"shardkeep": "1", "shardkeep_save": save_id}
+        groups = group_by_size([p.nbytes for p in named], named, FILE_LIMIT, lengths, [p.writer for p in named])
         return [
             pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
-            for number, group in enumerate(group_by_size([p.nbytes for p in named], named, FILE_LIMIT, lengths))
+            for number, group in enumerate(groups)
         ]
 
 
-def _piece_name(leaf: LeafPlan, piece: PiecePlan) -> str:
+def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:
     """The leaf's key; for a part of the leaf also its region, after a backslash that no key has unescaped."""
-    assert leaf.spec is not None
-    key = join_key(leaf.path)
+    assert spec is not None
     key = key if key.isascii() else safe_text(key)
-    if piece.region == Region.whole(leaf.spec.shape):
+    if piece.region.shape == spec.shape:
         return f"\\{key}" if key in ("", "__metadata__") else key
     extent = ",".join(f"{a}:{a + n}" for a, n in zip(piece.region.start, piece.region.shape, strict=True))
     return f"{key}\\[{extent}]"
@@ -86,21 +89,28 @@ def safe_text(name: str) -> str:
 
 
 def group_by_size(
-    sizes: Sequence[int], items: Sequence[Any], limit: int, lengths: Sequence[int] | None = None
+    sizes: Sequence[int],
+    items: Sequence[Any],
+    limit: int,
+    lengths: Sequence[int] | None = None,
+    writers: Sequence[int] | None = None,
 ) -> list[list[Any]]:
     """Consecutive groups, none above `limit` unless one item already is; no items, no group.
 
-    `lengths`: what each item takes in the header, which has a limit of its own.
+    `lengths`: what each item takes in the header, which has a limit of its own. `writers`: who writes it; a group has
+    one.
 
     >>> group_by_size([4, 4, 9, 1], "abcd", 8)
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[Any]] = []
-    filled = header = 0
-    for size, item, length in zip(sizes, items, lengths or [0] * len(sizes), strict=True):
-        if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2:
+    filled = header = last = 0
+    nothing = [0] * len(sizes)
+    for size, item, length, writer in zip(sizes, items, lengths or nothing, writers or nothing, strict=True):
+        if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2 or writer != last:
             groups.append([])
             filled = header = 0
+        last = writer
         groups[-1].append(item)
         filled += size
         header += length
@@ -138,7 +148,7 @@ def pack(
     }
     header = encode_header(metadata, tensors, room)
     placed = tuple(replace(piece, offset=len(header) + at) for piece, _, _, at in entries)
-    return FilePlan(name, header, placed, len(header) + end)
+    return FilePlan(name, header, placed, len(header) + end, placed[0].writer if placed else LEADER)
 
 
 def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int = 0) -> bytes:

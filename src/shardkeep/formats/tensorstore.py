@@ -5,20 +5,18 @@ can be mapped straight into an array.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import NUMPY_NAMES, ArraySpec, Region
+from shardkeep.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.naming import leaf_directories
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 
 _RAW_LIMIT = 256 << 20
 _COMPRESSED_LIMIT = 64 << 20
-_MOST_SPLITS = 64  # beyond the splits needed: rather another axis than thousands of slivers
 # zarr v2 has no names for these; TensorStore takes them under their own.
 _EXTENDED = frozenset(
     (
@@ -47,14 +45,7 @@ class TensorstoreFormat:
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         limit = _COMPRESSED_LIMIT if self.compression else _RAW_LIMIT
-        counts = split_counts(region.shape, spec.dtype.itemsize, limit)
-        if all(n == 1 for n in counts):
-            return [region]
-        shape = tuple(n // k for n, k in zip(region.shape, counts, strict=True))
-        return [
-            Region(tuple(a + i * n for a, i, n in zip(region.start, index, shape, strict=True)), shape)
-            for index in np.ndindex(*counts)
-        ]
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, limit))
 
     def lay_out(
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
@@ -75,34 +66,14 @@ class TensorstoreFormat:
         chunk = tuple(max(n, 1) for n in pieces[0].region.shape)
         document = json.dumps(zarray(spec, chunk, self.compression)).encode()
         if spec.nbytes == 0:  # no chunk: the empty piece is recorded at the end of the description
-            return [FilePlan(f"{place}/.zarray", document, (replace(pieces[0], offset=len(document)),), len(document))]
-        files = [FilePlan(f"{place}/.zarray", document, (), len(document))]
+            empty = replace(pieces[0], offset=len(document))
+            return [FilePlan(f"{place}/.zarray", document, (empty,), len(document), empty.writer)]
+        files = [FilePlan(f"{place}/.zarray", document, (), len(document), pieces[0].writer)]
         for piece in pieces:
             index = [a // n for a, n in zip(piece.region.start, chunk, strict=True)]
             size = None if self.compression else piece.nbytes
-            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", (piece,), size))
+            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", (piece,), size, piece.writer))
         return files
-
-
-def split_counts(shape: Sequence[int], itemsize: int, limit: int) -> list[int]:
-    """Into how many equal parts each axis is cut so that a part has at most `limit` bytes, the first axes first.
-
-    >>> split_counts((6, 10), itemsize=1, limit=20)
-    [3, 1]
-    """
-    counts = [1] * len(shape)
-    nbytes = math.prod(shape) * itemsize
-    for axis, extent in enumerate(shape):
-        needed = -(-nbytes // limit)
-        if needed <= 1:
-            break
-        best = next((k for k in range(needed, min(extent, needed * _MOST_SPLITS) + 1) if extent % k == 0), None)
-        if best is None and extent < needed:
-            best = extent
-        if best is not None:
-            counts[axis] = best
-            nbytes //= best
-    return counts
 
 
 def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from shardkeep.gathering import (
     reshard,
     to_host,
 )
+from shardkeep.memory import available_memory
 from shardkeep.metadata import dotted_names
 from shardkeep.naming import base_of_shard, index_filename, shard_filename
 from shardkeep.placing import apply_function, cast_array
-from shardkeep.staging import available_memory
 from shardkeep.tree import flatten
 
 __all__ = [

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import time
@@ -11,18 +10,13 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
 
 from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.stores.mapping import LocalFile, is_mappable
 
 CONTROL = ".shardkeep"
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
 _MAX_BUFFERS = 1024
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
-_MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 _FEW_FILES = 8
 _MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
@@ -84,7 +78,8 @@ class LocalStore:
         return (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def open(self, name: str) -> "LocalFile":
-        return LocalFile(self._checked(name))
+        path = self._checked(name)
+        return LocalFile(_open_plain(path), path)
 
     def _checked(self, name: str) -> str:
         path = self.locate(name)
@@ -295,56 +290,6 @@ class LocalStore:
         return stats.f_bavail * stats.f_frsize
 
 
-class LocalFile:
-    """An open file; its mappings stay valid after it is closed."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._descriptor = _open_plain(path)
-        self.size = os.fstat(self._descriptor).st_size
-
-    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
-        target = memoryview(cast(Any, buffer))
-        while len(target):
-            count = os.preadv(self._descriptor, [target[:_MAX_WRITE]], offset)
-            if count == 0:
-                raise EOFError(f"{self._path} ends before byte {offset + len(target)}")
-            target = target[count:]
-            offset += count
-
-    def map(self, offset: int, length: int) -> "LocalMapping":
-        start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        memory = mmap.mmap(self._descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
-        return LocalMapping(memory, offset - start, self._path)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def __enter__(self) -> "LocalFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LocalMapping:
-    """A part of a file as memory."""
-
-    def __init__(self, memory: mmap.mmap, skip: int, path: str) -> None:
-        self._memory = memory
-        self._skip = skip
-        self._path = path
-        self.data = np.frombuffer(memory, dtype=np.uint8)[skip:]
-
-    def bring_in(self, start: int, end: int) -> None:
-        low = (self._skip + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            self._memory.madvise(_POPULATE_READ, low, self._skip + end - low)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14, where pages come in as they are touched
-                raise OSError(errno.EIO, "Input/output error", self._path) from error
-
-
 class LocalNewFile:
     """A file being written at its final name, which nothing else uses."""
 
@@ -483,20 +428,3 @@ def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
                 ) from None
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
-
-
-def is_mappable(directory: str) -> bool:
-    """Whether files there may be mapped: only on file systems where another machine cannot change them."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return False
-    real = os.path.realpath(directory)
-    best, kind = "", ""
-    for line in mounts:
-        fields = line.split(" ")
-        point = fields[1].replace("\\040", " ")
-        inside = point == "/" or real == point or real.startswith(point + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind in _MAPPABLE

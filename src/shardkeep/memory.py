@@ -1,0 +1,136 @@
+"""Host memory: aligned as JAX likes it, and a budget for what saves and loads hold."""
+
+import logging
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger("shardkeep")
+
+Array = np.ndarray[Any, Any]
+_HUGE = 2 << 20
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def aligned_empty(nbytes: int) -> Array:
+    """Fresh host memory that JAX can use without a copy: page-aligned, in huge pages where that pays."""
+    if nbytes < _HUGE:
+        memory = np.empty(nbytes + 64, dtype=np.uint8)
+        start = -memory.ctypes.data % 64
+        return memory[start : start + nbytes]
+    # Not reserved: a large piece may be read in part, and only the pages touched count.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)
+
+
+class MemoryBudget:
+    """How many bytes pending snapshots and loads in progress may hold together."""
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @property
+    def limit(self) -> int:
+        if self._limit is None:
+            text = os.environ.get("SHARDKEEP_MEMORY_BUDGET")
+            self._limit = int(text) if text else available_memory() // 2
+        return self._limit
+
+    def set(self, nbytes: int | None) -> None:
+        if nbytes is not None and nbytes <= 0:
+            raise ValueError(f"a memory budget must be positive, not {nbytes}")
+        with self._changed:
+            self._limit = nbytes
+            self._changed.notify_all()
+
+    def take(self, nbytes: int, what: str) -> None:
+        """Wait until `nbytes` fit. A single request larger than the budget waits until it is alone."""
+        with self._changed:
+            if not self._fits(nbytes):
+                log.warning(
+                    "shardkeep: %s waits: %d bytes are held by earlier saves, the budget is %d",
+                    what,
+                    self._used,
+                    self.limit,
+                )
+                self._changed.wait_for(lambda: self._fits(nbytes))
+            self._used += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        with self._changed:
+            self._used -= nbytes
+            self._changed.notify_all()
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._used == 0 or self._used + nbytes <= self.limit
+
+
+budget = MemoryBudget()
+
+
+def set_memory_budget(nbytes: int | None) -> None:
+    """Bound the host memory that pending saves and running loads hold together; None restores the default.
+
+    The default is half of what the machine (or the container) has free, or `SHARDKEEP_MEMORY_BUDGET` bytes.
+    A `save_async` that would go beyond it waits for earlier saves and logs that it does.
+
+    >>> set_memory_budget(8 << 30)
+    >>> set_memory_budget(None)
+    """
+    budget.set(nbytes)
+
+
+def available_memory() -> int:
+    """Bytes of memory this process may still use: the machine's, or the container's if that is less."""
+    free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in _cgroup_files():
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None:
+            free = min(free, max(most - now, 0))
+    return max(free, 64 << 20)
+
+
+def _cgroup_files() -> list[tuple[str, str]]:
+    """(limit, usage) files of this process's memory cgroups, from its own up to the root."""
+    found: list[tuple[str, str]] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = "/sys/fs/cgroup" if controllers == "" else "/sys/fs/cgroup/memory"
+        names = ("memory.max", "memory.current")
+        names = names if controllers == "" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        parts = [part for part in group.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            place = "/".join([base, *parts[:depth]])
+            found.append((f"{place}/{names[0]}", f"{place}/{names[1]}"))
+    return found
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # absent, or "max": no limit
+        return None
