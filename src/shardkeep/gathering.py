@@ -36,7 +36,7 @@ def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> A
         x = np.asarray(x)
     x = cast_floats(x, float_dtype)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
+        x = _on_host(x)
     if cpu_offload:
         return reshard(x, SingleDeviceSharding(cpu_device()))
     return reshard(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
@@ -107,13 +107,18 @@ def _functions(gather_fns: Any) -> dict[str, Any]:
 
 def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_allowed: bool) -> Any:
     if functions is None:
-        return jax.device_get(value) if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) else value
+        return _on_host(value) if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) else value
     function: Callable[[Any], Any] | None = functions.get(key)
     if function is None:
         if mismatch_allowed:
             return value
         raise KeyError(f"no gather function for {key!r}; there are functions for {', '.join(functions) or 'nothing'}")
     return function(value)
+
+
+def _on_host(array: jax.Array) -> Any:
+    """All of an array as NumPy, also where it is spread over processes; all of them call this."""
+    return jax.device_get(array) if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:

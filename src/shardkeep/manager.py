@@ -27,7 +27,7 @@ from shardkeep.gathering import apply_gather_functions, cast_floats, offload, pa
 from shardkeep.loading import load_request
 from shardkeep.loadpath import LoadPath, path_text
 from shardkeep.manifest import StoredLeaf, Tree, check_metadata
-from shardkeep.metadata import checker, compute_checksum, describe_arrays, dotted_names, metadata_of
+from shardkeep.metadata import checker, checksums_of_parts, compute_checksum, describe_arrays, dotted_names, metadata_of
 from shardkeep.opening import new_target, open_checkpoint
 from shardkeep.pending import PendingSave
 from shardkeep.saving import SaveRequest, run_save, start_save
@@ -360,7 +360,9 @@ class AsyncCheckpointManager:
         values: list[Any] = []
         for leaf in leaves:
             value = cast_floats(leaf.value, dtype)
-            if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) and (do_all_gather or cpu_offload):
+            # What spans processes goes to the hosts as it lies, when the snapshot is taken.
+            moves = do_all_gather or (cpu_offload and isinstance(value, jax.Array) and value.is_fully_addressable)
+            if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) and moves:
                 value = offload(value, leaf.key, mesh, cpu_offload or mesh is None)
             values.append(value)
         return skeleton.rebuild(values)
@@ -383,6 +385,7 @@ class AsyncCheckpointManager:
             tree=tree,
             prefix=prefix,
             metadata=describe_arrays(arrays, check_metadata(metadata), self.enable_validation),
+            checksums=checksums_of_parts(arrays) if self.enable_validation else {},
             overwrite=True,
             indexed=indexed,
             on_commit=None if callback is None else lambda: callback(path_text(path)),

@@ -4,20 +4,25 @@ import datetime
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from shardkeep._version import __version__
+from shardkeep.arrays import Region
 from shardkeep.errors import IntegrityError
 from shardkeep.manifest import Manifest, StoredLeaf, Tree
 from shardkeep.staging import is_prng_dtype
 from shardkeep.tree import Path, join_key
 
 log = logging.getLogger("shardkeep")
+
+_PART_NAME = re.compile(r"(?P<key>.*)\[(?P<region>\d+:\d+(,\d+:\d+)*)\]", re.DOTALL)
 
 
 @dataclass
@@ -70,14 +75,60 @@ def dotted_names(paths: Sequence[Path]) -> list[str]:
 
 
 def describe_arrays(arrays: Mapping[str, Any], custom: Mapping[str, Any] | None, checksums: bool) -> dict[str, Any]:
-    """The metadata a save records for arrays by name; `checksums`: with the SHA-256 of each as it is stored."""
+    """The metadata a save records for arrays by name; `checksums`: with the SHA-256 of each as it is stored.
+
+    Arrays that this process does not see whole are left to `checksums_of_parts`.
+    """
+    whole = {key: array for key, array in arrays.items() if not _is_spread(array)}
     return CheckpointMetadata(
         timestamp=datetime.datetime.now(datetime.UTC),
-        checksum={key: compute_checksum(_stored(array)) for key, array in arrays.items()} if checksums else None,
+        checksum={key: compute_checksum(_stored(array)) for key, array in whole.items()} if checksums else None,
         array_metadata={key: {"shape": list(a.shape), "dtype": str(a.dtype)} for key, a in arrays.items()},
         framework_version=jax.__version__,
         custom_metadata=dict(custom or {}),
     ).to_dict()
+
+
+def checksums_of_parts(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """The SHA-256 of this process's parts of arrays that no process sees whole; each part is one process's."""
+    found: dict[str, str] = {}
+    for key, array in arrays.items():
+        if _is_spread(array):
+            data = _stored(array)
+            for shard in data.addressable_shards:
+                if shard.replica_id == 0:
+                    region = Region.from_index(shard.index, data.shape)
+                    found[_part_name(key, region)] = compute_checksum(shard.data)
+    return found
+
+
+def _is_spread(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
+
+
+def _part_name(key: str, region: Region) -> str:
+    """The name of a part's checksum.
+
+    >>> _part_name("w", Region((0, 4), (2, 4)))
+    'w[0:2,4:8]'
+    """
+    return f"{key}[{','.join(f'{a}:{a + n}' for a, n in zip(region.start, region.shape, strict=True))}]"
+
+
+def _parts_of(recorded: Mapping[str, str]) -> dict[str, list[tuple[tuple[slice, ...], str]]]:
+    """Recorded checksums of parts, by the array they belong to."""
+    found: dict[str, list[tuple[tuple[slice, ...], str]]] = {}
+    for name, checksum in recorded.items():
+        match = _PART_NAME.fullmatch(name)
+        if match:
+            bounds = [part.split(":") for part in match["region"].split(",")]
+            found.setdefault(match["key"], []).append((tuple(slice(int(a), int(b)) for a, b in bounds), checksum))
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """An array as one host array, also where it is spread over processes; all of them call this."""
+    return multihost_utils.process_allgather(value, tiled=True) if _is_spread(value) else value
 
 
 def _stored(array: Any) -> Any:
@@ -123,7 +174,13 @@ def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredL
     arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
     recorded: Mapping[str, str] = metadata_of(tree).get("checksum") or {}
     names = dotted_names([leaf.path for leaf in arrays])
-    checksums = {leaf.path: recorded[name] for leaf, name in zip(arrays, names, strict=True) if name in recorded}
+    by_part = _parts_of(recorded)
+    checksums: dict[Path, list[tuple[Any, str]]] = {}
+    for leaf, name in zip(arrays, names, strict=True):
+        if name in recorded:
+            checksums[leaf.path] = [(..., recorded[name])]
+        elif name in by_part:
+            checksums[leaf.path] = list(by_part[name])
     foreign = tree.format == "foreign"
     unchecked = [leaf.key for leaf in arrays if leaf.path not in checksums] if foreign else []
     if required and unchecked and not checksums:
@@ -132,7 +189,10 @@ def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredL
         log.warning("shardkeep: %s: no checksum is recorded for %s", manifest.path, ", ".join(unchecked[:8]))
 
     def check(leaf: StoredLeaf, value: Any) -> None:
-        if leaf.path not in checksums or compute_checksum(value) == checksums[leaf.path]:
+        if leaf.path not in checksums:
+            return
+        whole = np.asarray(_whole(value))
+        if all(compute_checksum(whole[at]) == checksum for at, checksum in checksums[leaf.path]):
             return
         text = f"leaf {leaf.key!r} does not match the checksum recorded for it"
         if not foreign or len(manifest.trees) == 1:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -89,7 +89,10 @@ def save_async(
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller asks of a save. `indexed`: eFormer's index may list the tree."""
+    """What a caller asks of a save. `indexed`: eFormer's index may list the tree.
+
+    `checksums`: this process's, to be added to those in the metadata.
+    """
 
     target: Target
     tree: Any
@@ -99,6 +102,7 @@ class SaveRequest:
     indexed: bool = True
     on_commit: Callable[[], None] | None = None
     verbose: bool = False
+    checksums: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def run_save(request: SaveRequest) -> SaveReport:
@@ -216,7 +220,11 @@ class _Job:
             clock.append(time.perf_counter())
             target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())
-            everyones = written if operation.size == 1 else hand_in(operation, turn, written)
+            everyones = written
+            if operation.size > 1:
+                everyones, checksums = hand_in(operation, turn, written, self.request.checksums)
+                if checksums:
+                    self.draft.metadata["checksum"].update(checksums)
             if operation.leads:
                 commit(turn, target.finish(turn, turn.plan.tree(everyones, self.draft)))
                 if not target.keeps_control:
@@ -246,7 +254,7 @@ class _Job:
             f"prefix {draft.prefix!r}",
             f"format {self.request.target.describe()}",
             f"overwrite {self.request.overwrite}",
-            f"metadata {json.dumps(draft.metadata, sort_keys=True)}",
+            f"metadata {json.dumps({**draft.metadata, 'timestamp': None}, sort_keys=True)}",  # clocks differ
             f"structure {json.dumps(to_json(draft.skeleton.root))}",
             *describe(self.snapshot),
         ]

@@ -5,7 +5,7 @@ out whether it sees what the others see: a checkpoint is never committed with ho
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,20 +62,25 @@ def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
     return f"{name}{what}, of each process (contents {digest(''.join(contents).encode())[:12]})"
 
 
-def hand_in(operation: Operation, turn: Turn, written: Sequence[WrittenFile]) -> list[WrittenFile]:
-    """Everyone's written files, in the order of the plan, for the leader; nothing for the others."""
+def hand_in(
+    operation: Operation, turn: Turn, written: Sequence[WrittenFile], checksums: Mapping[str, str]
+) -> tuple[list[WrittenFile], dict[str, str]]:
+    """Everyone's written files, in the order of the plan, and checksums, for the leader; nothing for the others."""
     if not operation.leads:
         told = [[file.size, file.header_digest, file.digests] for file in written]
-        turn.held.append(json.dumps({"written": told}).encode())
+        turn.held.append(json.dumps({"written": told, "checksums": dict(checksums)}).encode())
         turn.attempted = True  # from here on the leader may commit
     operation.gather(len(written))
     if not operation.leads:
-        return []
+        return [], {}
     parts = {LEADER: iter(written)}
+    everyones = dict(checksums)
     for process in range(operation.size):
         if process != LEADER:
-            parts[process] = iter(_read_part(turn.target.store, turn.plan, process, turn.name))
-    return [next(parts[file.writer]) for file in turn.plan.files]
+            part, more = _read_part(turn.target.store, turn.plan, process, turn.name)
+            parts[process] = iter(part)
+            everyones.update(more)
+    return [next(parts[file.writer]) for file in turn.plan.files], everyones
 
 
 def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
@@ -87,19 +92,19 @@ def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
     return total
 
 
-def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> list[WrittenFile]:
+def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenFile], Mapping[str, str]]:
     """What a process noted in its record, its files found and of their size."""
     files = plan.files_of(process)
     try:
         document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
-        told: list[Any] = json.loads(document[-1])["written"]
-        part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told]
+        told: dict[str, Any] = json.loads(document[-1])
+        part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
         lost = next((f.name for f, w in zip(files, part, strict=True) if store.size(f.name) != w.size), None)
     except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
         raise unshared(name, process, str(error)) from error
     if lost is not None:
         raise unshared(name, process, f"{store.locate(lost)} is not there, or not whole")
-    return part
+    return part, told["checksums"]
 
 
 def unshared(name: str, process: int, what: str) -> StorageError:
