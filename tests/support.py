@@ -18,6 +18,9 @@ import shardkeep
 
 TESTS = Path(__file__).parent
 
+for _name in shardkeep.__all__:  # imported now: who becomes another user may not be able to read the sources any more
+    getattr(shardkeep, _name)
+
 
 def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     """Same structure, same types, same dtypes and shapes, same bits."""

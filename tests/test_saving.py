@@ -445,3 +445,20 @@ def test_a_save_that_cannot_have_its_threads_stops_no_later_save(action: str, sp
         outcome = child.wait(20)
     assert outcome.ok, outcome
     assert outcome.value == {"threads": 1, "held": 0, "loaded": 3}
+
+
+def test_a_bar_is_shown_only_when_it_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tree = {"w": np.ones(1 << 18)}
+    capfd.readouterr()
+    shardkeep.save(tmp_path / "quiet", tree)
+    shardkeep.save_async(tmp_path / "quiet", tree, overwrite=True).wait()
+    shardkeep.load(tmp_path / "quiet")
+    shardkeep.verify(tmp_path / "quiet")
+    assert capfd.readouterr().err == ""
+    shardkeep.save(tmp_path / "shown", tree, progress=True)
+    shardkeep.save_async(tmp_path / "shown", tree, overwrite=True, progress=True).wait()
+    shardkeep.load(tmp_path / "shown", progress=True)
+    shardkeep.verify(tmp_path / "shown", progress=True)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["saving", "saving", "loading", "checking"]
+    assert all("100%" in line and "GB/s" in line for line in lines)

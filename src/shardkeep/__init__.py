@@ -1,39 +1,47 @@
-"""shardkeep: checkpoints for JAX that are whole or not there, checked, fast, and in open formats."""
+"""shardkeep: checkpoints for JAX that are whole or not there, checked, fast, and in open formats.
+
+Names are imported when they are first used: JAX takes a second to import, which `shardkeep --help` need not wait for.
+"""
+
+import importlib as _importlib
+import typing as _typing
 
 from shardkeep._version import __version__
-from shardkeep.errors import (
-    AccessError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    ConflictError,
-    IncompleteCheckpointError,
-    IntegrityError,
-    KeyCollisionError,
-    MetadataError,
-    MissingDataError,
-    MissingLeafError,
-    NewerFormatError,
-    NotADirectoryPathError,
-    NotEnoughSpaceError,
-    PrefixError,
-    ProcessError,
-    ShardingError,
-    ShardkeepError,
-    StorageError,
-    TemplateMismatchError,
-    TreeError,
-    UnsupportedLeafError,
-)
-from shardkeep.loading import load
-from shardkeep.manifest import Manifest
-from shardkeep.memory import set_memory_budget
-from shardkeep.nodes import StandIn
-from shardkeep.opening import delete, exists, inspect
-from shardkeep.pending import PendingSave
-from shardkeep.reports import Problem, SaveReport, VerifyReport
-from shardkeep.saving import save, save_async
-from shardkeep.verifying import verify
+
+if _typing.TYPE_CHECKING:
+    from shardkeep.errors import (
+        AccessError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CommitUnknownError,
+        ConflictError,
+        IncompleteCheckpointError,
+        IntegrityError,
+        KeyCollisionError,
+        MetadataError,
+        MissingDataError,
+        MissingLeafError,
+        NewerFormatError,
+        NotADirectoryPathError,
+        NotEnoughSpaceError,
+        PrefixError,
+        ProcessError,
+        ShardingError,
+        ShardkeepError,
+        StorageError,
+        TemplateMismatchError,
+        TreeError,
+        UnsupportedLeafError,
+    )
+    from shardkeep.loading import load
+    from shardkeep.manifest import Manifest
+    from shardkeep.memory import set_memory_budget
+    from shardkeep.nodes import StandIn
+    from shardkeep.opening import delete, exists, inspect
+    from shardkeep.pending import PendingSave
+    from shardkeep.reports import Problem, SaveReport, VerifyReport
+    from shardkeep.saving import save, save_async
+    from shardkeep.verifying import verify
 
 __all__ = [
     "AccessError",
@@ -74,3 +82,53 @@ __all__ = [
     "set_memory_budget",
     "verify",
 ]
+
+_HOMES = {
+    "AccessError": "errors",
+    "CheckpointExistsError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "CommitUnknownError": "errors",
+    "ConflictError": "errors",
+    "IncompleteCheckpointError": "errors",
+    "IntegrityError": "errors",
+    "KeyCollisionError": "errors",
+    "Manifest": "manifest",
+    "MetadataError": "errors",
+    "MissingDataError": "errors",
+    "MissingLeafError": "errors",
+    "NewerFormatError": "errors",
+    "NotADirectoryPathError": "errors",
+    "NotEnoughSpaceError": "errors",
+    "PendingSave": "pending",
+    "PrefixError": "errors",
+    "Problem": "reports",
+    "ProcessError": "errors",
+    "SaveReport": "reports",
+    "ShardingError": "errors",
+    "ShardkeepError": "errors",
+    "StandIn": "nodes",
+    "StorageError": "errors",
+    "TemplateMismatchError": "errors",
+    "TreeError": "errors",
+    "UnsupportedLeafError": "errors",
+    "VerifyReport": "reports",
+    "delete": "opening",
+    "exists": "opening",
+    "inspect": "opening",
+    "load": "loading",
+    "save": "saving",
+    "save_async": "saving",
+    "set_memory_budget": "memory",
+    "verify": "verifying",
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
+    value = globals()[name] = getattr(_importlib.import_module(f"shardkeep.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -24,7 +24,7 @@ from shardkeep.errors import (
     StorageError,
 )
 from shardkeep.manifest import Manifest, Tree, check_name
-from shardkeep.planning import Draft, LeafPlan, SavePlan
+from shardkeep.planning import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile
 from shardkeep.processes import ALONE, LEADER, Operation
 from shardkeep.stores.base import Held, Store
 from shardkeep.tree import Path
@@ -84,6 +84,10 @@ class Target(Protocol):
         self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         """Names and places for everything a save will write, nothing of it in use; or those below `at`."""
+        ...
+
+    def complete(self, turn: "Turn", file: FilePlan, written: WrittenFile) -> bytes:
+        """The header of a file whose digests are known, where it cannot be filled in by `finish`."""
         ...
 
     def finish(self, turn: "Turn", tree: Tree) -> Tree:
@@ -194,9 +198,15 @@ def commit(turn: Turn, tree: Tree) -> None:
 
 def _find_again(turn: Turn, tree: Tree) -> None:
     """What other processes wrote is still there: one that died after it was done may have been cleaned up after."""
-    for file, plan in zip(tree.files, turn.plan.files, strict=True):
-        if plan.writer != LEADER and turn.target.store.size(file.name) != file.size:
-            raise StorageError(f"saving {turn.name}: {file.name}, written by process {plan.writer}, is gone")
+    others = {
+        file.name: (file.size, plan.writer)
+        for file, plan in zip(tree.files, turn.plan.files, strict=True)
+        if plan.writer != LEADER
+    }
+    found = turn.target.store.sizes(others)
+    for name, (size, writer) in others.items():
+        if found[name] != size:
+            raise StorageError(f"saving {turn.name}: {name}, written by process {writer}, is gone")
 
 
 def _settle(turn: Turn, error: OSError) -> None:
@@ -251,30 +261,43 @@ def outcome(target: Target, turn: Turn | None) -> str:
     return "Nothing was committed; what was there before is intact"
 
 
-def clean_up(target: Target, manifest: Manifest | None) -> list[str]:
-    """Remove what dead saves left and nothing needs. Call it with the lock held; tells which names went."""
+@dataclass(frozen=True)
+class LeftOvers:
+    """What dead saves left: their records, now held, and names that nothing needs; and how many saves are running."""
+
+    records: list[Held]
+    names: list[str]
+    running: int
+
+
+def left_overs(target: Target, manifest: Manifest | None) -> LeftOvers:
+    """What the next save would remove. Call it with the lock held."""
     store = target.store
-    dead: list[tuple[Held, list[str]]] = []
-    needed = set(target.documents) | (names_in(manifest) if manifest else set())
-    for save_id in store.children(store.saves):
+    records: list[Held] = []
+    names: list[str] = []
+    needed = set(target.documents) | names_in(manifest)
+    saves = store.children(store.saves)
+    for save_id in saves:
         held = store.try_hold(f"{store.saves}/{save_id}")
-        names = recorded_names(store, save_id)
+        recorded = recorded_names(store, save_id)
         if held is None:
-            needed.update(names)
+            needed.update(recorded)
         else:
-            dead.append((held, names))
-    removed: list[str] = []
-    for held, names in dead:
-        left = [name for name in names if name not in needed]
-        store.remove(left)
-        held.release()
-        removed += left
+            records.append(held)
+            names += recorded
     # Documents written aside by a save that died before the rename.
     starts = tuple(f"{document}." for document in (*target.documents, *target.companions))
-    torn = [name for name in store.children("") if name.endswith(".tmp") and name.startswith(starts)]
-    if torn:
-        store.remove(torn)
-    return removed
+    names += [name for name in store.children("") if name.endswith(".tmp") and name.startswith(starts)]
+    return LeftOvers(records, [name for name in names if name not in needed], len(saves) - len(records))
+
+
+def clean_up(target: Target, manifest: Manifest | None) -> None:
+    """Remove what dead saves left and nothing needs. Call it with the lock held."""
+    found = left_overs(target, manifest)
+    if found.names:
+        target.store.remove(found.names)
+    for held in found.records:
+        held.release()
 
 
 def recorded_names(store: Store, save_id: str) -> list[str]:

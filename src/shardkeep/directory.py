@@ -11,7 +11,7 @@ from shardkeep.formats.eformer import INDEX, METADATA, index_documents, read_efo
 from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
 from shardkeep.naming import hashed, prefix_directory
-from shardkeep.planning import Draft, LeafPlan, SavePlan, plan_pieces
+from shardkeep.planning import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.stores.base import Store
 from shardkeep.tree import Path
 
@@ -82,9 +82,10 @@ class Directory:
                 files,
                 directory,
             )
-            if directory in (own, at) or all(draft.save_id in name for name in plan.names):
+            names = [file.name for file in files]
+            if directory in (own, at) or all(draft.save_id in name for name in names):
                 return plan
-            if self._is_free(plan.names) and self.store.claim(f"{self.store.control}/claims/{hashed(draft.prefix)}"):
+            if self._is_free(names) and self.store.claim(f"{self.store.control}/claims/{hashed(draft.prefix)}"):
                 return plan
         raise AssertionError("a directory of its own is always free")
 
@@ -93,6 +94,9 @@ class Directory:
         running = self.store.children(self.store.saves)
         live = [name for save_id in running for name in recorded_names(self.store, save_id)]
         return not self.store.is_taken(names) and not _overlap(names, live)
+
+    def complete(self, turn: Turn, file: FilePlan, written: WrittenFile) -> bytes:
+        return file.header
 
     def finish(self, turn: Turn, tree: Tree) -> Tree:
         return tree

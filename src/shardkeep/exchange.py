@@ -6,7 +6,6 @@ is committed by a rename; several by replacing the index. Where both are there, 
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from shardkeep.manifest import DataFile, Manifest, Tree, check_name, decode_mani
 from shardkeep.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.planning import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.stores.base import Store
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.places import exists, parent_and_name, sibling, store_at
 from shardkeep.tree import Path
 
 SUFFIX = SAFETENSORS
@@ -151,20 +150,31 @@ class Exchange:
 
     def finish(self, turn: Turn, tree: Tree) -> Tree:
         """Fill in the header of a single file, now that its manifest is known; the tree gets its final name."""
-        plan, *others = turn.plan.files
-        file = tree.files[0]
+        file, *others = turn.plan.files
         if others:
             return tree
-        tree = replace(tree, files=(DataFile(self.single, file.size, len(plan.header)),))
+        tree = replace(tree, files=(DataFile(self.single, tree.files[0].size, len(file.header)),))
+        if not self.store.remote:  # an object was put with it
+            self.store.write_into(file.name, 0, self._header(turn, tree))
+            self.store.sync([file.name])
+        return tree
+
+    def complete(self, turn: Turn, file: FilePlan, written: WrittenFile) -> bytes:
+        """The header of a single file, from its digests, where it cannot be filled in later."""
+        if len(turn.plan.files) > 1:
+            return file.header
+        tree = turn.plan.tree([written], turn.draft)
+        return self._header(turn, replace(tree, files=(DataFile(self.single, written.size, len(file.header)),)))
+
+    def _header(self, turn: Turn, tree: Tree) -> bytes:
+        plan = turn.plan.files[0]
         manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.draft.prefix: tree})).decode()
         header = json.loads(plan.header[8:])
         notes = {k: v for k, v in header.pop("__metadata__").items() if k == "dtypes"}
         metadata = {"format": "pt", _SEAL: "0" * 32, _MARK: manifest, **notes}
         text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
         assert len(text) <= len(plan.header) - 8, "the manifest outgrew the room left for it"
-        self.store.write_into(plan.name, 0, seal(plan.header[:8] + text.ljust(len(plan.header) - 8)))
-        self.store.sync([plan.name])
-        return tree
+        return seal(plan.header[:8] + text.ljust(len(plan.header) - 8))
 
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
         if len(turn.plan.files) == 1:
@@ -176,30 +186,29 @@ class Exchange:
         return self.index
 
 
-def exchange_at(path: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
-    """The exchange files that `path` names: the file, its index, any shard, or the common start of their names."""
-    directory, name = os.path.split(path)
+def exchange_at(place: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
+    """The exchange files that `place` names: the file, its index, any shard, or the common start of their names."""
+    directory, name = parent_and_name(place)
     if name.endswith(INDEX):
         base = name[: -len(INDEX)]
     elif name.endswith(SUFFIX):
         base = name[: -len(SUFFIX)]
         common = base_of_shard(name)
-        if os.path.exists(os.path.join(directory, common + INDEX)):
+        if common != base and exists(sibling(place, f"{directory}/{common}{INDEX}")):
             base = common
     else:
         base = name
-    return Exchange(LocalStore(directory, control=f".{base}{SUFFIX}.shardkeep", confined=False), base, shard_size)
+    return Exchange(store_at(directory, control=f".{base}{SUFFIX}.shardkeep", confined=False), base, shard_size)
 
 
-def exchange_in(directory: str) -> Exchange | None:
+def exchange_in(directory: str, names: Sequence[str]) -> Exchange | None:
     """The exchange files in a folder, as Hugging Face arranges them; None if there are none."""
-    names = sorted(os.listdir(directory))
     for ending in (INDEX, SUFFIX):
         bases = [n[: -len(ending)] for n in names if n.endswith(ending) and not n.startswith(".")]
         if ending == SUFFIX:
             bases = [b for b in bases if not SHARD_END.search(b)]
         if "model" in bases or len(bases) == 1:
-            return exchange_at(os.path.join(directory, ("model" if "model" in bases else bases[0]) + ending))
+            return exchange_at(sibling(directory, f"{directory}/{'model' if 'model' in bases else bases[0]}{ending}"))
         if bases:
             listed = ", ".join(b + ending for b in bases)
             raise CheckpointNotFoundError(f"{directory} holds several safetensors files; name one of {listed}")

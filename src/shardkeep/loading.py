@@ -38,6 +38,7 @@ def load(
     verify: bool = True,
     mapped: Literal["auto", False] = "auto",
     read_once: bool = False,
+    progress: bool = False,
 ) -> Any:
     """Load a checkpoint as the tree that was saved, on any number of devices, every byte checked.
 
@@ -51,7 +52,7 @@ def load(
     the file must not be changed in place while they live; replacing or deleting the checkpoint is safe.
 
     Of several JAX processes each reads the bytes its own devices need. With `read_once` the first reads everything and
-    sends it to the others over the network, which pays when many processes share slow storage.
+    sends it to the others over the network, which pays when many processes share slow storage. `progress` shows a bar.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> _ = shardkeep.save(tmp / "state", {"layers": [{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}], "step": 7})
@@ -71,6 +72,7 @@ def load(
         verify=verify,
         mapped=mapped == "auto",
         read_once=read_once,
+        verbose=progress,
     )
     skeleton, leaves, _ = load_request(path, request)
     return skeleton.rebuild(leaves)

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from shardkeep.stores.base import location
+from shardkeep.stores.places import exists, location
 
 
 def path_text(path: Any) -> str:
@@ -34,4 +34,4 @@ class LoadPath:
 
     def exists(self) -> bool:
         """Whether a file or directory is there."""
-        return os.path.exists(location(self._text))
+        return exists(location(self._text))

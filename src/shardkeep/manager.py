@@ -18,11 +18,8 @@ from jax.sharding import Mesh
 from shardkeep.arrays import parse_dtype
 from shardkeep.choosing import Request
 from shardkeep.commit import Target
-from shardkeep.directory import Directory
 from shardkeep.errors import PrefixError, ShardingError
-from shardkeep.exchange import SUFFIX
 from shardkeep.formats.eformer import INDEX
-from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.gathering import apply_gather_functions, cast_floats, offload, parse_float_dtype
 from shardkeep.loading import load_request
 from shardkeep.loadpath import LoadPath, path_text
@@ -33,8 +30,7 @@ from shardkeep.pending import PendingSave
 from shardkeep.saving import SaveRequest, run_save, start_save
 from shardkeep.sharding import Rules
 from shardkeep.staging import is_prng_dtype
-from shardkeep.stores.base import location
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.places import BucketPath
 from shardkeep.tree import Skeleton, flatten, nest
 
 if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
@@ -329,8 +325,8 @@ class AsyncCheckpointManager:
     def _located(self, path: Any) -> str:
         text = str(self.safe_loadpath(path))
         if self.gcs_bucket is not None and "://" not in text and not os.path.isabs(text):
-            return f"gs://{self.gcs_bucket}/{text}"
-        return text
+            return BucketPath(f"gs://{self.gcs_bucket}/{text}", self.gcs_credentials_path)
+        return BucketPath(text, self.gcs_credentials_path) if text.startswith("gs://") else text
 
     def _prefix_named(self, path: Any, name: str) -> str | None:
         """`name` as a prefix, if it is one and without it a load could not tell which tree is meant."""
@@ -339,12 +335,9 @@ class AsyncCheckpointManager:
         return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
 
     def _target(self, path: Any, directory: bool) -> Target:
-        text = self._located(path)
-        if self.use_tensorstore:
-            return Directory(LocalStore(location(text)), TensorstoreFormat("zstd" if self.enable_compression else None))
-        if directory and text.endswith(SUFFIX):
-            return Directory(LocalStore(location(text)))
-        return new_target(text, "safetensors", None, None)
+        format = "tensorstore" if self.use_tensorstore else "safetensors"
+        compression = "zstd" if self.use_tensorstore and self.enable_compression else None
+        return new_target(self._located(path), format, compression, None, directory or self.use_tensorstore)
 
     def _prepared(
         self, tree: Any, mesh: Mesh | None, gather_fns: Any, float_dtype: Any, do_all_gather: bool, cpu_offload: bool

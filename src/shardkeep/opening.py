@@ -21,53 +21,58 @@ from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.manifest import MANIFEST, Manifest
 from shardkeep.naming import base_of_shard
-from shardkeep.stores.base import Store, location
-from shardkeep.stores.local import CONTROL, LocalStore
+from shardkeep.stores.base import Store
+from shardkeep.stores.local import CONTROL
+from shardkeep.stores.places import exists as exists_at
+from shardkeep.stores.places import is_directory, is_url, location, parent_and_name, sibling, store_at
 
 
-def new_target(path: object, format: str, compression: str | None, max_shard_size: int | str | None) -> Target:
-    """Where a save to `path` goes: exchange files if it ends in .safetensors, else a directory."""
-    text = location(path)
-    chosen = _format(format, compression)
-    if text.endswith(SUFFIX) and not os.path.isdir(text):
-        if chosen.name != "safetensors":
+def new_target(
+    path: object, format: str, compression: str | None, max_shard_size: int | str | None, directory: bool = False
+) -> Target:
+    """Where a save to `path` goes: exchange files if it ends in .safetensors (and need not be a directory)."""
+    place = location(path)
+    if place.endswith(SUFFIX) and not directory and not is_directory(place):
+        if _format(format, compression, None).name != "safetensors":
             raise ValueError("a path that ends in .safetensors holds the safetensors format, not tensorstore")
-        whole = base_of_shard(text)
-        if os.path.exists(whole + INDEX) and whole + SUFFIX != text:
-            raise ValueError(f"{text} is a shard of {whole}{INDEX}; save to {whole}{SUFFIX} to replace all of it")
-        return exchange_at(text, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
+        whole = base_of_shard(place)
+        if whole + SUFFIX != place and exists_at(sibling(place, whole + INDEX)):
+            raise ValueError(f"{place} is a shard of {whole}{INDEX}; save to {whole}{SUFFIX} to replace all of it")
+        return exchange_at(place, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for exchange files: give a path that ends in .safetensors")
-    if os.path.lexists(text) and not os.path.isdir(text):
-        raise NotADirectoryPathError(f"{text} is a file; a checkpoint is a directory (or a file named *{SUFFIX})")
-    return Directory(LocalStore(text), chosen)
+    if not is_url(place) and os.path.lexists(place) and not os.path.isdir(place):
+        raise NotADirectoryPathError(f"{place} is a file; a checkpoint is a directory (or a file named *{SUFFIX})")
+    store = store_at(place)
+    return Directory(store, _format(format, compression, store.object_limit))
 
 
-def _format(name: str, compression: str | None) -> Format:
+def _format(name: str, compression: str | None, limit: int | None) -> Format:
     if compression not in (None, "zstd"):
         raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
     if name == "tensorstore":
-        return TensorstoreFormat(compression)
+        return TensorstoreFormat(compression, limit)
     if name != "safetensors":
         raise ValueError(f"format must be 'safetensors' or 'tensorstore', not {name!r}")
     if compression is not None:
         raise ValueError("the safetensors format has no compression; use format='tensorstore'")
-    return SafetensorsFormat()
+    return SafetensorsFormat(limit)
 
 
 def find(path: object) -> Target:
     """What lies at `path`: a checkpoint directory of ours, exchange files, or another program's safetensors files."""
-    text = location(path)
-    if os.path.isdir(text):
-        ours = os.path.exists(os.path.join(text, MANIFEST)) or os.path.exists(os.path.join(text, CONTROL))
-        return (None if ours else exchange_in(text)) or Directory(LocalStore(text))
-    if os.path.basename(text) == MANIFEST and os.path.exists(text):
-        return Directory(LocalStore(os.path.dirname(text)))
-    if text.endswith((SUFFIX, INDEX)) or any(os.path.exists(text + ending) for ending in (SUFFIX, INDEX)):
-        return exchange_at(text)
-    if os.path.exists(text):
-        raise CheckpointNotFoundError(f"no checkpoint at {text}: it is a file, but no safetensors file")
-    return Directory(LocalStore(text))
+    place = location(path)
+    store = store_at(place)
+    inside = store.children("")
+    if inside or (not is_url(place) and is_directory(place)):
+        return (None if {MANIFEST, CONTROL} & set(inside) else exchange_in(place, inside)) or Directory(store)
+    if place.endswith(f"/{MANIFEST}") and exists_at(place):
+        return Directory(store_at(parent_and_name(place)[0]))
+    if place.endswith((SUFFIX, INDEX)) or any(exists_at(sibling(place, place + end)) for end in (SUFFIX, INDEX)):
+        return exchange_at(place)
+    if exists_at(place):
+        raise CheckpointNotFoundError(f"no checkpoint at {place}: it is a file, but no safetensors file")
+    return Directory(store)
 
 
 def open_checkpoint(path: object) -> tuple[Store, Manifest]:

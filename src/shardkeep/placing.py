@@ -38,7 +38,7 @@ def read_leaves(
     values: list[Any] = []
     total = sum(w.stored.nbytes for w in wanted)
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
-    with Crew() as crew, bar as progress:
+    with Crew(store.concurrency) as crew, bar as progress:
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
             if read_once:
@@ -73,7 +73,8 @@ def _read(
         targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
         slots.append(targets[-1])
     crew.run(lambda t=target: read_zarr(store, t) for target in targets if target.leaf.kind == "zarr")
-    source = Source(store, tree.files, tree.compression, request.verify, request.mapped and store.mappable)
+    mapped = store.remote or (request.mapped and store.mappable)
+    source = Source(store, tree.files, tree.compression, request.verify, mapped)
     read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots
 

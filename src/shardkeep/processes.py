@@ -17,8 +17,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+import weakref
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from jax._src import distributed
@@ -51,7 +52,7 @@ class Operation:
         self.leads = self.index == LEADER
         self._group = group
         self._round = 0
-        self._keys = f"{_ROOT}/{group.enter(what)}" if group else ""
+        self._keys = f"{_ROOT}/{group.enter(self)}" if group else ""
 
     def gather(self, value: Any) -> list[Any]:
         """What every process brings (JSON), in their order, for the leader; nothing for the others."""
@@ -77,6 +78,7 @@ class Operation:
         """What every process brought to this round, in their order."""
         found: dict[int, Any] = {LEADER: value}
         watch = _Watch(group, self.what)
+        lost = None
         while True:
             begun: set[int] = set()
             for key, text in group.list(f"{self._keys}/member/"):
@@ -89,17 +91,32 @@ class Operation:
             missing = [i for i in range(self.size) if i not in found]
             if not missing:
                 return [found[i] for i in range(self.size)]
-            watch.look(missing, begun)
+            if lost is not None:
+                raise lost
+            lost = watch.look(missing, begun)  # what it said last may have come meanwhile
 
     def _hear(self, group: "_Group") -> Any:
         watch = _Watch(group, self.what)
+        lost = None
         while True:
             said = {key.rpartition("/")[2]: text for key, text in group.list(f"{self._keys}/leader/")}
             if str(self._round) in said:
                 return json.loads(said[str(self._round)])
             if "abort" in said:
                 raise _as_error(json.loads(said["abort"]))
-            watch.look([LEADER], {LEADER} if said else set())
+            if lost is not None:
+                raise lost
+            lost = watch.look([LEADER], {LEADER} if said else set())
+
+    def heard(self) -> ShardkeepError | None:
+        """What another process has said went wrong, if one has. What fails here may only be what follows from that."""
+        if self._group is None:
+            return None
+        with suppress(ProcessError):
+            for key, text in self._group.list(f"{self._keys}/{'member' if self.leads else 'leader'}/"):
+                if key.endswith("/error" if self.leads else "/abort"):
+                    return _as_error(json.loads(text))
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Tell the others, as far as the service still answers."""
@@ -124,6 +141,10 @@ class Operation:
 
 def join(what: str) -> Operation:
     """Take part in the next operation of the group. Call it in the thread of the caller: the order of calls counts."""
+    operation: Operation | None = getattr(_announced, "operation", None)
+    if operation is not None:
+        _announced.operation = None  # what is called next is another one
+        return operation
     client = distributed.global_state.client
     size = distributed.global_state.num_processes or 1
     if client is None or size == 1:
@@ -131,8 +152,26 @@ def join(what: str) -> Operation:
     global _group
     with _lock:
         if _group is None or _group.client is not client:
+            if _group is not None:
+                _group.close()  # of an earlier jax.distributed.initialize()
             _group = _Group(client, distributed.global_state.process_id, size)
     return Operation(what, _group)
+
+
+@contextmanager
+def announced(what: str) -> Generator[Operation]:
+    """Take part from here on: what is wrong with the arguments is told to the others too. `join` gives this operation.
+
+    >>> with announced("saving to x") as operation:
+    ...     join("saving to /somewhere/x") is operation
+    True
+    """
+    with join(what) as operation:
+        _announced.operation = operation
+        try:
+            yield operation
+        finally:
+            _announced.operation = None
 
 
 class _Group:
@@ -141,13 +180,14 @@ class _Group:
     def __init__(self, client: Any, index: int, size: int) -> None:
         self.client, self.index, self.size = client, index, size
         self._calls = 0
-        self._lock = threading.Lock()
+        self._past: list[tuple[int, weakref.ref[Operation]]] = []
+        self._lock, self._signing = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="shardkeep-alive", daemon=True).start()
-        atexit.register(self._end)
 
-    def enter(self, what: str) -> int:
+    def enter(self, operation: Operation) -> int:
         """The number of the operation that begins now."""
+        what = operation.what
         with self._lock:
             self._calls += 1
             while self.index != LEADER and self._was_given_up(what):
@@ -155,11 +195,19 @@ class _Group:
             number = self._calls
         if self.index == LEADER:
             self.set(f"{_ROOT}/{number}/leader/here", json.dumps(what))
-            with suppress(JaxRuntimeError):
-                self.client.key_value_delete(f"{_ROOT}/{number - _KEPT}/")
+            self._past.append((number, weakref.ref(operation)))
+            self._forget(number - _KEPT)
         else:
             self.set(f"{_ROOT}/{number}/member/{self.index}/here", json.dumps(what))
         return number
+
+    def _forget(self, last: int) -> None:
+        """Delete the keys of operations up to that number, but for those that are still under way."""
+        over = [number for number, operation in self._past if number <= last and operation() is None]
+        self._past = [(number, operation) for number, operation in self._past if number not in over]
+        for number in over:
+            with suppress(JaxRuntimeError):
+                self.client.key_value_delete(f"{_ROOT}/{number}/")
 
     def _was_given_up(self, what: str) -> bool:
         """Whether the others made a call of this number that this process never made, and gave up on it."""
@@ -196,14 +244,22 @@ class _Group:
         count = 0
         while not self._over.wait(0 if count == 0 else _BEAT):
             count += 1
-            with suppress(ProcessError):  # those who wait see that it is missing
-                self.set(f"{_ROOT}/alive/{self.index}", str(count))
+            self._give_sign(str(count))
 
-    def _end(self) -> None:
-        """At the end of the program: it is not to be waited for any more."""
+    def _give_sign(self, sign: str) -> None:
+        with self._signing:
+            if sign == _ENDED or not self._over.is_set():
+                with suppress(ProcessError):  # those who wait see that it is missing
+                    self.set(f"{_ROOT}/alive/{self.index}", sign)
+
+    def close(self) -> None:
+        """Give no sign of life any more."""
         self._over.set()
-        with suppress(ProcessError):
-            self.set(f"{_ROOT}/alive/{self.index}", _ENDED)
+
+    def end(self) -> None:
+        """Say that this process is not to be waited for any more."""
+        self._over.set()
+        self._give_sign(_ENDED)
 
 
 class _Watch:
@@ -216,13 +272,13 @@ class _Watch:
         self._seen: dict[int, tuple[str, float]] = {}
         self._pause = 0.001
 
-    def look(self, missing: list[int], begun: set[int]) -> None:
-        """Wait a little; `ProcessError` if one of the missing will not come any more."""
+    def look(self, missing: list[int], begun: set[int]) -> ProcessError | None:
+        """Wait a little; the error to raise if one of the missing will not come any more."""
         time.sleep(self._pause)
         self._pause = min(self._pause * 1.5, 0.05)
         now = time.monotonic()
         if now - self._looked < _BEAT:
-            return
+            return None
         self._looked = now
         beats = self._group.beats(missing)
         for process, beat in beats.items():
@@ -230,16 +286,17 @@ class _Watch:
                 self._seen[process] = (beat, now)
             silence = now - self._seen[process][1]
             if beat == _ENDED:
-                raise _lost([process], self._what, f"process {process} has ended")
+                return _lost([process], self._what, f"process {process} has ended")
             if silence > SILENCE:
-                raise _lost(
+                return _lost(
                     [process],
                     self._what,
                     f"process {process} has given no sign of life for {silence:.0f} s; it has died or is stuck",
                 )
         absent = [i for i in missing if i not in begun]
         if absent and now - self._start > self._deadline:
-            raise _absent(absent, self._what, self._deadline)
+            return _absent(absent, self._what, self._deadline)
+        return None
 
 
 def _lost(processes: list[int], what: str, why: str) -> ProcessError:
@@ -282,6 +339,21 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
     return error
 
 
+def _end(process: int) -> None:
+    """At the end of the program, also of one that never saved anything: the others need not wait for it."""
+    client = distributed.global_state.client
+    if process != os.getpid() or client is None:  # a forked child is not the process the others know
+        return
+    group = _group if _group is not None and _group.client is client else None
+    if group is not None:
+        group.end()
+    elif (distributed.global_state.num_processes or 1) > 1:
+        with suppress(JaxRuntimeError):
+            client.key_value_set(f"{_ROOT}/alive/{distributed.global_state.process_id}", _ENDED, allow_overwrite=True)
+
+
 ALONE = Operation("")
 _group: _Group | None = None
 _lock = threading.Lock()
+_announced = threading.local()
+atexit.register(_end, os.getpid())

@@ -21,6 +21,7 @@ _MAP_FROM = 1 << 20  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
 _ALIGN = 64
+_REQUEST = 1 << 20  # a request to a bucket costs about as much as reading this
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def read_targets(
     """Fill every target. Pieces are read in steps so that, beside the targets, memory stays within the budget."""
     limit = min(budget, _STEP)
     alone = _fed_by_one(fetches)
-    if not source.mapped:
+    if not source.mapped or source.store.remote:
         fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
         alone = _fed_by_one(fetches)
     for step in plan_steps(fetches, limit):
@@ -96,18 +97,33 @@ def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target])
     if not source.mapped:
         return {}
     spans: dict[int, tuple[int, int, str]] = {}
+    needed: dict[int, list[tuple[int, int]]] = {}
     for fetch in step:
         piece = fetch.piece
         if piece.stored is None and piece.length:
             low, high, key = spans.get(piece.file, (piece.offset, 0, targets[fetch.leaf].leaf.key))
             spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
+            if source.store.remote:
+                ranges = needed_blocks(fetch, targets[fetch.leaf].leaf)
+                needed.setdefault(piece.file, []).extend(
+                    (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
+                )
     maps: dict[int, tuple[Mapping, int]] = {}
     for number, (low, high, key) in spans.items():
-        if high - low >= _MAP_FROM:
+        if high - low >= _MAP_FROM or source.store.remote:
             with source.open(number, key) as file:
-                mapping = file.map(low, high - low)
+                mapping = file.map(low, high - low, needed.get(number, ()))
             maps[number] = (mapping, low)
     return maps
+
+
+def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
+    """Ranges of the blocks of a piece that a fetch reads."""
+    assert leaf.spec is not None
+    found: list[tuple[int, int]] = []
+    for part in fetch.parts:
+        found += touched_blocks(fetch.piece.region.shape, part, leaf.spec.dtype.itemsize, BLOCK)
+    return _merged(found)
 
 
 class _Unit:
@@ -137,13 +153,9 @@ class _Unit:
         """The blocks to read, in parts that one task takes on."""
         if self.piece.stored is not None:
             return [(0, block_count(self.piece.length))]
-        spec = self.target.leaf.spec
-        assert spec is not None
-        found: list[tuple[int, int]] = []
-        for part in self.fetch.parts:
-            found += touched_blocks(self.piece.region.shape, part, spec.dtype.itemsize, BLOCK)
         step = _PART // BLOCK
-        return [(a, min(a + step, last)) for first, last in _merged(found) for a in range(first, last, step)]
+        found = needed_blocks(self.fetch, self.target.leaf)
+        return [(a, min(a + step, last)) for first, last in found for a in range(first, last, step)]
 
     def read(self, first: int, last: int) -> None:
         """Bring blocks into memory and check them."""
@@ -162,6 +174,10 @@ class _Unit:
         if self._source.verify:
             check_blocks(self.piece, first, last, self.memory[start:end], key, self._where())
         self._progress(end - start)
+
+    @property
+    def is_far(self) -> bool:
+        return self._source.store.remote
 
     def _where(self) -> str:
         return self._source.store.locate(self._source.files[self.piece.file].name)
@@ -192,13 +208,15 @@ def _batches(units: Sequence[_Unit]) -> list[list[Task]]:
     small: list[tuple[_Unit, int, int]] = []
     tasks: list[Task] = []
     size = 0
+    files = len({unit.piece.file for unit in units})
+    overhead = _REQUEST * files // max(len(units), 1) if units and units[0].is_far else 4096
     for unit in units:
         for first, last in unit.ranges():
             if last - first >= _PART // BLOCK:
                 large.append(lambda u=unit, a=first, b=last: u.read(a, b))
                 continue
             small.append((unit, first, last))
-            size += min(unit.piece.length, (last - first) * BLOCK) + 4096
+            size += min(unit.piece.length, (last - first) * BLOCK) + overhead
             if size >= _PART:
                 tasks.append(_read_all(small))
                 small, size = [], 0

@@ -47,11 +47,13 @@ def save(
     overwrite: bool = False,
     compression: Literal["zstd"] | None = None,
     max_shard_size: int | str | None = None,
+    progress: bool = False,
 ) -> SaveReport:
     """Save a PyTree. When this returns the checkpoint is complete and durable; if it raises, the old one is intact.
 
     A path ending in `.safetensors` gives plain files under Hugging Face names (split above `max_shard_size`, 5 GB by
     default), any other path a checkpoint directory. Several trees share a directory under different `prefix`es.
+    `progress` shows a bar with bytes, GB/s and the time that remains.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> report = shardkeep.save(tmp / "step_100", {"w": jnp.ones((4, 4)), "step": 100})
@@ -59,7 +61,7 @@ def save(
     100
     """
     target = new_target(path, format, compression, max_shard_size)
-    return run_save(SaveRequest(target, tree, prefix, metadata, overwrite))
+    return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
 
 
 def save_async(
@@ -72,6 +74,7 @@ def save_async(
     overwrite: bool = False,
     compression: Literal["zstd"] | None = None,
     max_shard_size: int | str | None = None,
+    progress: bool = False,
 ) -> PendingSave:
     """Like `save`, but returns after the snapshot: the tree may be donated, deleted or changed at once.
 
@@ -84,7 +87,7 @@ def save_async(
     1
     """
     target = new_target(path, format, compression, max_shard_size)
-    return start_save(SaveRequest(target, tree, prefix, metadata, overwrite))
+    return start_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def run_save(request: SaveRequest) -> SaveReport:
         job = _Job.prepare(request, operation)
         job.take_snapshot(keep=False)
         job.before, job.finished = turns.queue(os.path.realpath(job.path))
-        with Crew() as crew:
+        with Crew(request.target.store.concurrency) as crew:
             if not request.verbose:
                 return job.run(crew, lambda _: None)
             with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
@@ -127,7 +130,8 @@ def start_save(request: SaveRequest) -> PendingSave:
         budget.take(held, f"the save to {job.path}")
         try:
             job.take_snapshot(keep=True)
-            crew = Crew().start()  # at the end of the program no thread can be started any more
+            # Started now: at the end of the program no thread can be.
+            crew = Crew(request.target.store.concurrency).start()
         except BaseException:
             budget.give_back(held)
             raise
@@ -216,7 +220,8 @@ class _Job:
                 compare(operation, self._asked())
             turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
             files = turn.plan.files_of(operation.index)
-            written = write_files(target.store, files, turn.plan.leaves, snapshot.shards, crew, progress)
+            complete = partial(target.complete, turn) if target.store.remote else None
+            written = write_files(target.store, files, turn.plan.leaves, snapshot.shards, crew, progress, complete)
             clock.append(time.perf_counter())
             target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())

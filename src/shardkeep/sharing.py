@@ -50,8 +50,8 @@ def _assign(
 def _holdings(array: Any, size: int) -> list[Holding]:
     """The regions of an array and who holds them. What is not spread over processes every process has, equal."""
     everyone = tuple(range(size))
-    if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated):
-        return [(Region.whole(array.shape), everyone)]
+    if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated) or 0 in array.shape:
+        return [(Region.whole(array.shape), everyone)]  # of what is empty too: there is nothing to be held
     held: dict[Region, set[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         holders = everyone if array.is_fully_addressable else (device.process_index,)

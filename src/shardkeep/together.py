@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardkeep.commit import Turn
@@ -17,35 +18,83 @@ from shardkeep.planning import LeafPlan, SavePlan, WrittenFile
 from shardkeep.processes import LEADER, Operation
 from shardkeep.staging import Snapshot
 from shardkeep.stores.base import Store
+from shardkeep.tree import Leaf
 from shardkeep.values import encode
+
+_SHOWN = 200
 
 
 def compare(operation: Operation, lines: Sequence[str]) -> None:
-    """`ProcessError` naming the first difference, on every process, unless all of them bring the same lines."""
-    brought = operation.gather(digest("\n".join(lines).encode("utf-8", "surrogatepass")))
+    """`ProcessError` naming the first difference, on every process, unless all of them bring the same lines.
+
+    A line begins with what it is about ("path …", "leaf a.b: …"): lines about the same are held against each other.
+    """
+    brought = operation.gather(_digest("\n".join(lines)))
     if operation.share(len(set(brought)) == 1):
         return
-    short = [digest(line.encode("utf-8", "surrogatepass"))[:12] for line in lines]
-    listed = operation.gather(short)
-    at = operation.share(_first_difference(listed) if operation.leads else None)
-    told = operation.gather(lines[at] if at < len(lines) else "(nothing)")
+    about: dict[str, str] = {}
+    for line in sorted(lines, key=_says_less):
+        name = _digest(line.partition(": " if line.startswith(("leaf ", "writers of ")) else " ")[0])[:12]
+        about[name] = f"{about[name]}\n{line}" if name in about else line
+    listed = operation.gather([[name, _digest(line)[:12]] for name, line in about.items()])
+    name = operation.share(_first_difference(listed) if operation.leads else None)
+    told = operation.gather(about.get(name, "(nothing)"))
     if operation.leads:
         different = next(i for i, line in enumerate(told) if line != told[LEADER])
+        ours, theirs = _where_they_part(told[LEADER], told[different])
         raise ProcessError(
             f"{operation.what}: the processes do not ask for the same; nothing was done\n"
-            f"  process {LEADER}: {told[LEADER]}\n  process {different}: {told[different]}"
+            f"  process {LEADER}: {ours}\n  process {different}: {theirs}"
         )
     operation.share()
 
 
-def _first_difference(listed: Sequence[Sequence[str]]) -> int:
-    longest = max(map(len, listed))
-    return next(i for i in range(longest) if len({line[i] if i < len(line) else "" for line in listed}) > 1)
+def _digest(text: str) -> str:
+    return digest(text.encode("utf-8", "surrogatepass"))
+
+
+def _says_less(line: str) -> bool:
+    """Where leaves differ, these do too."""
+    return line.startswith(("metadata ", "structure ", "writers of "))
+
+
+def _first_difference(listed: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """The name that does not stand for the same everywhere; of several the one that comes first anywhere."""
+    found = [{name: line for name, line in pairs} for pairs in listed]  # noqa: C416  (JSON has no tuples)
+    places = sorted((at, process, name) for process, pairs in enumerate(found) for at, name in enumerate(pairs))
+    return next(name for *_, name in places if len({pairs.get(name, "") for pairs in found}) > 1)
+
+
+def _where_they_part(a: str, b: str) -> tuple[str, str]:
+    """Two long lines from a little before they become different; how they begin is kept."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return _cut_out(a, at), _cut_out(b, at)
+
+
+def _cut_out(line: str, at: int) -> str:
+    start = line[: at - _SHOWN // 4].partition(" ")[0] + " …" if at > _SHOWN else ""
+    rest = line[at - _SHOWN // 4 :] if start else line
+    return start + (rest if len(rest) <= 2 * _SHOWN else rest[: 2 * _SHOWN] + "…")
 
 
 def describe(snapshot: Snapshot) -> list[str]:
-    """A line for each leaf: where two processes' lines are the same, they may save it together."""
-    return [_describe(leaf, snapshot) for leaf in snapshot.leaves]
+    """Lines for each leaf: where two processes' lines are the same, they may save it together."""
+    lines = [_describe(leaf, snapshot) for leaf in snapshot.leaves]
+    for leaf in snapshot.leaves:
+        if not leaf.common:  # who writes it depends on all the others too
+            lines.append(f"writers of {leaf.key}: {''.join(f'{writer} ' for _, writer in leaf.shares)}")
+    return lines
+
+
+def outline(leaves: Sequence[Leaf]) -> list[str]:
+    """A line for each array: what must be the same before the processes begin to send each other their parts of it."""
+    lines: list[str] = []
+    for leaf in leaves:
+        if isinstance(leaf.value, jax.Array | np.ndarray):
+            spread = isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable
+            where = "spread over processes" if spread else "of each process"
+            lines.append(f"leaf {leaf.key or '(the tree itself)'}: {leaf.value.dtype}{list(leaf.value.shape)}, {where}")
+    return lines
 
 
 def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
@@ -54,12 +103,16 @@ def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
         text = json.dumps(encode(leaf.value))
         return f"{name}{leaf.value!r:.60} ({digest(text.encode())[:12]})"
     what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.kind}"
+    if leaf.extra:
+        what += f" {json.dumps(leaf.extra, sort_keys=True)}"
+    regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
+    layout = repr([(region.start, region.shape) for region in regions])
     if not leaf.common:
-        layout = repr([(region.start, region.shape, writer) for region, writer in leaf.shares])
         return f"{name}{what}, spread over processes (layout {digest(layout.encode())[:12]})"
     held = range(leaf.first_held, leaf.first_held + len(leaf.held))
     contents = [digest(np.ascontiguousarray(snapshot.shards[i].data).reshape(-1).view(np.uint8).data) for i in held]
-    return f"{name}{what}, of each process (contents {digest(''.join(contents).encode())[:12]})"
+    both = layout + "".join(contents)  # different arrays, differently cut, may come to the same bytes
+    return f"{name}{what}, of each process (contents {digest(both.encode())[:12]})"
 
 
 def hand_in(
@@ -99,7 +152,8 @@ def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[l
         document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
         told: dict[str, Any] = json.loads(document[-1])
         part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
-        lost = next((f.name for f, w in zip(files, part, strict=True) if store.size(f.name) != w.size), None)
+        there = store.sizes(file.name for file in files)
+        lost = next((f.name for f, w in zip(files, part, strict=True) if there[f.name] != w.size), None)
     except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
         raise unshared(name, process, str(error)) from error
     if lost is not None:

@@ -287,6 +287,8 @@ def to_json(node: Child) -> Json:
     named: list[Any] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]
     if node.kind == "namedtuple":
         return {"namedtuple": node.class_name, "children": named}
+    if not node.has_aux:
+        return {"custom": node.class_name, "children": named}
     try:
         fields = {"fields": list(node.fields)} if node.fields else {}
         return {"custom": node.class_name, "children": named, "aux": encode(node.aux), **fields}

@@ -1,7 +1,7 @@
 """Bytes to files: hashed while hot, written in parallel, each block once."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ import numpy as np
 import zstandard
 
 from shardkeep.digests import BLOCK, block_count, digest
+from shardkeep.errors import TreeError
 from shardkeep.memory import Array, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
@@ -21,6 +22,8 @@ _BATCH = 8 << 20  # what one task writes in small files
 _FILE_COST = 64 << 10  # making a file costs about as much as writing this
 _ZSTD_LEVEL = 1
 
+Complete = Callable[[FilePlan, WrittenFile], bytes]
+
 
 def write_files(
     store: Store,
@@ -29,9 +32,13 @@ def write_files(
     shards: Sequence[Shard],
     crew: Crew,
     progress: Progress,
+    complete: Complete | None = None,
 ) -> list[WrittenFile]:
-    """Write files as planned. What the caller gets has a digest for every byte; nothing is synced yet."""
-    writers = [_FileWriter(store, file, leaves, shards, progress) for file in files]
+    """Write files as planned. What the caller gets has a digest for every byte; nothing is synced yet.
+
+    `complete` gives a file its header once its digests are known: objects are put whole, and never changed.
+    """
+    writers = [_FileWriter(store, file, leaves, shards, progress, complete) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -41,7 +48,7 @@ def write_files(
             continue
         batch.append(writer)
         cost += _FILE_COST + writer.nbytes
-        if cost >= _BATCH:
+        if cost >= _BATCH or store.remote:
             tasks.append(partial(_write_all, batch))
             batch, cost = [], 0
     tasks.append(partial(_write_all, batch))
@@ -67,29 +74,63 @@ class _FileWriter:
     """Writes one file, whole or in parts, and collects its digests."""
 
     def __init__(
-        self, store: Store, plan: FilePlan, leaves: Sequence[LeafPlan], shards: Sequence[Shard], progress: Progress
+        self,
+        store: Store,
+        plan: FilePlan,
+        leaves: Sequence[LeafPlan],
+        shards: Sequence[Shard],
+        progress: Progress,
+        complete: Complete | None,
     ) -> None:
-        self._store, self._plan, self._progress = store, plan, progress
+        self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
         self._leaves, self._shards = leaves, shards
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
         # A piece made of several shards is put together by the one task that writes it.
-        self.parts = _split(plan) if plan.size is not None and self.nbytes > _PART else []
+        self.parts = _split(plan) if plan.size is not None and self.nbytes > _PART and not store.remote else []
         self.file: NewFile | None = None
         self._left = len(self.parts)
         self._lock = threading.Lock()
 
     def write_whole(self) -> None:
+        if self._store.object_limit is not None and self.nbytes > 2 * self._store.object_limit:
+            self.write_large()
+            return
         everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
         segments = self._segments(everything)
         if self._plan.size is None:
             segments = [memoryview(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(segments[0]))]
             self.size = len(segments[0])
             self.loose_digest = digest(segments[0])
-        self._store.write_new(self._plan.name, [memoryview(self._plan.header), *segments])
+        header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
+        total = len(header) + sum(map(len, segments))
+        self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
         self._progress(self.nbytes)
+
+    def result(self) -> WrittenFile:
+        """What is known once everything is hashed."""
+        return WrittenFile(self.size or 0, self.loose_digest, tuple(map(tuple, self.digests)))
+
+    def write_large(self) -> None:
+        """A file too large to be held: hashed first, then put part by part."""
+        parts = _split(self._plan)
+        for part in parts:
+            self._segments(part)
+        before = [list(digests) for digests in self.digests]
+        header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
+
+        def stream() -> Iterator[memoryview]:
+            yield memoryview(header)
+            for part in parts:
+                segments = self._segments(part)
+                if self.digests != before:
+                    raise TreeError(f"an array in {self._plan.name} was changed while it was being saved")
+                yield from segments
+                self._progress(sum(map(len, segments)))
+
+        self._store.write_new(self._plan.name, len(header) + self.nbytes, stream())
 
     def part_tasks(self) -> list[Task]:
         return [lambda part=part: self._write_part(part) for part in self.parts]

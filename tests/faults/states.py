@@ -14,6 +14,9 @@ import numpy as np
 import shardkeep
 from shardkeep.memory import budget
 
+for _name in shardkeep.__all__:  # imported now: children are under fault, or another user
+    getattr(shardkeep, _name)
+
 
 def make(kind: str, number: int) -> Any:
     """The state of that kind and number: the same in every process, no two numbers alike in any array."""

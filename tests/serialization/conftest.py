@@ -1,6 +1,7 @@
 """What the tests of the documented API share."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,3 +71,14 @@ WAYS = {"str": str, "Path": Path, "str()": OnlyText, "fspath": OnlyFspath, "file
 def any_path(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """Each way a path may be written."""
     return request.param
+
+
+@pytest.fixture
+def without_credentials(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has told who we are to a bucket, and no machine's own service is asked."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "STORAGE_EMULATOR")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")

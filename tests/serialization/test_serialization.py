@@ -219,7 +219,7 @@ def test_a_second_save_does_not_wait_for_the_first(make: Callable[[], Any], tmp_
 def test_the_manager_raises_what_failed_and_only_once(make: Callable[[], Any], ask: str, tmp_path: Path) -> None:
     manager = make()
     (tmp_path / "file").write_text("")
-    tree_serialize_leaves(tmp_path / "file", TREE, manager)
+    tree_serialize_leaves(tmp_path / "file" / "below", TREE, manager)
     if ask == "check_for_errors" and isinstance(manager, GlobalAsyncCheckpointManager):
         manager._thread.join()  # JAX's own does not wait
     with pytest.raises(NotADirectoryError, match="file"):
@@ -231,7 +231,7 @@ def test_the_manager_raises_what_failed_and_only_once(make: Callable[[], Any], a
 def test_a_failure_is_raised_by_the_wait_not_by_the_next_save(make: Callable[[], Any], tmp_path: Path) -> None:
     manager = make()
     (tmp_path / "file").write_text("")
-    tree_serialize_leaves(tmp_path / "file", TREE, manager)
+    tree_serialize_leaves(tmp_path / "file" / "below", TREE, manager)
     for number in range(3):
         tree_serialize_leaves(tmp_path / f"good{number}", TREE, manager)
     with pytest.raises(NotADirectoryError, match="file"):

@@ -382,7 +382,9 @@ def test_nothing_we_write_is_a_pickle(tmp_path: Path) -> None:
 # --- file:// and s3:// land in odd local folders
 
 
-def test_urls_land_where_they_say_or_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_land_where_they_say_or_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_credentials: None
+) -> None:
     monkeypatch.chdir(tmp_path)
     manager = AsyncCheckpointManager()
     manager.save({"w": jnp.ones(2)}, f"file://{tmp_path}/with%20space", MESH)
@@ -394,7 +396,7 @@ def test_urls_land_where_they_say_or_nowhere(tmp_path: Path, monkeypatch: pytest
             lambda url=url: tree_serialize_leaves(url, {"w": jnp.ones(2)}),
             lambda url=url: tree_deserialize_leaves(url, None),
         ):
-            with pytest.raises(ValueError, match=url):
+            with pytest.raises((ValueError, shardkeep.AccessError), match=r"no credentials|file://host"):
                 call()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["leaves", "with space"]
     assert_same(manager.load(f"file://{tmp_path}/with%20space", None)[0], {"w": jnp.ones(2)})
@@ -433,10 +435,10 @@ def test_the_next_save_does_not_raise_what_failed_before(tmp_path: Path) -> None
     with pytest.raises(NotADirectoryError, match="file"):
         manager.save(tree, tmp_path / "file", MESH)
     manager.save(tree, tmp_path / "a", MESH)
-    pending = manager.save_async(tree, tmp_path / "file", MESH)
+    pending = manager.save_async(tree, tmp_path / "file" / "below", MESH)
     with pytest.raises(NotADirectoryError, match="file"):
         pending.wait()
-    tree_serialize_leaves(tmp_path / "file", tree, manager.global_manager)
+    tree_serialize_leaves(tmp_path / "file" / "below", tree, manager.global_manager)
     for save in (manager.save, lambda *a: manager.save_async(*a).wait()):
         save(tree, tmp_path / "b", MESH)
     tree_serialize_leaves(tmp_path / "c", tree, manager.global_manager)

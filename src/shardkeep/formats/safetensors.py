@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import ArraySpec, Region, dtype_from_name
+from shardkeep.arrays import ArraySpec, Region, cut, dtype_from_name, split_counts
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.manifest import no_duplicates
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
@@ -54,8 +54,14 @@ class SafetensorsFormat:
     name: str = "safetensors"
     compression: str | None = None
 
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: bytes a file may have; arrays that are larger are cut."""
+        self._limit = limit
+
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
-        return [region]
+        if self._limit is None:
+            return [region]
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))
 
     def lay_out(
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
@@ -66,7 +72,9 @@ class SafetensorsFormat:
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         start = f"{directory}/" if directory else ""
         metadata = {"shardkeep": "1", "shardkeep_save": save_id}
-        groups = group_by_size([p.nbytes for p in named], named, FILE_LIMIT, lengths, [p.writer for p in named])
+        groups = group_by_size(
+            [p.nbytes for p in named], named, self._limit or FILE_LIMIT, lengths, [p.writer for p in named]
+        )
         return [
             pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
             for number, group in enumerate(groups)

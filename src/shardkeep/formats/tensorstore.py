@@ -40,12 +40,13 @@ class TensorstoreFormat:
 
     name: str = "tensorstore"
 
-    def __init__(self, compression: str | None = None) -> None:
+    def __init__(self, compression: str | None = None, limit: int | None = None) -> None:
+        """`limit`: bytes a chunk may have, where that is less than it may have anyway."""
         self.compression = compression
+        self._limit = min(_COMPRESSED_LIMIT if compression else _RAW_LIMIT, limit or _RAW_LIMIT)
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
-        limit = _COMPRESSED_LIMIT if self.compression else _RAW_LIMIT
-        return cut(region, split_counts(region.shape, spec.dtype.itemsize, limit))
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))
 
     def lay_out(
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str

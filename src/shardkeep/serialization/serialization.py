@@ -8,15 +8,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardkeep.choosing import Request
-from shardkeep.directory import Directory
-from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.loading import load_request
 from shardkeep.manager import as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.opening import new_target
 from shardkeep.pending import PendingSave
 from shardkeep.saving import SaveRequest, run_save, start_save
 from shardkeep.sharding import Rules
-from shardkeep.stores.base import location
-from shardkeep.stores.local import LocalStore
 from shardkeep.tree import flatten
 
 
@@ -67,7 +64,7 @@ def tree_serialize_leaves(
     >>> sorted(tree_deserialize_leaves(tmp / "leaves", None))
     ['w']
     """
-    target = Directory(LocalStore(location(checkpoint_dir)), TensorstoreFormat())
+    target = new_target(checkpoint_dir, "tensorstore", None, None, directory=True)
     request = SaveRequest(target, pytree, prefix, None, True, write_index, commit_callback)
     if manager is None:
         run_save(request)

@@ -1,10 +1,8 @@
 """What shardkeep asks of the place where bytes live. A name is a relative path with `/`."""
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
@@ -20,8 +18,11 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
         """Fill `buffer` with the bytes at `offset`; `EOFError` if there are not enough."""
         ...
 
-    def map(self, offset: int, length: int) -> "Mapping":
-        """The bytes in place, backed by the file; only where the store is `mappable`."""
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "Mapping":
+        """The bytes in place: backed by the file where the store is `mappable`, else fetched as they are brought in.
+
+        `needed`: the (offset, length) ranges that will be.
+        """
         ...
 
 
@@ -71,6 +72,21 @@ class Store(Protocol):
         """Whether files may be mapped: nobody else can change them in place unseen."""
         ...
 
+    @property
+    def remote(self) -> bool:
+        """Whether files are objects: put whole, never changed, each request far away."""
+        ...
+
+    @property
+    def concurrency(self) -> int | None:
+        """How many requests at a time are worth while; None: as many as there are processors."""
+        ...
+
+    @property
+    def object_limit(self) -> int | None:
+        """How large a file should be at most; None: any size."""
+        ...
+
     def locate(self, name: str) -> str:
         """`name` as a person would look for it."""
         ...
@@ -83,6 +99,10 @@ class Store(Protocol):
         """The size of a file, or None if there is none."""
         ...
 
+    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
+        """The sizes of many files."""
+        ...
+
     def identity(self, name: str) -> object:
         """Something that changes when the file does; None if there is none."""
         ...
@@ -93,8 +113,8 @@ class Store(Protocol):
         """Begin a file that must not exist yet."""
         ...
 
-    def write_new(self, name: str, buffers: Sequence["memoryview"]) -> None:
-        """A whole file that must not exist yet."""
+    def write_new(self, name: str, total: int, buffers: Iterable["memoryview"]) -> None:
+        """A whole file of `total` bytes that must not exist yet."""
         ...
 
     def sync(self, names: Sequence[str]) -> None:
@@ -160,24 +180,3 @@ class Store(Protocol):
     def free_bytes(self) -> int | None:
         """Bytes that can still be written, or None if that is unknown."""
         ...
-
-
-def location(path: object) -> str:
-    """A path as text: a `str`, an `os.PathLike`, or any object whose `str()` is a path; `file://` becomes a path.
-
-    >>> location("file:///tmp/run%201")
-    '/tmp/run 1'
-    """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"not a path: {path!r}")
-    if text.startswith("file://"):
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost"):
-            raise ValueError(f"{text!r} names the host {parts.netloc!r}; a local path is written file:///path")
-        return os.path.abspath(unquote(parts.path))
-    if "://" in text:
-        raise ValueError(f"{text!r}: only local paths and file:// are supported by this version of shardkeep")
-    return os.path.abspath(os.path.expanduser(text))

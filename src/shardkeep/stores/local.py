@@ -52,6 +52,9 @@ class LocalStore:
         self._confined = confined
         self._inside: dict[str, bool] = {}
         self._mappable: bool | None = None
+        self.remote = False
+        self.concurrency = None
+        self.object_limit = None
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -69,6 +72,9 @@ class LocalStore:
             return os.stat(self.locate(name)).st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
+        return {name: self.size(name) for name in names}
 
     def identity(self, name: str) -> tuple[int, int, int] | None:
         try:
@@ -113,12 +119,12 @@ class LocalStore:
         make_directories(os.path.dirname(path))
         return LocalNewFile(path)
 
-    def write_new(self, name: str, buffers: Sequence[memoryview]) -> None:
+    def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
         path = self.locate(name)
         make_directories(os.path.dirname(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            write_at(descriptor, 0, buffers, path)
+            write_at(descriptor, 0, list(buffers), path)
         finally:
             os.close(descriptor)
 

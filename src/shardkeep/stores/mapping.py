@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ class LocalFile:
             target = target[count:]
             offset += count
 
-    def map(self, offset: int, length: int) -> "LocalMapping":
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         memory = mmap.mmap(self._descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
         return LocalMapping(memory, offset - start, self._path)

@@ -1,0 +1,176 @@
+"""Leaves of any checkpoint in host memory, block by block: bounded memory, digests checked, no device touched."""
+
+import os
+import re
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardkeep.arrays import Region
+from shardkeep.cli.output import UsageError
+from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.formats.zarr import describe, read_zarr
+from shardkeep.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.opening import open_checkpoint
+from shardkeep.planning import plan_read
+from shardkeep.progress import Progress
+from shardkeep.reading import Source, Target, read_targets
+from shardkeep.stores.base import Store
+from shardkeep.stores.local import CONTROL
+from shardkeep.workers import Crew
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 16 << 20  # bytes read at once by each thread
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint being read."""
+
+    path: str
+    store: Store
+    manifest: Manifest
+
+    def source(self, tree: Tree) -> Source:
+        return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
+
+    def was_replaced(self) -> bool:
+        return open_checkpoint(self.path)[1].save_id != self.manifest.save_id
+
+
+def open_at(path: str) -> Opened:
+    """The checkpoint at `path`, whoever wrote it."""
+    return Opened(path, *open_checkpoint(path))
+
+
+@contextmanager
+def steady(*checkpoints: Opened) -> Generator[None]:
+    """What is read inside is one state of each checkpoint; if a writer replaced one meanwhile, that is said."""
+    try:
+        yield
+    except (IntegrityError, FileNotFoundError) as error:
+        for checkpoint in checkpoints:
+            if checkpoint.was_replaced():
+                raise ConflictError(_replaced(checkpoint)) from error
+        raise
+    for checkpoint in checkpoints:
+        # In a directory a name is never written twice, so what was read was one state. Exchange files keep theirs.
+        if os.path.basename(checkpoint.store.control) != CONTROL and checkpoint.was_replaced():
+            raise ConflictError(_replaced(checkpoint))
+
+
+def _replaced(checkpoint: Opened) -> str:
+    return f"{checkpoint.path} was replaced while it was being read; run this again"
+
+
+def compile_match(match: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if match is None else re.compile(match)
+    except re.error as error:
+        raise UsageError(f"--match {match!r} is not a regular expression: {error}") from None
+
+
+def choose_trees(manifest: Manifest, prefix: str | None) -> dict[str, Tree]:
+    """The trees asked for, by prefix: all of them, or one."""
+    if prefix is None:
+        return dict(manifest.trees)
+    tree = manifest.tree(prefix)
+    names = [name for name, candidate in manifest.trees.items() if candidate is tree]
+    return {names[0] if names else prefix: tree}
+
+
+def matches(leaf: StoredLeaf, match: re.Pattern[str] | None) -> bool:
+    """Whether a leaf is wanted: like `include` of `load`, on names joined with a slash."""
+    return match is None or match.search("/".join(leaf.path)) is not None
+
+
+def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Region]:
+    """Regions of at most `limit` bytes that fill an array, chosen so that each stored part is read once.
+
+    A compressed part is decoded whole, so it is one region whatever its size.
+    """
+    assert leaf.spec is not None
+    itemsize = leaf.spec.dtype.itemsize
+    if leaf.kind == "zarr":
+        cells = _zarr_bands(opened, leaf, limit)
+        return [cell for cell in cells if cell.size]
+    found: list[Region] = []
+    for piece in leaf.pieces:
+        found += [piece.region] if piece.stored is not None else split_region(piece.region, itemsize, limit)
+    return [region for region in found if region.size]
+
+
+def _zarr_bands(opened: Opened, leaf: StoredLeaf, limit: int) -> list[Region]:
+    """Whole rows of chunks as long as they stay within the limit, else single chunks."""
+    assert leaf.spec is not None
+    chunks = describe(opened.store, leaf.extra["directory"]).chunks
+    shape = leaf.spec.shape
+    if not shape or leaf.spec.nbytes <= limit:
+        return [Region.whole(shape)]
+    row = leaf.spec.nbytes // shape[0] * chunks[0]
+    steps = (chunks[0] * max(limit // max(row, 1), 1), *(shape[1:] if row <= limit else chunks[1:]))
+    counts = [-(-n // step) for n, step in zip(shape, steps, strict=True)]
+    cells: list[Region] = []
+    for index in np.ndindex(*counts):
+        start = tuple(i * step for i, step in zip(index, steps, strict=True))
+        ends = [min(a + step, n) for a, step, n in zip(start, steps, shape, strict=True)]
+        cells.append(Region(start, tuple(b - a for a, b in zip(start, ends, strict=True))))
+    return cells
+
+
+def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
+    """Parts of at most `limit` bytes, each contiguous in the region's own C order (one element is the least).
+
+    >>> [part.start for part in split_region(Region((0, 0), (4, 4)), itemsize=1, limit=8)]
+    [(0, 0), (2, 0)]
+    """
+    axis = next((i for i, n in enumerate(region.shape) if n > 1), None)
+    nbytes = region.size * itemsize
+    if nbytes <= limit or axis is None:
+        yield region
+        return
+    row = nbytes // region.shape[axis]
+    step = max(limit // row, 1)
+    for first in range(0, region.shape[axis], step):
+        start = tuple(a + first if i == axis else a for i, a in enumerate(region.start))
+        count = min(step, region.shape[axis] - first)
+        band = Region(start, tuple(count if i == axis else n for i, n in enumerate(region.shape)))
+        yield from split_region(band, itemsize, limit)
+
+
+def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
+    """A part of an array as NumPy, checked. Not to be written to: it may be the mapped file."""
+    target = Target(leaf, [region], own=False, arrays=[None])
+    if leaf.kind == "zarr":
+        read_zarr(opened.store, target)
+        progress(region.size * _itemsize(leaf))
+    else:
+        # One thread: whoever calls this runs several of them at once.
+        read_targets(source, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
+    array = target.arrays[0]
+    assert array is not None
+    return array
+
+
+def _itemsize(leaf: StoredLeaf) -> int:
+    assert leaf.spec is not None
+    return leaf.spec.dtype.itemsize
+
+
+def logical(leaf: StoredLeaf) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape as the user knows them: of PRNG keys, not of their data."""
+    assert leaf.spec is not None
+    if leaf.kind == "prng":
+        return f"key<{leaf.extra.get('impl')}>", leaf.spec.shape[:-1]
+    return leaf.spec.dtype.name, leaf.spec.shape
+
+
+def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:
+    """An array as flat runs, so short that what is computed from one stays in the cache and costs no fresh memory."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, count):
+        yield flat[start : start + count]

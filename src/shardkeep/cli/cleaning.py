@@ -1,0 +1,133 @@
+"""`shardkeep clean`: what dead saves left behind, told first and then removed, as the next save would do it."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardkeep.cli.output import Output, UsageError, ask, counted, human, plain
+from shardkeep.cli.survey import Found, survey
+from shardkeep.commit import Target, clean_up, leave, left_overs
+from shardkeep.directory import Directory
+from shardkeep.errors import ShardkeepError
+
+_LOCK_SECONDS = 20.0
+_SHOWN = 20
+
+
+@dataclass
+class _LeftOver:
+    """What lies at one place that nothing needs."""
+
+    name: str
+    target: Target
+    files: dict[str, int] = field(default_factory=dict[str, int])  # names and sizes
+    saves: int = 0  # dead saves
+    running: int = 0
+    problem: str | None = None
+    removed: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(self.files.values())
+
+
+def clean(path: str, output: Output, yes: bool, dry_run: bool) -> int:
+    """Tell what is left over at and below a path, and remove it; 1 if something remains."""
+    looked = [_look(found) for found in survey(path) if found.target is not None]
+    found = [one for one in looked if one.saves or one.files or one.problem]
+    removable = [one for one in found if one.problem is None]
+    if not output.as_json:
+        _show(found, path, output)
+    if removable and not dry_run and (yes or _may(removable)):
+        for one in removable:
+            _remove(one)
+    remains = any(not one.removed for one in found)
+    if output.as_json:
+        output.document(_document(path, found, dry_run))
+    elif any(one.removed for one in found):
+        gone = [one for one in found if one.removed]
+        files = sum(len(one.files) for one in gone)
+        output.line(f"removed {counted(files, 'file')}, {human(sum(one.size for one in gone))}")
+    return 1 if remains else 0
+
+
+def _may(found: Sequence[_LeftOver]) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("nobody is there to be asked: pass --yes to remove this, or --dry-run to only look")
+    files = sum(len(one.files) for one in found)
+    return ask(f"Remove {counted(files, 'file')} ({human(sum(one.size for one in found))})?")
+
+
+def _look(found: Found) -> _LeftOver:
+    """What the next save would remove there. Nothing is changed."""
+    assert found.target is not None
+    target, store = found.target, found.target.store
+    left = _LeftOver(found.name, target)
+    if not store.children(store.control):
+        return left
+    try:
+        # The lock keeps saves from beginning or ending while we look at who is alive.
+        with store.lock(_LOCK_SECONDS):
+            over = left_overs(target, target.read_if_any())
+            for held in over.records:
+                held.abandon()
+            left.saves, left.running = len(over.records), over.running
+            sizes = store.sizes(sorted(set(over.names)))
+            left.files = {name: size for name, size in sizes.items() if size is not None}
+    except (ShardkeepError, OSError) as error:
+        left.problem = str(error)
+    return left
+
+
+def _remove(left: _LeftOver) -> None:
+    """The same clean-up that a save begins with: it looks again, under the lock, before it removes anything."""
+    target = left.target
+    try:
+        with target.store.lock(_LOCK_SECONDS):
+            clean_up(target, target.read_if_any())
+        leave(target)
+        if isinstance(target, Directory):
+            target.store.remove_if_empty()
+        left.removed = True
+    except (ShardkeepError, OSError) as error:
+        left.problem = str(error)
+
+
+def _show(found: Sequence[_LeftOver], path: str, output: Output) -> None:
+    if not found:
+        output.line(f"nothing is left over at or below {plain(path)}")
+        return
+    for one in found:
+        if one.problem:
+            output.line(output.paint(f"{plain(one.name)}: left alone: {plain(one.problem)}", "red"))
+            continue
+        running = f" ({counted(one.running, 'save')} running, left alone)" if one.running else ""
+        output.line(
+            f"{output.paint(plain(one.name), 'bold')}: {counted(one.saves, 'dead save')}, "
+            f"{counted(len(one.files), 'file')}, {human(one.size)}{running}"
+        )
+        rows = [[f"{size:,}", plain(name)] for name, size in one.files.items()]
+        output.table(rows[:_SHOWN], right=(0,), indent="  ")
+        if len(rows) > _SHOWN:
+            output.line(f"  … and {counted(len(rows) - _SHOWN, 'more file')}")
+
+
+def _document(path: str, found: Sequence[_LeftOver], dry_run: bool) -> dict[str, Any]:
+    return {
+        "path": path,
+        "dry_run": dry_run,
+        "left_over": [
+            {
+                "name": one.name,
+                "path": one.target.where,
+                "dead_saves": one.saves,
+                "running_saves": one.running,
+                "files": [{"name": name, "size": size} for name, size in one.files.items()],
+                "bytes": one.size,
+                "removed": one.removed,
+                "problem": one.problem,
+            }
+            for one in found
+        ],
+    }

@@ -1,0 +1,324 @@
+"""`shardkeep diff`: two checkpoints compared, leaf by leaf, in bounded memory."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardkeep.arrays import Region
+from shardkeep.cli.arithmetic import Difference, difference_of
+from shardkeep.cli.blocks import (
+    Opened,
+    choose_trees,
+    compile_match,
+    logical,
+    matches,
+    open_at,
+    read_region,
+    regions_of,
+    steady,
+)
+from shardkeep.cli.output import Cell, Output, UsageError, bar, counted, json_number, json_value, layout, plain, short
+from shardkeep.manifest import StoredLeaf, Tree
+from shardkeep.progress import Progress
+from shardkeep.values import encode
+from shardkeep.workers import Crew, Task
+
+# How a leaf was compared: by digests alone, by reading both, as plain values, or not at all.
+How = Literal["digests", "read", "value", "not_compared"]
+_SHOWN = 50  # equal leaves are counted, different ones listed; beyond this many only with --json
+
+
+@dataclass
+class _Pair:
+    """A leaf that both have, and what was found."""
+
+    prefix: str
+    a: StoredLeaf
+    b: StoredLeaf
+    how: How = "not_compared"
+    reasons: list[str] = field(default_factory=list[str])  # kind, shape, dtype, values
+    difference: Difference | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def key(self) -> str:
+        return self.a.key
+
+
+@dataclass
+class _Comparison:
+    """Two trees side by side."""
+
+    prefix_a: str
+    prefix_b: str
+    pairs: list[_Pair]
+    only_a: list[StoredLeaf]
+    only_b: list[StoredLeaf]
+    containers_differ: bool
+
+    @property
+    def different(self) -> bool:
+        return bool(self.only_a or self.only_b or self.containers_differ or any(p.reasons for p in self.pairs))
+
+
+def diff(
+    path_a: str,
+    path_b: str,
+    output: Output,
+    prefixes: tuple[str | None, str | None],
+    match: str | None,
+    values: bool | None,
+) -> int:
+    """Compare two checkpoints: 0 if equal, 1 if not. `values`: read all arrays, none, or (None) where need be."""
+    a, b = open_at(path_a), open_at(path_b)
+    wanted = _matching(match)
+    trees_a, trees_b = choose_trees(a.manifest, prefixes[0]), choose_trees(b.manifest, prefixes[1])
+    names = _pair_prefixes(trees_a, trees_b)
+    paired = [_side_by_side(x, trees_a[x], y, trees_b[y], wanted) for x, y in names]
+    if match is not None and not any(c.pairs or c.only_a or c.only_b for c in paired):
+        raise UsageError(f"--match {match!r} finds no leaf in either")
+    with steady(a, b):
+        _compare(a, b, [(c, trees_a[c.prefix_a], trees_b[c.prefix_b]) for c in paired], values)
+    lone_a = [name for name in trees_a if name not in {x for x, _ in names}]
+    lone_b = [name for name in trees_b if name not in {y for _, y in names}]
+    different = bool(lone_a or lone_b or any(c.different for c in paired))
+    if output.as_json:
+        output.document(_document(path_a, path_b, paired, lone_a, lone_b, different))
+    else:
+        _show(paired, lone_a, lone_b, different, output)
+    return 1 if different else 0
+
+
+def _matching(match: str | None) -> Callable[[StoredLeaf], bool]:
+    pattern = compile_match(match)
+    return lambda leaf: matches(leaf, pattern)
+
+
+def _pair_prefixes(a: dict[str, Tree], b: dict[str, Tree]) -> list[tuple[str, str]]:
+    """Which trees are compared: those of one name; where each has just one, these two."""
+    if len(a) == len(b) == 1:
+        return [(next(iter(a)), next(iter(b)))]
+    return [(name, name) for name in a if name in b]
+
+
+def _side_by_side(prefix_a: str, a: Tree, prefix_b: str, b: Tree, wanted: Callable[[StoredLeaf], bool]) -> _Comparison:
+    """Leaves paired by path; or, where that leaves some over, by dotted name, as other programs write them."""
+    left = {leaf.path: leaf for leaf in a.leaves if wanted(leaf)}
+    right = {leaf.path: leaf for leaf in b.leaves if wanted(leaf)}
+    pairs = [(leaf, right.pop(path)) for path, leaf in left.items() if path in right]
+    for leaf, _ in pairs:
+        del left[leaf.path]
+    dotted = _by_dotted_name(right.values())
+    for name, leaf in _by_dotted_name(left.values()).items():
+        if name in dotted:
+            pairs.append((leaf, dotted[name]))
+            del left[leaf.path], right[dotted[name].path]
+    order = {leaf.path: i for i, leaf in enumerate(a.leaves)}
+    pairs.sort(key=lambda pair: order[pair[0].path])
+    # Another program's files do not say whether a level was a list or a dict.
+    ours = "foreign" not in (a.format, b.format)
+    containers = ours and not left and not right and _containers(a, wanted) != _containers(b, wanted)
+    found = [_Pair(prefix_a, one, other) for one, other in pairs]
+    return _Comparison(prefix_a, prefix_b, found, list(left.values()), list(right.values()), containers)
+
+
+def _containers(tree: Tree, wanted: Callable[[StoredLeaf], bool]) -> Any:
+    """The structure around the leaves that are compared."""
+    keep = [wanted(leaf) for leaf in tree.leaves]
+    return (tree.skeleton if all(keep) else tree.skeleton.prune(keep)).to_json()
+
+
+def _by_dotted_name(leaves: Any) -> dict[str, StoredLeaf]:
+    names: dict[str, list[StoredLeaf]] = {}
+    for leaf in leaves:
+        names.setdefault(".".join(leaf.path), []).append(leaf)
+    return {name: same[0] for name, same in names.items() if len(same) == 1}
+
+
+def _compare(a: Opened, b: Opened, paired: Sequence[tuple[_Comparison, Tree, Tree]], values: bool | None) -> None:
+    """Look at every pair; read what must be read, in parallel."""
+    work: list[tuple[_Pair, Tree, Tree]] = []
+    for comparison, tree_a, tree_b in paired:
+        for pair in comparison.pairs:
+            if _needs_reading(pair, values):
+                pair.how, pair.difference = "read", Difference()
+                work.append((pair, tree_a, tree_b))
+    total = sum(pair.a.nbytes + pair.b.nbytes for pair, _, _ in work)
+    with bar("comparing", total) as progress, Crew() as crew:
+        crew.run(task for pair, x, y in work for task in _tasks(a, x, b, y, pair, progress))
+    for pair, _, _ in work:
+        if pair.difference is not None and pair.difference.changed:
+            pair.reasons.append("values")
+
+
+def _needs_reading(pair: _Pair, values: bool | None) -> bool:
+    """Compare what the manifests say; whether the arrays themselves must be read to know more."""
+    a, b = pair.a, pair.b
+    if a.spec is None or b.spec is None:
+        pair.how = "value"
+        if (a.spec is None) != (b.spec is None):
+            pair.reasons.append("kind")
+        elif encode(a.value) != encode(b.value):
+            pair.reasons.append("values")
+        return False
+    if (a.kind == "prng") != (b.kind == "prng") or a.extra.get("impl") != b.extra.get("impl"):
+        pair.reasons.append("kind")
+        return False
+    if a.spec.shape != b.spec.shape:
+        pair.reasons.append("shape")
+    if a.spec.dtype != b.spec.dtype:
+        pair.reasons.append("dtype")
+    if "shape" in pair.reasons:
+        return False
+    known = None if values else _equal_digests(a, b)
+    if known is not None and (known or values is False):
+        pair.how = "digests"
+        if not known:
+            pair.reasons.append("values")
+        return False
+    return values is not False
+
+
+def _equal_digests(a: StoredLeaf, b: StoredLeaf) -> bool | None:
+    """Whether the digests of both are the same; None if they cannot tell: none, of other parts, of other dtypes."""
+    if a.spec != b.spec or not a.pieces or any(piece.digests is None for piece in (*a.pieces, *b.pieces)):
+        return None
+    left = {piece.region: piece.digests for piece in a.pieces}
+    right = {piece.region: piece.digests for piece in b.pieces}
+    return left == right if left.keys() == right.keys() else None
+
+
+def _tasks(a: Opened, tree_a: Tree, b: Opened, tree_b: Tree, pair: _Pair, progress: Progress) -> list[Task]:
+    source_a, source_b = a.source(tree_a), b.source(tree_b)
+
+    def compare(region: Region) -> None:
+        one = read_region(a, source_a, pair.a, region, progress)
+        other = read_region(b, source_b, pair.b, region, progress)
+        found = difference_of(one, other)
+        with pair.lock:
+            assert pair.difference is not None
+            pair.difference.merge(found)
+
+    # Compressed parts are decoded whole, so the side that has them decides where to cut.
+    packed = any(piece.stored is not None for piece in pair.b.pieces) or pair.b.kind == "zarr"
+    regions = regions_of(b, pair.b) if packed else regions_of(a, pair.a)
+    return [lambda r=region: compare(r) for region in regions]
+
+
+def _show(paired: Sequence[_Comparison], lone_a: list[str], lone_b: list[str], different: bool, output: Output) -> None:
+    for side, names, style in (("A", lone_a, "red"), ("B", lone_b, "green")):
+        for name in names:
+            output.line(output.paint(f"tree only in {side}: {plain(name) or '(no prefix)'}", style))
+    for comparison in paired:
+        _show_tree(comparison, len(paired) > 1, output)
+    pairs = [pair for c in paired for pair in c.pairs]
+    equal = [pair for pair in pairs if not pair.reasons]
+    by = {how: sum(pair.how == how for pair in equal) for how in ("digests", "read", "value", "not_compared")}
+    said = [f"{by['digests']:,} by their digests, not read"] if by["digests"] else []
+    said += [f"{by['read']:,} read"] if by["read"] else []
+    said += [counted(by["value"], "plain value")] if by["value"] else []
+    note = f" ({', '.join(said)})" if said else ""
+    output.line(f"{counted(len(equal) - by['not_compared'], 'leaf', 'leaves')} equal{note}")
+    if by["not_compared"]:
+        output.line(f"{counted(by['not_compared'], 'array')} not compared: their digests cannot tell (see --values)")
+    verdict = ("different", "red") if different else ("no difference found", "green")
+    output.line(output.paint(*verdict))
+
+
+def _show_tree(comparison: _Comparison, several: bool, output: Output) -> None:
+    if several or comparison.prefix_a != comparison.prefix_b:
+        names = dict.fromkeys(plain(p) or "(no prefix)" for p in (comparison.prefix_a, comparison.prefix_b))
+        output.line(output.paint(" and ".join(names), "cyan"))
+    for side, leaves, style in (("A", comparison.only_a, "red"), ("B", comparison.only_b, "green")):
+        for leaf in leaves[:_SHOWN]:
+            output.line(output.paint(f"only in {side}: {plain(leaf.key)}  {_what(leaf)}", style))
+        if len(leaves) > _SHOWN:
+            output.line(f"only in {side}: {len(leaves) - _SHOWN:,} more")
+    if comparison.containers_differ:
+        output.line("the same leaves in other containers (a list in one is a dict in the other, or the like)")
+    changed = [pair for pair in comparison.pairs if pair.reasons]
+    output.table([_row(pair, output) for pair in changed[:_SHOWN]])
+    if len(changed) > _SHOWN:
+        output.line(f"{len(changed) - _SHOWN:,} more differ (all of them with --json)")
+    for pair in comparison.pairs:
+        if pair.difference is not None and not pair.reasons and not pair.difference.same_bits:
+            output.line(f"{plain(pair.key)}: equal in value, but not in every bit (signs of zeros, or kinds of NaN)")
+
+
+def _row(pair: _Pair, output: Output) -> list[Cell]:
+    a, b = _what(pair.a), _what(pair.b)
+    what = a if a == b else f"{a} → {b}"
+    return [plain(pair.key) or "(the tree itself)", (what, "" if a == b else "yellow"), _values(pair)]
+
+
+def _values(pair: _Pair) -> str:
+    found = pair.difference
+    if found is None:
+        return "values differ (by their digests)" if pair.how == "digests" else ""
+    nans = f", NaN {found.nan_a:,} → {found.nan_b:,}" if found.nan_a or found.nan_b else ""
+    if not found.changed:
+        return f"values equal{nans}"
+    greatest = found.greatest if isinstance(found.greatest, int) else f"{found.greatest:.4g}"
+    return f"{found.changed:,} of {found.count:,} changed ({_share(found):.2%}), max |Δ| {greatest}{nans}"
+
+
+def _share(found: Difference) -> float:
+    return found.changed / found.count if found.count else 0.0
+
+
+def _what(leaf: StoredLeaf) -> str:
+    return short(leaf.value) if leaf.spec is None else layout(*logical(leaf))
+
+
+def _document(
+    a: str, b: str, paired: Sequence[_Comparison], lone_a: list[str], lone_b: list[str], different: bool
+) -> dict[str, Any]:
+    return {
+        "a": a,
+        "b": b,
+        "equal": not different,
+        "trees_only_in_a": lone_a,
+        "trees_only_in_b": lone_b,
+        "trees": [
+            {
+                "prefix_a": c.prefix_a,
+                "prefix_b": c.prefix_b,
+                "equal": not c.different,
+                "containers_differ": c.containers_differ,
+                "only_in_a": [leaf.key for leaf in c.only_a],
+                "only_in_b": [leaf.key for leaf in c.only_b],
+                "leaves": [_pair_document(pair) for pair in c.pairs],
+            }
+            for c in paired
+        ],
+    }
+
+
+def _pair_document(pair: _Pair) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "key": pair.key,
+        "equal": None if pair.how == "not_compared" and not pair.reasons else not pair.reasons,
+        "differs_in": pair.reasons,
+        "compared_by": pair.how,
+        "a": _side(pair.a),
+        "b": _side(pair.b),
+    }
+    found = pair.difference
+    if found is not None:
+        body |= {
+            "max_abs_difference": json_number(found.greatest),
+            "changed": found.changed,
+            "changed_fraction": _share(found),
+            "nan_a": found.nan_a,
+            "nan_b": found.nan_b,
+            "same_bits": found.same_bits,
+        }
+    return body
+
+
+def _side(leaf: StoredLeaf) -> dict[str, Any]:
+    if leaf.spec is None:
+        return {"type": type(leaf.value).__name__, "value": json_value(leaf.value)}
+    dtype, shape = logical(leaf)
+    return {"dtype": dtype, "shape": list(shape)}

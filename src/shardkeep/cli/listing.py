@@ -1,0 +1,80 @@
+"""`shardkeep ls`: the checkpoints at and below a path."""
+
+from typing import Any
+
+from shardkeep.cli.output import Cell, Output, age, counted, human, plain
+from shardkeep.cli.survey import Found, survey
+from shardkeep.manifest import Tree
+
+_STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unindexed": "yellow"}
+
+
+def ls(path: str, output: Output) -> int:
+    """List what is there; unfinished and damaged ones are shown as such."""
+    found = survey(path)
+    if output.as_json:
+        output.document({"path": path, "checkpoints": [_document(one) for one in found]})
+        return 0
+    if not found:
+        output.line(f"no checkpoints at or below {plain(path)}")
+        return 0
+    head: list[Cell] = [(title, "bold") for title in ("NAME", "AGE", "SIZE", "LEAVES", "FORMAT", "STATE", "PREFIXES")]
+    output.table([head, *(_row(one) for one in found)], right=(1, 2, 3))
+    for one in found:
+        if one.problem:
+            output.line(output.paint(f"{plain(one.name)}: {plain(one.problem)}", "yellow"))
+    return 0
+
+
+def _row(found: Found) -> list[Cell]:
+    trees = found.manifest.trees if found.manifest else {}
+    leaves = sum(len(tree.leaves) for tree in trees.values())
+    return [
+        plain(found.name),
+        age(found.created),
+        human(found.size) if found.manifest or found.size else "-",
+        f"{leaves:,}" if found.manifest else "-",
+        describe_format(found),
+        (found.state, _STYLES.get(found.state, "red")),
+        ", ".join(plain(prefix) or "(none)" for prefix in trees) if set(trees) - {""} else "",
+    ]
+
+
+def describe_format(found: Found) -> str:
+    """How the data is stored, in a few words."""
+    if found.manifest is None:
+        return "-"
+    trees = list(found.manifest.trees.values())
+    files = len({file.name for tree in trees for file in tree.files})
+    if found.kind in ("exchange", "safetensors"):
+        ours = "" if found.kind == "exchange" else " (foreign)"
+        return f"safetensors {counted(files, 'file')}{ours}"
+    named = "eformer" if found.kind == "eformer" else ""
+    return named or ", ".join(dict.fromkeys(format_of(tree) for tree in trees)) or "empty"
+
+
+def format_of(tree: Tree) -> str:
+    """safetensors, tensorstore, tensorstore+zstd; for trees of other programs: foreign."""
+    return tree.format + (f"+{tree.compression}" if tree.compression else "")
+
+
+def _document(found: Found) -> dict[str, Any]:
+    trees = found.manifest.trees if found.manifest else {}
+    created = found.created
+    return {
+        "name": found.name,
+        "path": found.path,
+        "state": found.state,
+        "complete": found.state == "complete",
+        "kind": found.kind,
+        "created": created.isoformat(timespec="seconds") if created else None,
+        "stored_bytes": found.size,
+        "array_bytes": sum(tree.nbytes for tree in trees.values()),
+        "leaves": sum(len(tree.leaves) for tree in trees.values()),
+        "files": len({file.name for tree in trees.values() for file in tree.files}),
+        "formats": {prefix: tree.format for prefix, tree in trees.items()},
+        "compression": {prefix: tree.compression for prefix, tree in trees.items()},
+        "prefixes": list(trees),
+        "save_id": found.manifest.save_id if found.manifest else None,
+        "problem": found.problem,
+    }

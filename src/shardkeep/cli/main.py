@@ -1,0 +1,132 @@
+"""The way in: read the command line, run one command, turn errors into messages and exit codes.
+
+The command's own module is imported only once it is known which one it is: the library brings JAX, which takes a
+second, and asking for help must not.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from shardkeep.cli.output import Output, UsageError, plain
+from shardkeep.cli.parser import make_parser
+from shardkeep.errors import ShardkeepError
+
+ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives its exit code (see `shardkeep --help`)."""
+    try:
+        arguments = make_parser().parse_args(argv)
+    except SystemExit as ended:  # help, version or a wrong command line: argparse has said all there is to say
+        return int(ended.code or 0)
+    output = Output(arguments.json)
+    debug = arguments.debug or bool(os.environ.get("SHARDKEEP_DEBUG"))
+    try:
+        code = _COMMANDS[arguments.command](arguments, output)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return _stop_writing()
+    except KeyboardInterrupt:
+        sys.stderr.write("\nshardkeep: interrupted\n")
+        return INTERRUPTED
+    except (ShardkeepError, UsageError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        return _tell(error, output)
+    except Exception as error:  # noqa: BLE001  (a mistake of ours is shown in full, but 1 would mean "findings")
+        traceback.print_exc()
+        return _tell(error, output)
+
+
+def _tell(error: Exception, output: Output) -> int:
+    # The library speaks of its arguments; here they are options.
+    message = (
+        str(error).replace("pass overwrite=True", "pass --overwrite").replace("say prefix= one", "say --prefix, one")
+    )
+    message = "\n".join(plain(line) for line in message.split("\n"))
+    if output.as_json:
+        output.document({"error": {"type": type(error).__name__, "message": message}})
+    sys.stderr.write(f"shardkeep: {message}\n")
+    return ERROR
+
+
+def _stop_writing() -> int:
+    """Nobody reads any more: let the interpreter's last flush go nowhere, quietly."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError):  # not a real file: nothing will be flushed
+        pass
+    finally:
+        os.close(nowhere)
+    return BROKEN_PIPE
+
+
+def _ls(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.listing import ls
+
+    return ls(arguments.path, output)
+
+
+def _inspect(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.inspecting import inspect
+
+    return inspect(arguments.path, output, arguments.prefix, arguments.match, arguments.depth, arguments.sort)
+
+
+def _verify(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.checking import verify
+
+    return verify(arguments.path, output, arguments.prefix)
+
+
+def _diff(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.comparing import diff
+
+    prefixes = (arguments.prefix, arguments.prefix if arguments.prefix_b is None else arguments.prefix_b)
+    return diff(arguments.a, arguments.b, output, prefixes, arguments.match, arguments.values)
+
+
+def _convert(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.converting import Conversion, convert
+
+    wanted = Conversion(
+        source=arguments.source,
+        destination=arguments.destination,
+        format=arguments.format,
+        compression=arguments.compression,
+        dtype=arguments.dtype,
+        match=arguments.match,
+        prefix=arguments.prefix,
+        max_shard_size=arguments.max_shard_size,
+        overwrite=arguments.overwrite,
+    )
+    return convert(wanted, output)
+
+
+def _stats(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.measuring import stats
+
+    return stats(arguments.path, output, arguments.prefix, arguments.match)
+
+
+def _clean(arguments: argparse.Namespace, output: Output) -> int:
+    from shardkeep.cli.cleaning import clean
+
+    return clean(arguments.path, output, arguments.yes, arguments.dry_run)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, Output], int]] = {
+    "ls": _ls,
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+    "convert": _convert,
+    "stats": _stats,
+    "clean": _clean,
+}

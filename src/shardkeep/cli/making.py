@@ -1,0 +1,193 @@
+"""The arrays of a saved tree as memory over files: mapped where they lie, or made in an unnamed file.
+
+Either way the pages belong to a file, so that the system can take them back whenever memory is short: a tree of any
+size can be handed to a save at once. What must be decoded, cast or put together goes through scratch, block by block.
+"""
+
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.arrays import ArraySpec, Region, kind_of
+from shardkeep.cli.blocks import BLOCK, Array, Opened, read_region, regions_of
+from shardkeep.cli.output import UsageError
+from shardkeep.digests import BLOCK as DIGEST_BLOCK
+from shardkeep.digests import block_count
+from shardkeep.errors import storage_error
+from shardkeep.manifest import Piece, StoredLeaf, Tree
+from shardkeep.placing import check_fits
+from shardkeep.progress import Progress
+from shardkeep.reading import Source, check_blocks
+from shardkeep.stores.base import Mapping
+from shardkeep.workers import Crew, Task
+
+_ALIGN = 64
+_MOST_MAPPINGS = 30_000  # Linux allows 65,530 to a process
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of a leaf (by number), which will be saved as one shard."""
+
+    leaf: int
+    region: Region
+
+
+@dataclass
+class Made:
+    """The parts of a tree and their arrays, in one order; and what there is to say about it."""
+
+    parts: list[Part]
+    arrays: list[Array]
+    scratch: int  # bytes that had to be made
+    lost: dict[str, int]  # keys of leaves, and how many of their numbers a cast made infinite or NaN
+
+
+def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
+    """What an array becomes: casts stay within one kind, and never touch PRNG keys."""
+    spec = leaf.spec
+    if spec is None or dtype is None or leaf.kind == "prng" or kind_of(spec.dtype) in ("other", "bool"):
+        return spec
+    return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
+
+
+def make(
+    opened: Opened, tree: Tree, specs: Sequence[ArraySpec | None], whole: bool, directory: str, progress: Progress
+) -> Made:
+    """All arrays of a tree, every byte checked. `whole`: not in pieces. `directory`: where scratch may be put."""
+    maker = _Maker(opened, opened.source(tree), progress)
+    mapped = maker.source.mapped and len(tree.files) <= _MOST_MAPPINGS
+    made = Made([], [], 0, maker.lost)
+    scratch: list[tuple[int, int]] = []  # (part, where it begins)
+    for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
+        if spec is None:
+            continue
+        regions = _regions(leaf, whole)
+        direct = mapped and spec == leaf.spec and _lies_ready(leaf, regions)
+        for i, region in enumerate(regions):
+            made.parts.append(Part(number, region))
+            made.arrays.append(maker.lying(leaf, leaf.pieces[i]) if direct else np.empty(0, spec.dtype))
+            if not direct:
+                scratch.append((len(made.parts) - 1, made.scratch))
+                made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
+    rooms = _allot(made, scratch, directory)
+    tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
+    with Crew() as crew:
+        crew.run([*maker.checks, *tasks])
+    return made
+
+
+def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> dict[int, list[tuple[Region, Array]]]:
+    """Give the parts that must be made their memory; by leaf, the regions to fill and where."""
+    memory = _scratch(made.scratch, directory)
+    rooms: dict[int, list[tuple[Region, Array]]] = {}
+    for number, start in scratch:
+        part, dtype = made.parts[number], made.arrays[number].dtype
+        end = start + part.region.size * dtype.itemsize
+        made.arrays[number] = memory[start:end].view(dtype).reshape(part.region.shape)
+        rooms.setdefault(part.leaf, []).append((part.region, made.arrays[number]))
+    return rooms
+
+
+def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
+    """The parts a leaf is saved in: those it has, unless they must be put together."""
+    assert leaf.spec is not None
+    even = len({piece.region.shape for piece in leaf.pieces}) == 1
+    if whole or leaf.kind == "zarr" or not even:
+        return [Region.whole(leaf.spec.shape)]
+    return [piece.region for piece in leaf.pieces]
+
+
+def _lies_ready(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+    """Whether the stored bytes are the bytes to be saved, part by part."""
+    pieces = leaf.pieces
+    return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
+
+
+class _Maker:
+    """Maps files, and collects the checks of what was mapped and the notes of what was cast."""
+
+    def __init__(self, opened: Opened, source: Source, progress: Progress) -> None:
+        self.source = source
+        self.checks: list[Task] = []
+        self.lost: dict[str, int] = {}
+        self._opened, self._progress = opened, progress
+        self._maps: dict[int, Mapping] = {}
+        self._lock = threading.Lock()
+
+    def lying(self, leaf: StoredLeaf, piece: Piece) -> Array:
+        """A piece as it lies in its file; it is checked later, with all others."""
+        assert leaf.spec is not None
+        if piece.length == 0:
+            return np.empty(piece.region.shape, leaf.spec.dtype)
+        if piece.file not in self._maps:
+            with self.source.open(piece.file, leaf.key) as file:
+                self._maps[piece.file] = file.map(0, file.size)
+        mapping = self._maps[piece.file]
+        step = BLOCK // DIGEST_BLOCK
+        for first in range(0, block_count(piece.length), step):
+            self.checks.append(lambda a=first: self._check(leaf, piece, mapping, a, a + step))
+        return (
+            mapping.data[piece.offset : piece.offset + piece.length].view(leaf.spec.dtype).reshape(piece.region.shape)
+        )
+
+    def _check(self, leaf: StoredLeaf, piece: Piece, mapping: Mapping, first: int, last: int) -> None:
+        last = min(last, block_count(piece.length))
+        start = piece.offset + first * DIGEST_BLOCK
+        end = piece.offset + min(last * DIGEST_BLOCK, piece.length)
+        mapping.bring_in(start, end)
+        where = self._opened.store.locate(self.source.files[piece.file].name)
+        check_blocks(piece, first, last, mapping.data[start:end], leaf.key, where)
+        self._progress(end - start)
+
+    def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
+        """What brings a leaf into its rooms, block by block."""
+
+        def fill(region: Region) -> None:
+            data = read_region(self._opened, self.source, leaf, region, self._progress)
+            for outer, room in rooms:
+                common = outer.intersect(region)
+                if common is not None:
+                    part = data[(*common.within(region).slices, ...)]
+                    room[(*common.within(outer).slices, ...)] = self._cast(part, room.dtype, leaf.key)
+
+        return [lambda r=region: fill(r) for region in regions_of(self._opened, leaf)]
+
+    def _cast(self, data: Array, dtype: "np.dtype[Any]", key: str) -> Array:
+        """The numbers as another type; an integer that does not fit is refused, a float that does not is counted."""
+        if data.dtype == dtype:
+            return data
+        if kind_of(dtype) == "int":
+            try:
+                check_fits(int(data.min()), int(data.max()), dtype, key)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            return data.astype(dtype)
+        with np.errstate(all="ignore"):
+            made = data.astype(dtype)
+            lost = int(np.count_nonzero(np.isfinite(data))) - int(np.count_nonzero(np.isfinite(made)))
+        if lost:
+            with self._lock:
+                self.lost[key] = self.lost.get(key, 0) + lost
+        return made
+
+
+def _scratch(nbytes: int, directory: str) -> Array:
+    """Memory over a file without a name, which is gone when nobody refers to it, however the program ends.
+
+    Room on the disk is taken at once: a disk that fills up later would end the program where memory is touched.
+    """
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+    except OSError as error:
+        raise storage_error(error, f"making room for {nbytes:,} bytes in {directory}", "Nothing was written") from error
