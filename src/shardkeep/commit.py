@@ -275,7 +275,7 @@ def left_overs(target: Target, manifest: Manifest | None) -> LeftOvers:
     store = target.store
     records: list[Held] = []
     names: list[str] = []
-    needed = set(target.documents) | names_in(manifest)
+    needed = set(target.documents) | (names_in(manifest) if manifest else set())
     saves = store.children(store.saves)
     for save_id in saves:
         held = store.try_hold(f"{store.saves}/{save_id}")

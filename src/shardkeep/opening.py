@@ -23,8 +23,8 @@ from shardkeep.manifest import MANIFEST, Manifest
 from shardkeep.naming import base_of_shard
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
+from shardkeep.stores.places import URLS, is_directory, location, parent_and_name, sibling, store_at
 from shardkeep.stores.places import exists as exists_at
-from shardkeep.stores.places import is_directory, is_url, location, parent_and_name, sibling, store_at
 
 
 def new_target(
@@ -41,7 +41,7 @@ def new_target(
         return exchange_at(place, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
     if max_shard_size is not None:
         raise ValueError("max_shard_size is for exchange files: give a path that ends in .safetensors")
-    if not is_url(place) and os.path.lexists(place) and not os.path.isdir(place):
+    if not place.startswith(URLS) and os.path.lexists(place) and not os.path.isdir(place):
         raise NotADirectoryPathError(f"{place} is a file; a checkpoint is a directory (or a file named *{SUFFIX})")
     store = store_at(place)
     return Directory(store, _format(format, compression, store.object_limit))
@@ -64,7 +64,7 @@ def find(path: object) -> Target:
     place = location(path)
     store = store_at(place)
     inside = store.children("")
-    if inside or (not is_url(place) and is_directory(place)):
+    if inside or (not place.startswith(URLS) and is_directory(place)):
         return (None if {MANIFEST, CONTROL} & set(inside) else exchange_in(place, inside)) or Directory(store)
     if place.endswith(f"/{MANIFEST}") and exists_at(place):
         return Directory(store_at(parent_and_name(place)[0]))

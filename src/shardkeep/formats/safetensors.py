@@ -7,7 +7,7 @@ on 64 bytes: then a mapped file can be used as an array without a copy.
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,20 +48,18 @@ TO_CODE = {
 FROM_CODE = {code: name for name, code in TO_CODE.items()}
 
 
+@dataclass
 class SafetensorsFormat:
-    """Few large files, pieces packed as the devices hold them."""
+    """Few large files, pieces packed as the devices hold them. `limit`: bytes of a file; larger arrays are cut."""
 
+    limit: int | None = None
     name: str = "safetensors"
     compression: str | None = None
 
-    def __init__(self, limit: int | None = None) -> None:
-        """`limit`: bytes a file may have; arrays that are larger are cut."""
-        self._limit = limit
-
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
-        if self._limit is None:
+        if self.limit is None:
             return [region]
-        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
     def lay_out(
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
@@ -73,7 +71,7 @@ class SafetensorsFormat:
         start = f"{directory}/" if directory else ""
         metadata = {"shardkeep": "1", "shardkeep_save": save_id}
         groups = group_by_size(
-            [p.nbytes for p in named], named, self._limit or FILE_LIMIT, lengths, [p.writer for p in named]
+            [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
         )
         return [
             pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)

@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL, LocalStore
 
-SCHEMES = ("gs", "s3")
+URLS = ("gs://", "s3://")
 
 
 class BucketPath(str):
@@ -18,10 +18,6 @@ class BucketPath(str):
         made = super().__new__(cls, url)
         made.key_file = key_file
         return made
-
-
-def is_url(place: str) -> bool:
-    return place.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 def location(path: object) -> str:
@@ -40,7 +36,7 @@ def location(path: object) -> str:
         if parts.netloc not in ("", "localhost"):
             raise ValueError(f"{text!r} names the host {parts.netloc!r}; a local path is written file:///path")
         return os.path.abspath(unquote(parts.path))
-    if is_url(text):
+    if text.startswith(URLS):
         return _bucket_location(text, getattr(path, "key_file", None))
     if "://" in text:
         raise ValueError(f"{text!r}: shardkeep knows local paths, file://, gs:// and s3://")
@@ -59,7 +55,7 @@ def _bucket_location(url: str, key_file: str | None) -> BucketPath:
 
 def store_at(place: str, control: str = CONTROL, confined: bool = True) -> Store:
     """The store of a directory or of a prefix in a bucket. `confined`: all that is below belongs to the checkpoint."""
-    if not is_url(place):
+    if not place.startswith(URLS):
         return LocalStore(place, control, confined)
     # Their client takes a tenth of a second to import, which only those pay who use buckets.
     from shardkeep.stores.cloud import CloudStore
@@ -81,18 +77,18 @@ def sibling(place: str, text: str) -> str:
 
 
 def is_directory(place: str) -> bool:
-    return bool(store_at(place).children("")) if is_url(place) else os.path.isdir(place)
+    return bool(store_at(place).children("")) if place.startswith(URLS) else os.path.isdir(place)
 
 
 def exists(place: str) -> bool:
     """Whether there is something: a file, an object, a directory, or objects below a prefix."""
-    if not is_url(place):
+    if not place.startswith(URLS):
         return os.path.lexists(place)
     return is_file(place) or is_directory(place)
 
 
 def is_file(place: str) -> bool:
-    if not is_url(place):
+    if not place.startswith(URLS):
         return os.path.isfile(place)
     parent, name = parent_and_name(place)
     return store_at(parent, confined=False).size(name) is not None
