@@ -36,6 +36,7 @@ _EXTENDED = {
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
 
+@lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name a dtype is stored under; `TypeError` for those that have no fixed meaning (object, string, record).
 
@@ -93,8 +94,9 @@ def parse_dtype(dtype: object) -> np.dtype[Any]:
 
 def kind_of(dtype: np.dtype[Any]) -> str:
     """ "float", "int", "complex", "bool" or "other": casts stay within one kind."""
-    if dtype.name in _EXTENDED:
-        return "int" if "int" in dtype.name else "complex" if "complex" in dtype.name else "float"
+    name = dtype.name
+    if name in _EXTENDED:
+        return "int" if "int" in name else "complex" if "complex" in name else "float"
     return {"f": "float", "i": "int", "u": "int", "c": "complex", "b": "bool"}.get(dtype.kind, "other")
 
 
@@ -231,7 +233,7 @@ def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: in
 
 def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     """Whether the regions fill an array of `shape` exactly once, as the cells of a grid."""
-    if 0 in shape:
+    if 0 in shape or len(regions) == 1:
         return list(regions) == [Region.whole(shape)]
     if not regions or any(0 in r.shape for r in regions):
         return False

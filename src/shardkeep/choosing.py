@@ -17,6 +17,7 @@ from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.sharding import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.staging import is_prng_dtype
 from shardkeep.tree import Leaf, Path, Skeleton, flatten
+from shardkeep.values import show
 
 log = logging.getLogger("shardkeep")
 
@@ -162,9 +163,7 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted:
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
     shape, saved_shape = tuple(like.shape), logical_shape(stored)
-    if is_key != (stored.kind == "prng") or (
-        is_key and like.dtype != jax.random.key(0, impl=stored.extra["impl"]).dtype
-    ):
+    if is_key != (stored.kind == "prng") or (is_key and like.dtype != _key_dtype(stored.extra["impl"])):
         raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {like.dtype}{list(shape)}")
     same_size = np.prod(shape, dtype=object) == np.prod(saved_shape, dtype=object)
     if shape != saved_shape and (request.strict_shapes or is_key or not same_size):
@@ -179,15 +178,23 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted:
     return Wanted(stored, place, isinstance(like, np.ndarray), dtype, shape=None if shape == saved_shape else shape)
 
 
+def _key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys; None if this program's JAX has no such implementation."""
+    try:
+        return jax.random.key(0, impl=impl).dtype
+    except ValueError:
+        return None
+
+
 def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted:
     """Where the template or the checkpoint has a plain value: the saved value, as the template's kind of thing."""
     if stored.spec is None:
         if is_array and (tuple(leaf.value.shape) != () or not _same_kind(stored.value, leaf.value.dtype)):
-            found = f"{leaf.value.dtype}{list(leaf.value.shape)}"
-            raise TemplateMismatchError(f"{leaf.key}: saved the value {stored.value!r:.60}, the template has {found}")
+            saved, found = show(stored.value), f"{leaf.value.dtype}{list(leaf.value.shape)}"
+            raise TemplateMismatchError(f"{leaf.key}: saved the value {saved:.60}, the template has {found}")
         return Wanted(stored, like=leaf.value if is_array else None)
     if stored.spec.shape != () or stored.kind == "prng" or not _same_kind(leaf.value, stored.spec.dtype):
-        raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {leaf.value!r:.60}")
+        raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {show(leaf.value):.60}")
     return Wanted(stored, as_numpy=True, like=leaf.value)
 
 

@@ -39,7 +39,13 @@ def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> A
         x = _on_host(x)
     if cpu_offload:
         return reshard(x, SingleDeviceSharding(cpu_device()))
-    return reshard(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+    return reshard(x, NamedSharding(mesh, PartitionSpec()) if mesh is not None else _one_device(x))
+
+
+def _one_device(x: Any) -> Sharding | None:
+    """The first device of an array that is spread over several; None: it stays, or goes where JAX puts new arrays."""
+    devices: Any = x.devices() if isinstance(x, jax.Array) else ()
+    return SingleDeviceSharding(min(devices, key=lambda device: device.id)) if len(devices) > 1 else None
 
 
 def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) -> Any:

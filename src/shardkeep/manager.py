@@ -300,8 +300,14 @@ class AsyncCheckpointManager:
     def __enter__(self) -> "AsyncCheckpointManager":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if raised is None:
+                raise
+            # Why the block failed is told nowhere else.
+            log.error("shardkeep: a pending save failed too, beside the %s: %s", raised.__name__, error)
 
     def follow(self, pending: PendingSave) -> PendingSave:
         """Count a save among those `wait_until_finished` covers."""

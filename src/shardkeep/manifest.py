@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardkeep.arrays import ArraySpec, Region, dtype_from_name, is_partition
+from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition
 from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError
 from shardkeep.tree import Path, Skeleton, flatten, join_key, nest, to_json
-from shardkeep.values import Json, decode, encode
+from shardkeep.values import Json, decode, encode, show
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -159,7 +159,7 @@ class Manifest:
         for prefix, tree in self.trees.items():
             lines.append(f"  [{prefix or '(no prefix)'}] {tree.format}, saved {tree.created}")
             for leaf in tree.leaves:
-                what = f"{leaf.dtype}{list(leaf.shape or ())}" if leaf.spec else repr(leaf.value)
+                what = f"{leaf.dtype}{list(leaf.shape or ())}" if leaf.spec else show(leaf.value)
                 count = f"  {leaf.nbytes:,} bytes in {len(leaf.pieces)}" if leaf.spec else ""
                 lines.append(f"    {leaf.key or '(the tree itself)'}  {what}{count}")
         return "\n".join(lines)
@@ -312,7 +312,7 @@ def _encode_leaf(leaf: StoredLeaf) -> Json:
     return {
         "key": written,
         "kind": leaf.kind,
-        "dtype": leaf.spec.dtype.name,
+        "dtype": dtype_name(leaf.spec.dtype),
         "shape": list(leaf.spec.shape),
         "pieces": pieces,
         **leaf.extra,

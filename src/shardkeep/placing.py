@@ -242,15 +242,18 @@ def check_fits(low: int, high: int, dtype: np.dtype[Any], key: str) -> None:
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:
     """Whether JAX, as it is set up now, cannot hold arrays of this type without changing them."""
-    if dtype.name in ("int64", "uint64", "float64", "complex128"):
+    if dtype in _WIDE:
         return not cast(Any, jax.config).jax_enable_x64
-    return dtype.name not in NUMPY_NAMES and not _is_known_to_jax(dtype)
+    return not _is_known_to_jax(dtype)
+
+
+_WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
 
 
 @lru_cache(maxsize=64)
 def _is_known_to_jax(dtype: np.dtype[Any]) -> bool:
-    if dtype.kind in "mM":
-        return False
+    if dtype.kind in "mM" or dtype.name in NUMPY_NAMES:
+        return dtype.kind not in "mM"
     try:
         jax.device_put(np.zeros(1, dtype)).block_until_ready()
     except (TypeError, ValueError, RuntimeError):

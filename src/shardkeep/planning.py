@@ -46,6 +46,10 @@ class PiecePlan:
     offset: int = 0
     writer: int = LEADER
 
+    def placed(self, offset: int, name: str) -> "PiecePlan":
+        """The same piece in its place. (`dataclasses.replace` takes three times as long, for thousands of them.)"""
+        return PiecePlan(self.leaf, self.region, self.nbytes, self.sources, name, offset, self.writer)
+
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
@@ -181,7 +185,10 @@ def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[
     """Which pieces, and which parts of them, fill the target regions: nothing else will be read."""
     fetches: list[Fetch] = []
     for piece in leaf.pieces:
-        hits = [(i, c) for i, target in enumerate(targets) if (c := piece.region.intersect(target)) is not None]
+        if len(targets) == 1 and piece.region == targets[0] and piece.length:
+            hits = [(0, piece.region)]
+        else:
+            hits = [(i, c) for i, target in enumerate(targets) if (c := piece.region.intersect(target)) is not None]
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches

@@ -32,7 +32,7 @@ SILENCE = 20.0
 DEADLINE = "SHARDKEEP_PROCESS_DEADLINE"
 _BEAT = 1.0
 _ROOT = "shardkeep"
-_KEPT = 64  # operations whose keys stay, for a process that comes too late
+_KEPT, _KEPT_SECONDS = 64, 5.0  # so many operations that are over keep their keys, for processes that come late
 _ENDED = "ended"
 
 
@@ -180,7 +180,8 @@ class _Group:
     def __init__(self, client: Any, index: int, size: int) -> None:
         self.client, self.index, self.size = client, index, size
         self._calls = 0
-        self._past: list[tuple[int, weakref.ref[Operation]]] = []
+        self._entered: list[tuple[int, weakref.ref[Operation]]] = []
+        self._over_since: list[tuple[int, float]] = []
         self._lock, self._signing = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="shardkeep-alive", daemon=True).start()
@@ -195,17 +196,22 @@ class _Group:
             number = self._calls
         if self.index == LEADER:
             self.set(f"{_ROOT}/{number}/leader/here", json.dumps(what))
-            self._past.append((number, weakref.ref(operation)))
-            self._forget(number - _KEPT)
+            with self._lock:
+                self._entered.append((number, weakref.ref(operation)))
+            self._forget()
         else:
             self.set(f"{_ROOT}/{number}/member/{self.index}/here", json.dumps(what))
         return number
 
-    def _forget(self, last: int) -> None:
-        """Delete the keys of operations up to that number, but for those that are still under way."""
-        over = [number for number, operation in self._past if number <= last and operation() is None]
-        self._past = [(number, operation) for number, operation in self._past if number not in over]
-        for number in over:
+    def _forget(self) -> None:
+        """Delete the keys of operations that are over; of the last ones another process may still read some."""
+        now = time.monotonic()
+        with self._lock:
+            self._over_since += [(number, now) for number, operation in self._entered if operation() is None]
+            self._entered = [(number, operation) for number, operation in self._entered if operation() is not None]
+            old = [number for number, since in self._over_since[:-_KEPT] if now - since > _KEPT_SECONDS]
+            self._over_since = [(number, since) for number, since in self._over_since if number not in old]
+        for number in old:
             with suppress(JaxRuntimeError):
                 self.client.key_value_delete(f"{_ROOT}/{number}/")
 

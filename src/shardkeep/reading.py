@@ -120,6 +120,8 @@ def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target])
 def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
     """Ranges of the blocks of a piece that a fetch reads."""
     assert leaf.spec is not None
+    if fetch.targets[0][1] == fetch.piece.region:
+        return [(0, block_count(fetch.piece.length))]
     found: list[tuple[int, int]] = []
     for part in fetch.parts:
         found += touched_blocks(fetch.piece.region.shape, part, leaf.spec.dtype.itemsize, BLOCK)
@@ -187,6 +189,8 @@ class _Unit:
         spec = self.target.leaf.spec
         assert spec is not None
         whole = self.memory.view(spec.dtype).reshape(self.piece.region.shape)
+        if common == self.piece.region:
+            return whole
         return whole[(*common.within(self.piece.region).slices, ...)]
 
     def usable_as_it_lies(self, number: int, common: Region) -> bool:

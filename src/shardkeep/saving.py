@@ -149,13 +149,13 @@ def start_save(request: SaveRequest) -> PendingSave:
 
 def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: bool) -> SaveReport:
     """A save in the background, once it has a thread."""
-    bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
 
     def progress(nbytes: int) -> None:
         show(nbytes)
         pending.mention_exit()
 
     try:
+        bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
         with job.operation, crew, bar as show:
             return job.run(crew, progress)
     finally:

@@ -132,21 +132,27 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Sk
 def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     """Nested dicts of strings. Dots in names make levels, unless that would make two leaves meet: then they stay.
 
+    A leaf that lies below another one (a directory that is an array can hold arrays) goes by its whole path.
+
     >>> nest([(("a.b",), 1), (("c", "0"), 2)])
     {'a': {'b': 1}, 'c': {'0': 2}}
     >>> nest([(("a",), 1), (("a.b",), 2)])
     {'a': 1, 'a.b': 2}
+    >>> nest([(("a",), 1), (("a", "b"), 2)])
+    {'a': 1, 'a/b': 2}
     """
     split = [tuple(".".join(path).split(".")) for path, _ in items]
     count: dict[Path, int] = {}
     for place in split:
         count[place] = count.get(place, 0) + 1
     parents = {place[:i] for place in split for i in range(1, len(place))}
+    paths = {path for path, _ in items}
     root: dict[str, Any] = {}
     for (path, value), place in zip(items, split, strict=True):
         collides = count[place] > 1 or place in parents or any(place[:i] in count for i in range(1, len(place)))
+        below_another = any(path[:i] in paths for i in range(1, len(path)))
         holder = root
-        chosen = (path or ("",)) if collides else place
+        chosen = ("/".join(path),) if below_another else (path or ("",)) if collides else place
         for name in chosen[:-1]:
             holder = holder.setdefault(name, {})
         holder[chosen[-1]] = value

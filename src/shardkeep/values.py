@@ -62,6 +62,18 @@ def is_plain(value: object) -> bool:
     return type(value) in _SCALARS or isinstance(value, np.generic)
 
 
+def show(value: object) -> str:
+    """A value in a message: its `repr`, except for integers so long that Python refuses to write them out.
+
+    >>> show(0.5), show(10**5000)
+    ('0.5', 'an integer of 16610 bits')
+    """
+    try:
+        return repr(value)
+    except ValueError:
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
 def _encode_text(value: str) -> Json:
     # JSON readers join two surrogates into one character; such text (never valid Unicode) goes as bytes.
     if value.isascii() or not _SURROGATE.search(value):

@@ -7,12 +7,12 @@ on 64 bytes: then a mapped file can be used as an array without a copy.
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import ArraySpec, Region, cut, dtype_from_name, split_counts
+from shardkeep.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, split_counts
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.manifest import no_duplicates
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
@@ -66,7 +66,7 @@ class SafetensorsFormat:
     ) -> list[FilePlan]:
         keys = [join_key(leaf.path) for leaf in leaves]
         ordered = sorted(pieces, key=lambda p: p.writer)
-        named = [replace(p, name=_piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
+        named = [p.placed(p.offset, _piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         start = f"{directory}/" if directory else ""
         metadata = {"shardkeep": "1", "shardkeep_save": save_id}
@@ -135,7 +135,7 @@ def pack(
     for piece in ordered:
         spec = leaves[piece.leaf].spec
         assert spec is not None
-        code = TO_CODE.get(spec.dtype.name)
+        code = TO_CODE.get(dtype_name(spec.dtype))
         tail: tuple[int, ...] = ()
         if code is None:  # stored as bytes; those of a wider type become a last axis
             code, tail = "U8", () if spec.dtype.itemsize == 1 else (spec.dtype.itemsize,)
@@ -153,7 +153,7 @@ def pack(
         for piece, code, tail, at in entries
     }
     header = encode_header(metadata, tensors, room)
-    placed = tuple(replace(piece, offset=len(header) + at) for piece, _, _, at in entries)
+    placed = tuple(piece.placed(len(header) + at, piece.name) for piece, _, _, at in entries)
     return FilePlan(name, header, placed, len(header) + end, placed[0].writer if placed else LEADER)
 
 
