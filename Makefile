@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-eformer check demo bench format clean
+.PHONY: setup test test-processes test-eformer test-hf check demo bench format clean
 
 setup: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# The tests of several processes once more, with four of them.
+test-processes: setup
+	$(BIN)/python -m pytest -m processes4 tests/multiprocess
+
 # Real eFormer beside this package: each reads what the other writes. It needs its own environment (it brings ray).
 EFORMER := .venv-eformer
 EFORMER_STAMP := $(EFORMER)/.installed
@@ -27,6 +31,18 @@ $(EFORMER_STAMP): pyproject.toml
 	test -x $(EFORMER)/bin/python || $(PYTHON) -m venv $(EFORMER)
 	$(EFORMER)/bin/python -m pip install --quiet --disable-pip-version-check eformer==0.0.101 -e .
 	touch $(EFORMER_STAMP)
+
+# Real transformers beside this package: each reads what the other writes. It needs its own environment (it brings torch).
+HF := .venv-hf
+HF_STAMP := $(HF)/.installed
+
+test-hf: $(HF_STAMP)
+	$(HF)/bin/python tests/huggingface/run.py
+
+$(HF_STAMP): pyproject.toml
+	test -x $(HF)/bin/python || $(PYTHON) -m venv $(HF)
+	$(HF)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers>=5,<6' -e .
+	touch $(HF_STAMP)
 
 check: setup
 	$(BIN)/ruff check src tests bench examples
