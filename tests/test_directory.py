@@ -191,21 +191,40 @@ class TestCommitting:
         assert_same(shardkeep.load(tmp_path, prefix="o"), TREE)
         assert sorted(os.listdir(tmp_path)) == [".shardkeep", "m", "manifest.json", "o", INDEX]
 
-    @pytest.mark.xfail(strict=True, reason="once the lock has made .shardkeep, arrays without an index are not seen")
-    @pytest.mark.parametrize("prefix", [None, "m"])
-    def test_another_programs_arrays_without_an_index_are_not_lost_from_sight(
-        self, prefix: str | None, tmp_path: Path
-    ) -> None:
-        """`load` finds them, so `save` must refuse, or take them over; `save_async` does refuse."""
+
+def save_async(*arguments: Any, **more: Any) -> None:
+    shardkeep.save_async(*arguments, **more).wait()
+
+
+@pytest.mark.parametrize("save", [shardkeep.save, save_async], ids=["save", "save_async"])
+class TestOtherProgramsArrays:
+    @pytest.fixture
+    def unlisted(self, tmp_path: Path) -> Path:
+        """Arrays without an index: `load` finds them by searching."""
         shardkeep.save(tmp_path / "a", {"w": jnp.arange(3.0)}, format="tensorstore")
         (tmp_path / "b").mkdir()
         (tmp_path / "a" / "w").rename(tmp_path / "b" / "w")
-        before = shardkeep.load(tmp_path / "b")
-        try:
-            shardkeep.save(tmp_path / "b", TREE, prefix=prefix)
-        except shardkeep.ShardkeepError:
-            pass
-        assert_same(shardkeep.load(tmp_path / "b"), before)
+        return tmp_path / "b"
+
+    @pytest.mark.parametrize(("prefix", "overwrite"), [(None, False), ("m", False), ("m", True)])
+    def test_what_no_index_lists_is_not_lost_from_sight(
+        self, save: Any, prefix: str | None, overwrite: bool, unlisted: Path
+    ) -> None:
+        before = shardkeep.load(unlisted)
+        with pytest.raises(shardkeep.CheckpointExistsError, match=f"{unlisted} "):
+            save(unlisted, TREE, prefix=prefix, overwrite=overwrite)
+        assert os.listdir(unlisted) == ["w"]
+        assert_same(shardkeep.load(unlisted), before)
+
+    def test_it_is_replaced_by_who_asks_for_that(self, save: Any, unlisted: Path) -> None:
+        save(unlisted, TREE, overwrite=True)
+        assert_same(shardkeep.load(unlisted), TREE)
+
+    def test_checkpoints_below_a_directory_do_not_stand_in_its_way(self, save: Any, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "step_1", {"w": jnp.arange(3.0)}, format="tensorstore")
+        save(tmp_path, TREE)
+        assert_same(shardkeep.load(tmp_path), TREE)
+        assert_same(shardkeep.load(tmp_path / "step_1"), {"w": jnp.arange(3.0)})
 
 
 def test_any_names_of_leaves_will_do(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ class TestToHost:
         assert len(to_host(np.ones(2, np.float32), None, None, False).devices()) == 1
         assert to_host(spread(), None, None, True).sharding == SingleDeviceSharding(cpu_device())
 
-    @pytest.mark.xfail(strict=True, reason="device_put without a sharding leaves an array where it is")
     def test_without_a_mesh_a_spread_array_is_gathered_too(self) -> None:
         assert len(to_host(spread(), None, None, False).devices()) == 1
 

@@ -22,6 +22,7 @@ from shardkeep.processes import ALONE, Operation
 from shardkeep.progress import Bar, Progress
 from shardkeep.reading import Source, Target, read_targets
 from shardkeep.stores.base import Store
+from shardkeep.values import show
 from shardkeep.workers import Crew
 
 log = logging.getLogger("shardkeep")
@@ -237,7 +238,7 @@ def check_fits(low: int, high: int, dtype: np.dtype[Any], key: str) -> None:
     """`ValueError` unless an integer type holds both numbers."""
     limits = jax.numpy.iinfo(dtype)
     if low < int(limits.min) or high > int(limits.max):
-        raise ValueError(f"leaf {key!r} holds {low} to {high}, which does not fit {dtype.name}")
+        raise ValueError(f"leaf {key!r} holds {show(low)} to {show(high)}, which does not fit {dtype.name}")
 
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:

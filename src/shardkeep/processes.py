@@ -113,8 +113,8 @@ class Operation:
         if self._group is None:
             return None
         with suppress(ProcessError):
-            for key, text in self._group.list(f"{self._keys}/{'member' if self.leads else 'leader'}/"):
-                if key.endswith("/error" if self.leads else "/abort"):
+            for key, text in self._group.list(f"{self._keys}/"):
+                if key.endswith(("/error", "/abort")):
                     return _as_error(json.loads(text))
         return None
 

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,15 @@ import jax
 import numpy as np
 
 from shardkeep.commit import Target, Turn, abandon, begin, commit, leave, outcome
-from shardkeep.errors import CheckpointExistsError, ProcessError, ShardkeepError, storage_error
+from shardkeep.errors import (
+    AccessError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ProcessError,
+    ShardkeepError,
+    storage_error,
+)
+from shardkeep.formats.eformer import INDEX
 from shardkeep.manifest import check_metadata, check_prefix
 from shardkeep.memory import budget
 from shardkeep.opening import new_target
@@ -193,9 +201,22 @@ class _Job:
     def refuse_existing(self) -> None:
         """Raise before the snapshot what the commit would refuse anyway."""
         alone = self.operation.size == 1  # else an earlier save may be seen by one process and not by another
-        found = self.request.target.read_if_any() if alone and not self.request.overwrite else None
-        if found is not None and self.draft.prefix in found.trees:
-            raise CheckpointExistsError(f"{self.path} already exists; pass overwrite=True to replace it")
+        with suppress(CheckpointNotFoundError):  # checkpoints below the directory are no checkpoint in it
+            found = self.request.target.read_if_any() if alone and not self.request.overwrite else None
+            if found is not None and self.draft.prefix in found.trees:
+                raise CheckpointExistsError(f"{self.path} already exists; pass overwrite=True to replace it")
+
+    def _refuse_hiding(self, inside: set[str]) -> None:
+        """Another program's arrays that no index lists are searched for, but never beside our control directory."""
+        target = self.request.target
+        if inside & {target.store.control, *target.documents, INDEX}:
+            return
+        with suppress(CheckpointNotFoundError):
+            if target.read_if_any() is not None and (self.draft.prefix or not self.request.overwrite):
+                raise CheckpointExistsError(
+                    f"{self.path} holds arrays of another program without an index, which a save would hide; save to "
+                    "another directory, or with overwrite=True and without a prefix to have only the new tree there"
+                )
 
     def take_snapshot(self, keep: bool) -> None:
         operation = self.operation
@@ -218,6 +239,8 @@ class _Job:
             clock = [time.perf_counter()]
             if operation.size > 1:
                 compare(operation, self._asked())
+            if operation.leads and target.keeps_control and (inside := target.store.children("")):
+                self._refuse_hiding(set(inside))
             turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
             files = turn.plan.files_of(operation.index)
             complete = partial(target.complete, turn) if target.store.remote else None
@@ -268,7 +291,7 @@ class _Job:
         """Remove what was written, and say in our words what the operating system refused."""
         if turn is not None:
             abandon(turn)
-        if self.operation.leads:
+        if self.operation.leads and not isinstance(error, AccessError):  # who may not write has left nothing
             leave(self.request.target)
         if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
             then = "Nothing was committed; what was there before is intact"

@@ -5,6 +5,7 @@ Every process works this out for all of them, from the shardings alone, and come
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from shardkeep.processes import LEADER
 
 SMALL = 1 << 20  # an array up to this size is stored whole where one process holds all of it: fewer, larger pieces
 _EVEN = 1.125  # with more than this times its fair share, a process has too much
+_FINENESS = (1, 4)  # parts for each process that an array is cut into then: as few as will do
 
 Holding = tuple[Region, tuple[int, ...]]  # a region and the processes that hold it
 Share = tuple[Region, int]  # a region and the process that writes it
@@ -26,9 +28,11 @@ def share_out(arrays: Sequence[Any], size: int, *, gathered: bool) -> list[tuple
     itemsizes = [0 if array is None else array.nbytes // max(math.prod(array.shape), 1) for array in arrays]
     holdings = [[] if array is None else _holdings(array, size) for array in arrays]
     shares, load = _assign(holdings, itemsizes, size)
-    if max(load) > _EVEN * sum(load) / size + SMALL:
-        holdings = [_cut(found, itemsize) for found, itemsize in zip(holdings, itemsizes, strict=True)]
-        shares, _ = _assign(holdings, itemsizes, size)
+    for fineness in _FINENESS:
+        if max(load) <= _EVEN * sum(load) / size + SMALL:
+            break
+        parts = [_cut(found, itemsize, fineness) for found, itemsize in zip(holdings, itemsizes, strict=True)]
+        shares, load = _assign(parts, itemsizes, size)
     return shares
 
 
@@ -47,26 +51,33 @@ def _assign(
     return shares, load
 
 
-def _holdings(array: Any, size: int) -> list[Holding]:
+def _holdings(array: Any, size: int) -> Sequence[Holding]:
     """The regions of an array and who holds them. What is not spread over processes every process has, equal."""
     everyone = tuple(range(size))
     if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated) or 0 in array.shape:
         return [(Region.whole(array.shape), everyone)]  # of what is empty too: there is nothing to be held
-    held: dict[Region, set[int]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        holders = everyone if array.is_fully_addressable else (device.process_index,)
-        held.setdefault(Region.from_index(index, array.shape), set()).update(holders)
-    complete = set[int].intersection(*held.values())
+    held = _held_by(array.sharding, array.shape)
+    if array.is_fully_addressable:
+        held = [(region, everyone) for region, _ in held]
+    complete = set(held[0][1]).intersection(*(holders for _, holders in held))
     if complete and array.nbytes <= SMALL:
         return [(Region.whole(array.shape), tuple(sorted(complete)))]
+    return held
+
+
+@lru_cache(maxsize=1024)  # thousands of leaves have a few layouts, each of which may name thousands of devices
+def _held_by(sharding: Any, shape: tuple[int, ...]) -> Sequence[Holding]:
+    held: dict[Region, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        held.setdefault(Region.from_index(index, shape), set()).add(device.process_index)
     return [(region, tuple(sorted(holders))) for region, holders in held.items()]
 
 
-def _cut(found: list[Holding], itemsize: int) -> list[Holding]:
-    """Regions that several processes hold, all cut alike into as many parts, so that their writing can be spread."""
+def _cut(found: Sequence[Holding], itemsize: int, fineness: int = 1) -> Sequence[Holding]:
+    """Regions that several processes hold, all cut alike: so many parts for each, so that their writing can be spread."""
     most = max((len(holders) for _, holders in found), default=1)
     if most == 1:
         return found
     nbytes = found[0][0].size * itemsize
-    counts = split_counts(found[0][0].shape, itemsize, max(-(-nbytes // most), SMALL))
+    counts = split_counts(found[0][0].shape, itemsize, max(-(-nbytes // (most * fineness)), SMALL))
     return [(part, holders) for region, holders in found for part in cut(region, counts)]

@@ -33,10 +33,12 @@ def compare(operation: Operation, lines: Sequence[str]) -> None:
     if operation.share(len(set(brought)) == 1):
         return
     about: dict[str, str] = {}
-    for line in sorted(lines, key=_says_less):
+    ranks: dict[str, bool] = {}
+    for line in lines:
         name = _digest(line.partition(": " if line.startswith(("leaf ", "writers of ")) else " ")[0])[:12]
         about[name] = f"{about[name]}\n{line}" if name in about else line
-    listed = operation.gather([[name, _digest(line)[:12]] for name, line in about.items()])
+        ranks[name] = _says_less(line)
+    listed = operation.gather([[name, _digest(line)[:12], ranks[name]] for name, line in about.items()])
     name = operation.share(_first_difference(listed) if operation.leads else None)
     told = operation.gather(about.get(name, "(nothing)"))
     if operation.leads:
@@ -58,11 +60,15 @@ def _says_less(line: str) -> bool:
     return line.startswith(("metadata ", "structure ", "writers of "))
 
 
-def _first_difference(listed: Sequence[Sequence[tuple[str, str]]]) -> str:
+def _first_difference(listed: Sequence[Sequence[tuple[str, str, bool]]]) -> str:
     """The name that does not stand for the same everywhere; of several the one that comes first anywhere."""
-    found = [{name: line for name, line in pairs} for pairs in listed]  # noqa: C416  (JSON has no tuples)
-    places = sorted((at, process, name) for process, pairs in enumerate(found) for at, name in enumerate(pairs))
-    return next(name for *_, name in places if len({pairs.get(name, "") for pairs in found}) > 1)
+    found = [{name: line for name, line, _ in lines} for lines in listed]
+    places = [
+        (says_less, at, process, name)
+        for process, lines in enumerate(listed)
+        for at, (name, _, says_less) in enumerate(lines)
+    ]
+    return next(name for *_, name in sorted(places) if len({lines.get(name, "") for lines in found}) > 1)
 
 
 def _where_they_part(a: str, b: str) -> tuple[str, str]:

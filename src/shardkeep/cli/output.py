@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shardkeep.progress import Bar, Progress
+from shardkeep.values import show
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
@@ -146,12 +147,12 @@ def json_value(value: Any) -> Any:
         return value
     if (type(value) is int and abs(value) < 2**53) or (type(value) is float and math.isfinite(value)):
         return value
-    return repr(value)
+    return show(value)
 
 
 def short(value: Any, most: int = 60) -> str:
     """A plain value in one line."""
-    text = plain(repr(value))
+    text = plain(show(value))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

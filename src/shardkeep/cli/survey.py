@@ -100,7 +100,7 @@ def _survey_one(path: str, store: Store) -> list[Found]:
     """A path that is no directory with something in it: a file, the start of file names, or nothing."""
     target = find(path)
     if not isinstance(target, Exchange):
-        if isinstance(store, LocalStore) and store.size("") is None:
+        if isinstance(store, LocalStore) and store.identity("") is None:
             raise CheckpointNotFoundError(f"{location(path)} does not exist")
         return []
     found = look(target.where, os.path.basename(target.where))
@@ -216,7 +216,8 @@ def _check_files(store: Store, manifest: Manifest) -> None:
                 continue
             directory = leaf.extra["directory"]
             names = describe(store, directory).chunk_names(Region.whole(leaf.spec.shape))
-            missing = [name for name in names if f"{directory}/{name}" not in there]
+            start = f"{directory}/" if directory else ""
+            missing = [name for name in names if start + name not in there]
             if missing:
                 raise IntegrityError(f"leaf {leaf.key!r}: {len(missing)} of {len(names)} chunks are missing")
 

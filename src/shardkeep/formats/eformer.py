@@ -80,8 +80,11 @@ def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> 
             raise IntegrityError(f"{store.locate(METADATA)} is malformed: {key} is no object")
     trees: dict[str, Tree] = {}
     for prefix, directories in grouped.items():
+        name = check_prefix(prefix)
+        if name in trees:
+            raise IntegrityError(f"{store.locate(INDEX)} is malformed: it has the prefix {name!r} twice")
         structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
-        trees[check_prefix(prefix)] = _tree(store, prefix, directories, metadata, structure, identity)
+        trees[name] = _tree(store, prefix, directories, metadata, structure, identity)
     return Manifest(store.url, identity, trees)
 
 
@@ -93,17 +96,15 @@ def _tree(
     structure: dict[str, Any] | None,
     identity: str,
 ) -> Tree:
-    start = prefix.replace(".", "/") + "/" if prefix else ""
-    paths = [tuple(d.removeprefix(start).split("/")) for d in directories]
-    skeleton, found = flatten(nest(list(zip(paths, directories, strict=True))))
-    places: list[Any] = [leaf.value for leaf in found]
-    if structure is not None:
-        skeleton, places, extras = _structured(structure, store.locate(f"{prefix}_structure.json"))
-        metadata = {**metadata, "custom_metadata": extras}
     leaves: list[StoredLeaf] = []
     files: list[DataFile] = []
-    if structure is not None:  # belongs to the tree: it goes when the tree goes
-        files.append(DataFile(f"{prefix}_structure.json", store.size(f"{prefix}_structure.json") or 0))
+    if structure is None:
+        skeleton, places = _nested(directories, prefix.replace(".", "/"), store.locate(INDEX))
+    else:
+        name = f"{prefix}_structure.json"
+        skeleton, places, extras = _structured(structure, store.locate(name))
+        metadata = {**metadata, "custom_metadata": extras}
+        files.append(DataFile(name, store.size(name) or 0))  # belongs to the tree: it goes when the tree goes
     for path, place in zip(skeleton.paths(), places, strict=True):
         if not isinstance(place, str):
             leaves.append(StoredLeaf(path, "value", value=place.value))
@@ -112,6 +113,16 @@ def _tree(
         leaves.append(StoredLeaf(path, "zarr", array.spec, extra={"directory": place}))
         files += [DataFile(name, store.size(name) or 0) for name in file_names(store, place, array)]
     return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
+
+
+def _nested(directories: Sequence[str], prefix: str, where: str) -> tuple[Skeleton, list[Any]]:
+    """The tree that the names of its arrays make, and for each leaf the directory."""
+    start = f"{prefix}/" if prefix else ""
+    places = {tuple(d.removeprefix(start).split("/")): d for d in directories}
+    if len(places) < len(set(directories)):
+        raise IntegrityError(f"{where} is malformed: under prefix {prefix!r}, two arrays have the same name")
+    skeleton, found = flatten(nest(list(places.items())))
+    return skeleton, [leaf.value for leaf in found]
 
 
 _MALFORMED = (

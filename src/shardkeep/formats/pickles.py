@@ -6,6 +6,7 @@ out is plain values, plus records where the pickle wanted something else.
 
 import io
 import pickle
+import struct
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from shardkeep.nodes import StandIn
 from shardkeep.values import is_plain
 
 _LIMIT = 64 << 20
+_MOST_CLASSES = 1000
+_MOST_IN_KEY = 100
 
 
 class Record:
@@ -44,12 +47,70 @@ class Record:
         return f"{cls.module}:{cls.name}"
 
 
-class _InertUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
-        return type("Record", (Record,), {"module": str(module), "name": str(name)})
+class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
+    """The unpickler in Python, whose steps can be guarded: the one in C hashes, allocates and recurses unasked."""
 
-    def persistent_load(self, pid: Any, /) -> Any:
+    dispatch = dict(pickle._Unpickler.dispatch)  # pyright: ignore[reportPrivateUsage]
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes: dict[tuple[str, str], type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = self._classes.get((module, name))
+        if known is None:
+            if len(self._classes) >= _MOST_CLASSES:
+                raise pickle.UnpicklingError("it names too many classes")
+            known = self._classes[module, name] = type("Record", (Record,), {"module": module, "name": name})
+        return known
+
+    def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("persistent ids are not supported")
+
+    def get_extension(self, code: int) -> None:
+        raise pickle.UnpicklingError("extensions are not supported")  # they come alive out of copyreg's cache
+
+
+def _guarded(opcode: bytes, keys: slice) -> Any:
+    """An opcode that hashes these values of the stack, once it is known that hashing them is quick."""
+    load = _InertUnpickler.dispatch[opcode[0]]
+
+    def guarded(unpickler: Any) -> None:
+        if not all(_is_key(value) for value in unpickler.stack[keys]):
+            raise pickle.UnpicklingError("a key that is not plain")
+        load(unpickler)
+
+    return guarded
+
+
+def _load_bytearray(unpickler: Any) -> None:
+    """As many bytes as there are, rather than room for as many as are announced."""
+    (length,) = struct.unpack("<Q", unpickler.read(8))
+    unpickler.append(bytearray(unpickler.read(length)))
+
+
+_InertUnpickler.dispatch |= {
+    pickle.SETITEM[0]: _guarded(pickle.SETITEM, slice(-2, -1)),
+    pickle.SETITEMS[0]: _guarded(pickle.SETITEMS, slice(None, None, 2)),
+    pickle.DICT[0]: _guarded(pickle.DICT, slice(None, None, 2)),
+    pickle.ADDITEMS[0]: _guarded(pickle.ADDITEMS, slice(None)),
+    pickle.FROZENSET[0]: _guarded(pickle.FROZENSET, slice(None)),
+    pickle.BYTEARRAY8[0]: _load_bytearray,
+}
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value is quickly hashed: plain, or a tuple of little; one that repeats or nests itself is neither."""
+    pending = [value]
+    for _ in range(_MOST_IN_KEY):
+        if not pending:
+            return True
+        item = pending.pop()
+        if type(item) is tuple and len(item) <= _MOST_IN_KEY:
+            pending += item
+        elif not (item is None or is_plain(item)) or (type(item) is int and item.bit_length() > 64):
+            return False
+    return not pending
 
 
 def decode_pickle(data: bytes, where: str) -> Any:
@@ -57,7 +118,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
     if len(data) > _LIMIT:
         raise IntegrityError(f"{where}: a pickled structure of {len(data):,} bytes is not plausible")
     try:
-        return _InertUnpickler(io.BytesIO(data)).load()
+        return _InertUnpickler(data).load()
     except (
         pickle.UnpicklingError,
         ValueError,
@@ -69,8 +130,10 @@ def decode_pickle(data: bytes, where: str) -> Any:
         MemoryError,
         OverflowError,
         RecursionError,
+        AssertionError,
+        struct.error,
     ) as error:
-        raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error}") from error
+        raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error!r:.200}") from error
 
 
 def plain_value(value: Any) -> Any:
@@ -109,7 +172,9 @@ def _numpy_scalar(record: Record) -> Any:
         return None
     kind, raw = record.args
     try:
+        if not isinstance(kind.args[0], str):  # NumPy would look through any list of lists, however often it repeats
+            return None
         dtype = dtype_from_name(dtype_name(np.dtype(kind.args[0])))
         return np.frombuffer(raw, dtype=dtype)[0] if len(raw) == dtype.itemsize else None
-    except (TypeError, ValueError, AttributeError, IndexError):
+    except (TypeError, ValueError, AttributeError, IndexError, SyntaxError):  # np.dtype evaluates shapes in the text
         return None

@@ -9,7 +9,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,38 +20,64 @@ import zstandard
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import StoredLeaf
+from shardkeep.memory import Array
 from shardkeep.reading import Target
 from shardkeep.stores.base import Store
 
 ZARRAY = ".zarray"
+_MANY = 10_000  # more chunks than this are listed, not asked for one by one
+_MOST = 1 << 20  # names that a listing of one array may have
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """The description of an array."""
+    """The description of an array. It may claim more chunks than any disk holds: count them before naming them."""
 
     spec: ArraySpec
     chunks: tuple[int, ...]
     compressor: str | None
     separator: str
 
-    def chunk_names(self, region: Region) -> list[str]:
-        """Names of the chunks that hold data of a region."""
+    def spans(self, region: Region) -> list[range]:
+        """Along each axis, the chunks that hold data of a region."""
         if region.size == 0:
-            return []
-        spans = [
+            return [range(0)]
+        return [
             range(a // c, -(-(a + n) // c)) for a, n, c in zip(region.start, region.shape, self.chunks, strict=True)
         ]
-        return [self.separator.join(map(str, index)) or "0" for index in itertools.product(*spans)]
+
+    def chunk_count(self, region: Region) -> int:
+        """How many chunks hold data of a region."""
+        return math.prod(len(span) for span in self.spans(region))
+
+    def each_chunk(self, region: Region) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Of each chunk that holds data of a region, the name and where it begins."""
+        for index in _indices(self.spans(region)):
+            start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
+            yield self.separator.join(map(str, index)) or "0", start
+
+    def chunk_names(self, region: Region) -> list[str]:
+        """Names of the chunks that hold data of a region."""
+        return [name for name, _ in self.each_chunk(region)]
 
     @property
     def chunk_bytes(self) -> int:
         return math.prod(self.chunks) * self.spec.dtype.itemsize
 
 
+def _indices(spans: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """Like `itertools.product`, which would first make room for every number of every span."""
+    if not spans:
+        yield ()
+        return
+    for number in spans[0]:
+        for rest in _indices(spans[1:]):
+            yield (number, *rest)
+
+
 def describe(store: Store, directory: str) -> ZarrArray:
     """What `.zarray` says, checked."""
-    name = f"{directory}/{ZARRAY}" if directory else ZARRAY
+    name = _join(directory, ZARRAY)
     where = store.locate(name)
     try:
         data = json.loads(store.read(name))
@@ -60,7 +87,8 @@ def describe(store: Store, directory: str) -> ZarrArray:
         separator = data.get("dimension_separator", ".")
     except (FileNotFoundError, NotADirectoryError):
         raise MissingDataError(f"{where} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
+        # SyntaxError: np.dtype evaluates shapes in the text of a dtype
         raise IntegrityError(f"{where} is not a zarr description: {error}") from error
     whole = [n for n in (*shape, *chunks) if type(n) is not int or n < 0]
     too_large = math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**62 if not whole else True
@@ -79,36 +107,61 @@ def _dtype(name: Any) -> np.dtype[Any]:
 
 def read_zarr(store: Store, target: Target) -> None:
     """Fill a target whose leaf is a zarr array of another program."""
-    import tensorstore  # not needed for checkpoints of our own, and slow to import
-
-    directory = target.leaf.extra["directory"]
-    array = _described(store, target.leaf)
-    for region in target.regions:
-        _check_chunks(store, directory, array, region, target.leaf.key)
-    context = tensorstore.Context()
-    if store.remote:  # our client fetches, TensorStore decodes
-        place: dict[str, Any] = {"driver": "memory", "path": "array/"}
-        needed = {name for region in target.regions for name in array.chunk_names(region)}
-        memory = tensorstore.KvStore.open(place, context=context).result()
-        for name in (ZARRAY, *sorted(needed)):
-            memory.write(name, store.read(f"{directory}/{name}")).result()
-    else:
-        place = {"driver": "file", "path": store.locate(directory) + os.sep}
-    spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
-    try:
-        opened = tensorstore.open(spec, read=True, context=context).result()
+    leaf = target.leaf
+    array = _described(store, leaf)
+    needed = {name for region in target.regions for name in _check_chunks(store, leaf, array, region)}
+    with _naming(store, leaf):
+        opened = _open(store, leaf.extra["directory"], needed)
         for number, region in enumerate(target.regions):
-            data: Any = opened[region.slices].read(order="C").result()
-            target.arrays[number] = np.array(data, dtype=array.spec.dtype, order="C", copy=True)
-    except ValueError as error:
-        raise IntegrityError(f"leaf {target.leaf.key!r}: {store.locate(directory)} cannot be read: {error}") from error
+            target.arrays[number] = _read(opened, array, region)
 
 
 def check_zarr(store: Store, leaf: StoredLeaf) -> None:
-    """`IntegrityError` unless an array of another program is as described, with every chunk there and of its size."""
-    directory = leaf.extra["directory"]
+    """`IntegrityError` unless an array of another program can be read: described well, every chunk there and whole."""
     array = _described(store, leaf)
-    _check_chunks(store, directory, array, Region.whole(array.spec.shape), leaf.key)
+    whole = Region.whole(array.spec.shape)
+    _check_chunks(store, leaf, array, whole)
+    directory = leaf.extra["directory"]
+    with _naming(store, leaf):
+        _open(store, directory, ())  # TensorStore knows best what else of a description it cannot read
+        if array.compressor in (None, "zstd"):
+            return
+        for name, start in array.each_chunk(whole):  # to read one element is to decode its chunk
+            _read(_open(store, directory, (name,)), array, Region(start, (1,) * len(start)))
+
+
+@contextmanager
+def _naming(store: Store, leaf: StoredLeaf) -> Generator[None]:
+    """What TensorStore cannot read is an error that names the leaf."""
+    try:
+        yield
+    except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
+        where = store.locate(leaf.extra["directory"])
+        raise IntegrityError(f"leaf {leaf.key!r}: {where} cannot be read: {error}") from error
+
+
+def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
+    """An array opened by TensorStore, to read these chunks of it."""
+    import tensorstore  # not needed for checkpoints of our own, and slow to import
+
+    context = tensorstore.Context()
+    place: dict[str, Any] = {"driver": "file", "path": store.locate(directory) + os.sep}
+    if store.remote:  # our client fetches, TensorStore decodes
+        place = {"driver": "memory", "path": "array/"}
+        memory = tensorstore.KvStore.open(place, context=context).result()
+        for name in (ZARRAY, *sorted(chunks)):
+            memory.write(name, store.read(_join(directory, name))).result()
+    spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
+    return tensorstore.open(spec, read=True, context=context).result()
+
+
+def _read(opened: Any, array: ZarrArray, region: Region) -> Array:
+    """A region as an array of its own."""
+    dtype = array.spec.dtype
+    # TensorStore ends the program if there is no memory for a chunk or for the result; NumPy raises an error.
+    np.empty(max(array.chunk_bytes, region.size * dtype.itemsize), np.uint8)
+    data: Any = opened[region.slices].read(order="C").result()
+    return np.array(data, dtype=dtype, order="C", copy=True)
 
 
 def _described(store: Store, leaf: StoredLeaf) -> ZarrArray:
@@ -122,28 +175,30 @@ def _described(store: Store, leaf: StoredLeaf) -> ZarrArray:
     return array
 
 
-def _check_chunks(store: Store, directory: str, array: ZarrArray, region: Region, key: str) -> None:
-    names = [f"{directory}/{name}" for name in array.chunk_names(region)]
-    sizes = store.sizes(names)
-    missing = [name for name in names if sizes[name] is None]
-    if missing:
+def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Region) -> list[str]:
+    """The names of the chunks of a region, each of which is there and holds what it should."""
+    directory = leaf.extra["directory"]
+    names = _chunks_there(store, directory, array, region)
+    count = array.chunk_count(region)
+    if len(names) < count:
+        there = set(names)
+        missing = next(name for name, _ in array.each_chunk(region) if name not in there)
         raise MissingDataError(
-            f"leaf {key!r}: {len(missing)} of {len(names)} chunks are missing, among them {store.locate(missing[0])}; "
-            "the save that wrote it never finished, or files were lost"
+            f"leaf {leaf.key!r}: {count - len(names)} of {count} chunks are missing, among them "
+            f"{store.locate(_join(directory, missing))}; the save that wrote it never finished, or files were lost"
         )
     for name in names:
-        _check_chunk(store, name, sizes[name], array, key)
+        _check_chunk(store, _join(directory, name), array, leaf.key)
+    return names
 
 
-def _check_chunk(store: Store, name: str, size: int | None, array: ZarrArray, key: str) -> None:
+def _check_chunk(store: Store, name: str, array: ZarrArray, key: str) -> None:
     """The chunk's decoded size, without decoding more than it may have."""
-    if array.compressor is None:
-        found = size
-    elif array.compressor == "zstd":
+    with store.open(name) as file:  # which refuses a link that leads out of the checkpoint; TensorStore follows it
+        found = file.size
+    if array.compressor == "zstd":
         found = _zstd_size(store.read(name), array.chunk_bytes)
-    else:
-        return
-    if found != array.chunk_bytes:
+    if array.compressor in (None, "zstd") and found != array.chunk_bytes:
         raise IntegrityError(
             f"leaf {key!r}: {store.locate(name)} is damaged: it does not hold exactly {array.chunk_bytes:,} bytes"
         )
@@ -163,5 +218,39 @@ def _zstd_size(data: bytes, limit: int) -> int | None:
 
 def file_names(store: Store, directory: str, array: ZarrArray) -> Sequence[str]:
     """The files of an array that are there."""
-    names = [f"{directory}/{name}" for name in (ZARRAY, *array.chunk_names(Region.whole(array.spec.shape)))]
-    return [name for name, size in store.sizes(names).items() if size is not None]
+    chunks = _chunks_there(store, directory, array, Region.whole(array.spec.shape))
+    return [_join(directory, name) for name in (ZARRAY, *chunks)]
+
+
+def _chunks_there(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
+    """The names of those chunks of a region that are there."""
+    few = array.chunk_count(region) <= _MANY
+    names = array.chunk_names(region) if few else _list_chunks(store, directory, array, region)
+    sizes = store.sizes([_join(directory, name) for name in names])
+    return [name for name in names if sizes[_join(directory, name)] is not None]
+
+
+def _list_chunks(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
+    """What is in an array's directory under the names of chunks of a region."""
+    spans = array.spans(region)
+    levels = [spans] if array.separator == "." else [[span] for span in spans]
+    found = [""]
+    for level in levels:
+        inside = (_join(parent, name) for parent in found for name in store.children(_join(directory, parent)))
+        numbered = (name for name in inside if _is_within(name.rpartition("/")[2].split("."), level))
+        found = list(itertools.islice(numbered, _MOST + 1))
+        if len(found) > _MOST:  # links from a directory to itself would go on for ever
+            raise IntegrityError(f"{store.locate(directory)} holds more than {_MOST:,} chunks of one array")
+    return found
+
+
+def _is_within(numbers: Sequence[str], spans: Sequence[range]) -> bool:
+    """Whether the parts of a name are numbers, as zarr writes them, of chunks in some spans."""
+    return len(numbers) == len(spans) and all(
+        text.isdecimal() and text == str(int(text)) and int(text) in span
+        for text, span in zip(numbers, spans, strict=True)
+    )
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory and name else directory or name

@@ -69,9 +69,10 @@ class LocalStore:
 
     def size(self, name: str) -> int | None:
         try:
-            return os.stat(self.locate(name)).st_size
+            found = os.stat(self.locate(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
         return {name: self.size(name) for name in names}

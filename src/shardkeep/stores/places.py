@@ -1,12 +1,18 @@
 """From a path or URL to a Store, and the few questions that are asked of a path before there is one."""
 
 import os
-from urllib.parse import unquote, urlsplit
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL, LocalStore
 
+if TYPE_CHECKING:
+    from shardkeep.stores.cloud import CloudStore
+
 URLS = ("gs://", "s3://")
+_ONE_SLASH = re.compile(r"\A(gs:|s3:|file:)/(?!/)")
 
 
 class BucketPath(str):
@@ -31,16 +37,28 @@ def location(path: object) -> str:
         text = os.fsdecode(text)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"not a path: {path!r}")
+    # `pathlib` makes one slash of two, and nobody means a directory called "gs:".
+    text = _ONE_SLASH.sub(lambda found: found[1] + ("///" if found[1] == "file:" else "//"), text)
     if text.startswith("file://"):
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost"):
-            raise ValueError(f"{text!r} names the host {parts.netloc!r}; a local path is written file:///path")
-        return os.path.abspath(unquote(parts.path))
+        return os.path.abspath(_path_in(text))
     if text.startswith(URLS):
         return _bucket_location(text, getattr(path, "key_file", None))
     if "://" in text:
         raise ValueError(f"{text!r}: shardkeep knows local paths, file://, gs:// and s3://")
     return os.path.abspath(os.path.expanduser(text))
+
+
+def _path_in(url: str) -> str:
+    """The path a `file://` URL names, to the byte."""
+    host, slash, rest = url.removeprefix("file://").partition("/")
+    if host not in ("", "localhost"):
+        raise ValueError(f"{url!r} names the host {host!r}; a local path is written file:///path")
+    if "?" in rest or "#" in rest:
+        raise ValueError(f"{url!r} has a query or a fragment; in a path, ? is written %3F and # is written %23")
+    path = unquote_to_bytes(os.fsencode(rest))
+    if not slash or b"\0" in path:
+        raise ValueError(f"not a path: {url!r}")
+    return slash + os.fsdecode(path)
 
 
 def _bucket_location(url: str, key_file: str | None) -> BucketPath:
@@ -55,15 +73,17 @@ def _bucket_location(url: str, key_file: str | None) -> BucketPath:
 
 def store_at(place: str, control: str = CONTROL, confined: bool = True) -> Store:
     """The store of a directory or of a prefix in a bucket. `confined`: all that is below belongs to the checkpoint."""
-    if not place.startswith(URLS):
-        return LocalStore(place, control, confined)
+    return _in_bucket(place, control, confined) if place.startswith(URLS) else LocalStore(place, control, confined)
+
+
+def _in_bucket(place: str, control: str = CONTROL, whole: bool = True) -> "CloudStore":
     # Their client takes a tenth of a second to import, which only those pay who use buckets.
     from shardkeep.stores.cloud import CloudStore
     from shardkeep.stores.credentials import Bucket
 
     scheme, _, rest = place.partition("://")
     bucket, _, prefix = rest.partition("/")
-    return CloudStore(Bucket(scheme, bucket, getattr(place, "key_file", None)), prefix, control, whole=confined)
+    return CloudStore(Bucket(scheme, bucket, getattr(place, "key_file", None)), prefix, control, whole)
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
@@ -77,7 +97,7 @@ def sibling(place: str, text: str) -> str:
 
 
 def is_directory(place: str) -> bool:
-    return bool(store_at(place).children("")) if place.startswith(URLS) else os.path.isdir(place)
+    return not _in_bucket(place).is_empty() if place.startswith(URLS) else os.path.isdir(place)
 
 
 def exists(place: str) -> bool:
@@ -91,4 +111,6 @@ def is_file(place: str) -> bool:
     if not place.startswith(URLS):
         return os.path.isfile(place)
     parent, name = parent_and_name(place)
+    if not parent.startswith(URLS):  # a bucket is no file
+        return False
     return store_at(parent, confined=False).size(name) is not None

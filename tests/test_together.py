@@ -1,0 +1,123 @@
+"""What processes must have in common is compared, and the difference named; parts of a save come together."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from multiprocess.service import everywhere, groups
+from shardkeep.errors import ProcessError, StorageError
+from shardkeep.processes import ALONE, Operation, _Group
+from shardkeep.staging import take_snapshot
+from shardkeep.together import compare, describe, outline, unshared
+from shardkeep.tree import flatten
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[_Group]]:
+    with groups(3) as made:
+        yield made
+
+
+def compared(three: list[_Group], lines: list[list[str]]) -> list[object]:
+    return everywhere(three, lambda operation: compare(operation, lines[operation.index]))
+
+
+def lines_of(tree: object) -> list[str]:
+    return describe(take_snapshot(flatten(tree)[1], keep=False, index=1, size=2))
+
+
+def test_alone_everything_agrees() -> None:
+    compare(ALONE, ["path x", "leaf a: float32[3]"])
+
+
+def test_the_same_lines_pass(three: list[_Group]) -> None:
+    assert compared(three, [["path x", "leaf a: 1"]] * 3) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shown"),
+    [
+        (["path x", "leaf a: 1"], ["path y", "leaf a: 2"], ("path x", "path y")),
+        (["path x", "leaf a: 1"], ["path x", "leaf a: 2"], ("leaf a: 1", "leaf a: 2")),
+        (["structure 1", "leaf a: 1"], ["structure 2", "leaf a: 1", "leaf b: 2"], ("(nothing)", "leaf b: 2")),
+        (["structure 1", "leaf a: 1"], ["structure 2", "leaf b: 1"], ("leaf a: 1", "(nothing)")),
+        (["structure 1", "leaf a: 1"], ["structure 2", "leaf a: 1"], ("structure 1", "structure 2")),
+        (["metadata 1", "leaf a: x: 1"], ["metadata 2", "leaf a: y: 1"], ("leaf a: x: 1", "leaf a: y: 1")),
+        (["leaf \ud800: 1"], ["leaf \ud800: 2"], ("leaf \ud800: 1", "leaf \ud800: 2")),
+    ],
+)
+def test_the_first_difference_is_named_on_all(
+    three: list[_Group], ours: list[str], theirs: list[str], shown: tuple[str, str]
+) -> None:
+    for different in (1, 2):
+        lines = [theirs if i == different else ours for i in range(3)]
+        for error in compared(three, lines):
+            assert isinstance(error, ProcessError)
+            assert f"  process 0: {shown[0]}\n  process {different}: {shown[1]}" in str(error)
+
+
+def test_long_lines_are_shown_where_they_part(three: list[_Group]) -> None:
+    start, end = "structure " + "x" * 5000, "y" * 5000
+    errors = compared(three, [[f"{start}A{end}"], [f"{start}A{end}"], [f"{start}B{end}"]])
+    for error in errors:
+        assert len(str(error)) < 1500
+        assert "process 0: structure …xx" in str(error)
+        assert "xAyy" in str(error)
+        assert "xByy" in str(error)
+
+
+def test_a_line_for_each_leaf_tells_what_it_is() -> None:
+    tree = {"n": np.arange(3, dtype=">i4"), "j": jnp.ones((2, 2)), "s": "text", "f": float("nan"), "t": {"u": 1}}
+    lines = lines_of(tree)
+    starts = ["leaf n: int32[3], numpy", "leaf j: float32[2, 2], jax, of each", "leaf s: 'text'", "leaf f: nan"]
+    for line, start in zip(lines, [*starts, "leaf t.u: 1"], strict=True):
+        assert line.startswith(start)
+    assert '{"order": ">"}' in lines[0]
+    assert lines == lines_of(tree)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.zeros(3), -np.zeros(3)),
+        (np.zeros(3), np.zeros(3, np.float32)),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (np.zeros(3, ">f4"), np.zeros(3, "<f4")),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ("x" * 100 + "a", "x" * 100 + "b"),
+    ],
+)
+def test_what_is_not_the_same_has_another_line(a: object, b: object) -> None:
+    assert lines_of({"x": a}) != lines_of({"x": b})
+    assert lines_of({"x": a}) == lines_of({"x": a})
+
+
+def test_the_tree_itself_may_be_a_leaf() -> None:
+    assert lines_of(np.zeros(2))[0].startswith("leaf (the tree itself): float64[2]")
+
+
+def test_an_outline_names_arrays_only() -> None:
+    lines = outline(flatten({"a": np.zeros((2, 3)), "b": 4, "c": jnp.zeros(2, jnp.bfloat16)})[1])
+    assert lines == ["leaf a: float64[2, 3], of each process", "leaf c: bfloat16[2], of each process"]
+
+
+def test_storage_that_is_not_shared_is_explained() -> None:
+    error = unshared("/x (prefix 'm')", 3, "no record")
+    assert isinstance(error, StorageError)
+    assert "processes 0 and 3 do not see the same files (no record)" in str(error)
+    assert "Nothing was committed" in str(error)
+
+
+def test_members_who_fail_while_others_compare_are_told(three: list[_Group]) -> None:
+    def work(operation: Operation) -> None:
+        if operation.index == 1:
+            raise StorageError("cannot write")
+        compare(operation, ["path x"])
+
+    leader, culprit, other = everywhere(three, work)
+    assert str(leader) == str(other) == "process 1: cannot write"
+    assert str(culprit) == "cannot write"
