@@ -60,4 +60,4 @@ bench: setup
 	$(BIN)/python bench/run.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EFORMER) $(HF) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

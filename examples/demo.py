@@ -124,18 +124,20 @@ def training_program(run: Path, mesh: Mesh) -> tuple[State, list[float]]:
     else:
         state = shardkeep.load(last, template=target)
     save_async = shardkeep.save_async  # imported now, not by the first save
-    pending, blocked, losses = None, 0.0, []
+    pending, blocked, losses, seconds = None, 0.0, [], []
     for step in range(int(state["train"].step), STEPS):
+        began = time.perf_counter()
         state, loss = train_step(state, batch(step, mesh))
         losses.append(float(loss))
+        seconds.append(time.perf_counter() - began)
         if (step + 1) % EVERY == 0:
             if pending is not None:
-                tell_of(pending.wait(), blocked)  # raises whatever went wrong with it
+                tell_of(pending.wait(), blocked, seconds)  # wait raises what went wrong with the save, if anything did
             before = time.perf_counter()
             pending = save_async(run / f"step_{step + 1}", state, metadata={"loss": losses[-1]}, overwrite=True)
             blocked = time.perf_counter() - before
     if pending is not None:
-        tell_of(pending.wait(), blocked)
+        tell_of(pending.wait(), blocked, seconds)
     return state, losses
 
 
@@ -144,9 +146,10 @@ def last_checkpoint(run: Path) -> Path | None:
     return next((path for path in reversed(found) if shardkeep.exists(path)), None)
 
 
-def tell_of(report: shardkeep.SaveReport, blocked: float) -> None:
-    took = f"the save of {report.nbytes / 1e6:.1f} MB took {report.seconds * 1e3:.0f} ms"
-    print(f"     {Path(report.path).name}: training waited {blocked * 1e3:.1f} ms, {took}", flush=True)
+def tell_of(report: shardkeep.SaveReport, blocked: float, steps: list[float]) -> None:
+    name, step, took = Path(report.path).name, np.median(steps) * 1e3, report.seconds * 1e3
+    text = f"training waited {blocked * 1e3:.1f} ms (a step takes {step:.0f}), the save took {took:.0f} ms"
+    print(f"     {name}: {text}", flush=True)
 
 
 def make_mesh(rows: int, columns: int) -> Mesh:

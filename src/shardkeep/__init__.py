@@ -1,9 +1,11 @@
 """shardkeep: checkpoints for JAX that are whole or not there, checked, fast, and in open formats.
 
-Names are imported when they are first used: JAX takes a second to import, which `shardkeep --help` need not wait for.
+JAX takes a second to import, which `shardkeep --help` need not wait for: so where it is not there yet, names are
+imported when they are first used.
 """
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
 
 from shardkeep._version import __version__
@@ -132,3 +134,8 @@ def __getattr__(name: str) -> _typing.Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "jax" in _sys.modules:  # then now, not within the first save
+    for _name in _HOMES:
+        __getattr__(_name)

@@ -47,7 +47,7 @@ class Operation:
     """
 
     def __init__(self, what: str, group: "_Group | None" = None) -> None:
-        self.what = what
+        self.what = self._called = what
         self.index, self.size = (group.index, group.size) if group else (LEADER, 1)
         self.leads = self.index == LEADER
         self._group = group
@@ -129,7 +129,7 @@ class Operation:
         }
         key = "leader/abort" if self.leads else f"member/{self.index}/error"
         with suppress(ProcessError):
-            self._group.set(f"{self._keys}/{key}", json.dumps({**record, "what": self.what}))
+            self._group.set(f"{self._keys}/{key}", json.dumps({**record, "what": self._called}))
 
     def __enter__(self) -> "Operation":
         return self
@@ -144,6 +144,8 @@ def join(what: str) -> Operation:
     operation: Operation | None = getattr(_announced, "operation", None)
     if operation is not None:
         _announced.operation = None  # what is called next is another one
+        if operation.size > 1:
+            operation.what = what  # by now more is known of it
         return operation
     client = distributed.global_state.client
     size = distributed.global_state.num_processes or 1

@@ -74,7 +74,7 @@ def _held_by(sharding: Any, shape: tuple[int, ...]) -> Sequence[Holding]:
 
 
 def _cut(found: Sequence[Holding], itemsize: int, fineness: int = 1) -> Sequence[Holding]:
-    """Regions that several processes hold, all cut alike: so many parts for each, so that their writing can be spread."""
+    """Regions that several processes hold, all cut alike, so many parts for each: their writing can be spread."""
     most = max((len(holders) for _, holders in found), default=1)
     if most == 1:
         return found

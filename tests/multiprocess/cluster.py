@@ -261,7 +261,7 @@ class Kept:
         if self._cluster is None or not self._cluster.alive:
             self.close()
             self._cluster = Cluster(self._room, self._size, self._devices)
-            timeout += 30
+            self._cluster.run("", root)  # until all are there
         return self._cluster.run(script, root, timeout)
 
     def close(self) -> None:

@@ -41,7 +41,8 @@ def spread(values: Any, spec: P, shape: tuple[int, ...] | None = None, axes: tup
 
 
 def put(values: Any, sharding: Any) -> jax.Array:
-    return jax.make_array_from_callback(np.shape(values), sharding, lambda index: values[index])
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # a process may have no part of it
+    return jax.make_array_from_callback(np.shape(values), sharding, lambda index: values[index], dtype=dtype)
 
 
 def caught(call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Adam(NamedTuple):
 
 
 def values_of(number: int) -> Any:
-    """A state like those of training, all NumPy, for each number another. What is called `…key` is data of PRNG keys."""
+    """A state like those of training, in NumPy, another for each number. What is called `…key` is data of PRNG keys."""
 
     def some(dtype: Any, *shape: int) -> np.ndarray:
         return pattern(dtype, shape, seed=number * 1000 + len(shape) * 100 + sum(shape))
@@ -269,11 +270,11 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def meet(root: Path, name: str, index: int, size: int, seconds: float = 60) -> None:
-    """Wait until all processes are here: through files, without a word to JAX or to shardkeep."""
+def meet(root: Path, name: str, index: int, size: int, seconds: float = 60, but: int = -1) -> None:
+    """Wait until all processes (`but` one) are here: through files, without a word to JAX or to shardkeep."""
     (root / f"{name}.{index}.here").touch()
     deadline = time.monotonic() + seconds
-    while sum((root / f"{name}.{i}.here").exists() for i in range(size)) < size:
+    while not all((root / f"{name}.{i}.here").exists() for i in range(size) if i != but):
         assert time.monotonic() < deadline, f"not all processes came to {name}"
         time.sleep(0.002)
 

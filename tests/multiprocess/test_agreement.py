@@ -1,11 +1,11 @@
 """Processes that do not ask for the same are told so, all of them, before anything is written."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shardkeep
+from multiprocess import known
 from multiprocess.cluster import Kept
 
 # Each variant is what process 1 does differently: (its tree or arguments, words of the error on every process).
@@ -22,16 +22,18 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "scalar": ("tree['step'] = 8", ["step", "7", "8"]),
     "long text": ("tree['text'] = 'x' * 5000 + 'y'", ["text"]),
     "order of devices": (
-        "tree['layer']['w'] = put(np.ones((8, 8), np.float32), NamedSharding(Mesh(np.array(jax.devices()[::-1]).reshape(4, 1), ('a', 'b')), P('a')))",
+        "mesh = Mesh(np.array(jax.devices()[::-1]).reshape(-1, 1), ('a', 'b')); "
+        "tree['layer']['w'] = put(np.ones((8, 8), np.float32), NamedSharding(mesh, P('a')))",
         ["writers of layer.w"],
     ),
     "cut of local arrays": (
-        "tree['cut'] = jax.device_put(np.arange(1 << 19).reshape(2, 2, -1).transpose(1, 0, 2).reshape(2, -1), local(P(None, 'l')))",
+        "values = np.arange(1 << 19).reshape(2, 2, -1).transpose(1, 0, 2).reshape(2, -1); "
+        "tree['cut'] = jax.device_put(values, local(P(None, 'l')))",
         ["cut", "contents"],
     ),
     "kind of leaf": ("tree['host'] = jnp.arange(5)", ["host", "numpy", "jax"]),
     "container": ("tree['pair'] = list(tree['pair'])", ["structure"]),
-    "PRNG implementation": ("tree['key'] = jax.random.wrap_key_data(np.arange(4, dtype=np.uint32), impl='unsafe_rbg')", ["key", "rbg"]),
+    "PRNG implementation": ("tree['key'] = key('unsafe_rbg')", ["key", '"rbg"', '"unsafe_rbg"']),
     "path": ("path = root / 'elsewhere'", ["path", "/x", "/elsewhere"]),
     "prefix": ("more['prefix'] = 'b'", ["prefix", "''", "'b'"]),
     "metadata": ("more['metadata'] = {'epoch': 2}", ["metadata", '"epoch": 1', '"epoch": 2']),
@@ -40,6 +42,9 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 }  # fmt: skip
 
 DIFFER = """
+def key(impl):
+    return jax.random.wrap_key_data(np.arange(4, dtype=np.uint32), impl=impl)
+
 def local(spec):
     return NamedSharding(Mesh(np.array(jax.local_devices()), ("l",)), spec)
 
@@ -47,7 +52,7 @@ def make():
     tree = {
         "layer": {"w": spread(np.ones((8, 8), np.float32), P("a"))}, "host": np.arange(5), "local": jnp.arange(4.0),
         "step": 7, "text": "x" * 5000, "pair": (1, 2),
-        "key": jax.random.wrap_key_data(np.arange(4, dtype=np.uint32), impl="rbg"),
+        "key": key("rbg"),
         "cut": jax.device_put(np.arange(1 << 19).reshape(2, -1), local(P("l"))),
     }
     return tree, root / "x", {"metadata": {"epoch": 1}}
@@ -90,10 +95,11 @@ def test_every_difference_is_named_before_anything_is_written(pair: Kept, tmp_pa
 def test_equal_values_of_each_process_are_saved_once(pair: Kept, tmp_path: Path) -> None:
     said = pair.run(
         """
-        tree = {"n": np.arange(1 << 16), "l": jnp.arange(1 << 16), "s": 3, "f": 0.5, "k": jax.random.key(3)}
-        report = shardkeep.save(root / "x", tree)
-        say(nbytes=report.nbytes, wrong=[n for n, v in shardkeep.load(root / "x").items() if not bool((v == tree[n]).all() if hasattr(v, "all") else v == tree[n])])
-        """.replace("\n        ", "\n"),
+tree = {"n": np.arange(1 << 16), "l": jnp.arange(1 << 16), "s": 3, "f": 0.5, "k": jax.random.key(3)}
+report = shardkeep.save(root / "x", tree)
+loaded = shardkeep.load(root / "x")
+say(nbytes=report.nbytes, wrong=[name for name in tree if not np.all(loaded[name] == tree[name])])
+""",
         tmp_path,
     )
     arrays = (1 << 16) * 8 + (1 << 16) * 4
@@ -143,7 +149,7 @@ LOCAL: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["directory", "exchange"])
+@pytest.mark.parametrize("where", ["directory", pytest.param("exchange", marks=known.REFUSED)])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_what_one_process_refuses_all_refuse_at_once(pair: Kept, tmp_path: Path, where: str, culprit: int) -> None:
     variants = {name: how for name, (how, _) in LOCAL.items() if where == "exchange" or "names" not in name}
@@ -163,7 +169,7 @@ shardkeep.save(root / ("x" + ENDING), {"w": spread(np.ones((8, 8)), P("a"))})
 say(found=found, after=sorted(shardkeep.load(root / ("x" + ENDING))))
 """,
         tmp_path,
-        timeout=30,
+        timeout=10,
     )
     problems: list[str] = []
     for number, process in enumerate(said):

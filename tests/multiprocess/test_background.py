@@ -101,6 +101,7 @@ from jax._src import distributed
 tree = {"w": spread(np.ones((8, 8), np.float32), P("a"))}
 keys = lambda: len(distributed.global_state.client.key_value_dir_get("shardkeep/"))
 counts = []
+shardkeep.processes._KEPT_SECONDS = 0.5
 for number in range(100):
     shardkeep.save(root / "x", tree, overwrite=True)
     if number % 10 == 0:
@@ -109,6 +110,7 @@ first = [shardkeep.save_async(root / "y", {**tree, "n": number}, overwrite=True)
 done_early = sum(p.done() for p in first)
 for p in first:
     p.wait()
+shardkeep.processes._KEPT_SECONDS = 5
 say(counts=counts, last=keys(), done_early=done_early, n=shardkeep.load(root / "y")["n"])
 """,
         tmp_path,
@@ -117,8 +119,8 @@ say(counts=counts, last=keys(), done_early=done_early, n=shardkeep.load(root / "
     for process in said:
         assert process["n"] == 89
         assert process["done_early"] < 26, "the saves were not under way at once"
-        assert max(process["counts"][7:]) <= 64 * 12 + 10
-        assert process["last"] <= (64 + 90) * 12 + 10
+        assert max(process["counts"][7:]) < 100 * 8, "keys grow with every save"
+        assert process["last"] < (64 + 90) * 8
 
 
 def test_failures_in_the_background_are_raised_by_wait_on_all(pair: Kept, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import shardkeep
+from multiprocess import known
 from multiprocess.cluster import Kept
 from multiprocess.inside import differences, values_of
 from shardkeep.serialization import AsyncCheckpointManager
@@ -29,7 +30,9 @@ MANAGERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=known.BITS) if "validated" in kind else kind for kind in MANAGERS]
+)
 def test_a_manager_saves_and_loads(pair: Kept, tmp_path: Path, kind: str) -> None:
     said = pair.run(
         f"ARGUMENTS = {MANAGERS[kind]!r}\n"
@@ -77,6 +80,7 @@ say(wrong=wrong)
         assert checksums["host"] == AsyncCheckpointManager.compute_checksum(values_of(2)["host"])
 
 
+@known.CHECKSUMS
 def test_exchange_files_with_checksums(pair: Kept, tmp_path: Path) -> None:
     pair.run(
         START
@@ -125,6 +129,7 @@ say(wrong=wrong)
     assert [process["wrong"] for process in said] == [[], []]
 
 
+@known.BITS
 def test_arrays_move_between_processes_exactly(pair: Kept, tmp_path: Path) -> None:
     """to_host, reshard, broadcast_tensor and their kin keep every bit, NaNs and negative zeros included."""
     said = pair.run(
@@ -189,6 +194,7 @@ say(wrong=wrong)
     assert [process["wrong"] for process in said] == [[], []]
 
 
+@known.HAND_OVER
 def test_managers_of_jax_wait_for_saves(pair: Kept, tmp_path: Path) -> None:
     """Again and again, on every process, also after a failure, and without a barrier that one of them misses."""
     said = pair.run(
@@ -228,17 +234,19 @@ say(calls=calls, late=late, seconds=seconds, failed=failed, again=again, good=sh
     assert said[1]["calls"] == []
 
 
-WRONG: dict[str, tuple[str, str, str]] = {
-    "metadata": ("manager.save(tree, root / 'x', mesh, metadata={'x': print} if index == 1 else None)", "MetadataError", ""),
-    "extras": ("manager.save_pytree(tree, root / 'x', mesh, prefix='m', extras={'x': print} if index == 1 else None)", "MetadataError", ""),
-    "prefix": ("manager.save_pytree(tree, root / 'x', mesh, prefix='' if index == 1 else 'm')", "PrefixError", ""),
-    "async": ("manager.save_async(tree, root / 'x', mesh, metadata={'x': print} if index == 1 else None).wait()", "MetadataError", ""),
-    "format": ("shardkeep.save(root / 'x', tree, format='bogus' if index == 1 else 'safetensors')", "ProcessError", "ValueError"),
-    "dtype": ("shardkeep.load(root / 'old', dtype='bogus' if index == 1 else None)", "ProcessError", "ValueError"),
-    "layout": ("manager.load(root / 'old', mesh if index == 1 else None)", "ShardingError", "axes"),
-}  # fmt: skip
+BAD = "{'x': print} if index == 1 else None"
+WRONG: dict[str, tuple[str, str]] = {
+    "metadata": (f"manager.save(tree, root / 'x', mesh, metadata={BAD})", "MetadataError"),
+    "extras": (f"manager.save_pytree(tree, root / 'x', mesh, prefix='m', extras={BAD})", "MetadataError"),
+    "prefix": ("manager.save_pytree(tree, root / 'x', mesh, prefix='' if index == 1 else 'm')", "PrefixError"),
+    "async": (f"manager.save_async(tree, root / 'x', mesh, metadata={BAD}).wait()", "MetadataError"),
+    "format": ("shardkeep.save(root / 'x', tree, format='bogus' if index == 1 else 'safetensors')", "ProcessError"),
+    "dtype": ("shardkeep.load(root / 'old', dtype='bogus' if index == 1 else None)", "ProcessError"),
+    "layout": ("manager.load(root / 'old', mesh if index == 1 else None)", "ShardingError"),
+}
 
 
+@known.ARGUMENTS
 def test_wrong_arguments_of_one_process_are_told_to_all_at_once(pair: Kept, tmp_path: Path) -> None:
     said = pair.run(
         f"WRONG = {WRONG!r}\n"
@@ -268,6 +276,7 @@ say(found=found)
     assert not problems, "\n".join(problems)
 
 
+@known.VALIDATING
 def test_a_damaged_file_is_found_by_all_when_validating(pair: Kept, tmp_path: Path) -> None:
     """One process finds it; none waits for it in a collective."""
     said = pair.run(

@@ -1,7 +1,6 @@
 """Each process writes what it holds, once and evenly, and reads what it needs; nothing is sent around."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ STATES = {
     # Cut along one axis, which lies inside of each process: the processes hold the same.
     "inside": "{str(i): spread(pattern('float32', (1 << 12, 64 + i)), P('b'), (2, 2)) for i in range(16)}",
     # One array, much larger than all others.
-    "one": "{'large': spread(pattern('float32', (1 << 13, 512)), P()), 'small': spread(pattern('float32', (99,)), P())}",
+    "one": "{'large': spread(pattern('float32', (1 << 13, 512)), P()), 'small': spread(np.ones(99, np.float32), P())}",
     # Each process has its own copy, equal to the others'.
     "local": "{str(i): jnp.asarray(pattern('float32', (1 << 12, 64 + i))) for i in range(8)}",
     # The last process has nothing of its own, the first has much.
@@ -75,7 +74,7 @@ del values
 gc.collect()
 manager = AsyncCheckpointManager()
 packed = AsyncCheckpointManager(use_tensorstore=False)
-template = {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for name, array in tree.items()}
+template = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tree.items()}
 calls = {
     "save": lambda: shardkeep.save(root / "a", tree),
     "save_async": lambda: shardkeep.save_async(root / "b", tree, format="tensorstore").wait(),
@@ -136,7 +135,8 @@ count("columns as rows", "columns", P("a"))
 count("chunks as rows", "chunks", P("a"))
 count("compressed as rows", "packed", P("a"))
 traffic.reset()
-part = shardkeep.load(root / "rows", include="other", mesh=mesh_over(), partition_rules=[("other", P("a"))], mapped=False)
+rules = [("other", P("a"))]
+part = shardkeep.load(root / "rows", include="other", mesh=mesh_over(), partition_rules=rules, mapped=False)
 found["another leaf"] = traffic.since()["read"]
 if not holds(part["other"], values[:2048]):
     wrong.append("another leaf")
@@ -152,7 +152,7 @@ say(found=found, wrong=wrong)
         for name in ("rows as rows", "rows as halves", "columns as columns", "chunks as rows", "compressed as rows"):
             assert 31 * MB < found[name] <= 32 * MB + slack, f"process {number}, {name}: {found[name] / MB:.1f} MiB"
         assert 64 * MB < found["rows everywhere"] <= 64 * MB + slack
-        # Digests cover blocks of 4 MiB: where a process needs half of each row, or half of each piece, whole blocks come.
+        # Digests cover blocks of 4 MiB: where a process needs half of each row, or of each piece, whole blocks come.
         assert found["rows as columns"] <= 64 * MB + slack
         assert found["columns as rows"] <= 32 * MB + 4 * 4 * MB + slack
         assert 15 * MB < found["another leaf"] <= 16 * MB + slack

@@ -19,7 +19,8 @@ environment:
 _ABOUT = """Look at, check, compare, convert and tidy checkpoints.
 
 PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or an
-eFormer checkpoint. Nothing needs an accelerator, and nothing in a file is executed."""
+eFormer checkpoint, on disk or in a bucket (gs://, s3://). Nothing needs an accelerator, and nothing
+in a file is executed."""
 
 
 def make_parser() -> argparse.ArgumentParser:
