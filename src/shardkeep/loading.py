@@ -140,8 +140,8 @@ def _load(store: Store, manifest: Manifest, request: Request, operation: Operati
     stand_ins = choice.skeleton.stand_ins()
     if stand_ins:
         log.warning(
-            "shardkeep: %s: stand-ins take the place of %s, which are not imported and registered with JAX here, or whose "
-            "fixed part is not plain data; pass template= to have them back",
+            "shardkeep: %s: stand-ins take the place of %s, which are not imported and registered with JAX here, or "
+            "whose fixed part is not plain data; pass template= to have them back",
             manifest.path,
             ", ".join(stand_ins),
         )

@@ -120,9 +120,13 @@ def test_a_session_token_is_sent(listener: S3Listener, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["AWS_SKIP_SIGNATURE", "AWS_NO_SIGN_REQUEST"])
 def test_without_a_signature(name: str, listener: S3Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "not to be used")
-    assert "authorization" in asked(listener)
+    with pytest.raises(AccessError, match="AWS_SECRET_ACCESS_KEY is not"):
+        asked(listener)
     monkeypatch.setenv(name, "true")
     assert "authorization" not in asked(listener)
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert "authorization" in asked(listener)
 
 
 def profile_files(home: Path, monkeypatch: pytest.MonkeyPatch, credentials: str, config: str, own: bool) -> None:
@@ -347,6 +351,7 @@ def test_endpoints_out_of_reach(endpoint: str, scheme: str, monkeypatch: pytest.
         variable = "STORAGE_EMULATOR_HOST" if scheme == "gs" else "AWS_ENDPOINT_URL"
         monkeypatch.setenv(variable, url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
         problem = "gives no answer" if endpoint in ("silent", "drops") else "cannot be reached"
         quick = endpoint in ("dead", "no such name")
         for name, call in calls(f"{scheme}://bucket").items():

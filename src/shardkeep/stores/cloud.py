@@ -6,12 +6,13 @@ and again while it lives; one that has not been renewed for `LEASE` seconds, by 
 somebody who died. The manifest is put on condition that it still is the one that was read.
 """
 
-import datetime
 import logging
+import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -20,23 +21,28 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from shardkeep.errors import AccessError, ConflictError, StorageError
+from shardkeep.errors import ConflictError, StorageError
 from shardkeep.memory import aligned_empty
-from shardkeep.stores.credentials import Bucket, explain
+from shardkeep.stores.credentials import PATIENCE, Bucket, Clients, explain, is_final, status_of, was_cut
 from shardkeep.workers import Crew
 
 LEASE = float(os.environ.get("SHARDKEEP_LEASE", "60"))  # seconds
 OBJECT_LIMIT = 32 << 20  # what is put as one object
 LARGE = 2 * OBJECT_LIMIT  # what is larger goes up in parts
+COPY_LIMIT = 5 << 30  # what S3 copies at once
 CONCURRENCY = 8
 _PART = 16 << 20  # of an object that must be larger than that
-_PATIENCE = 60.0  # seconds in which what may pass is tried again
 _GAP = 64 << 10  # reading so much too much is cheaper than another request
 _RUN = 16 << 20
+_PAGE = 1000  # names in one answer
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_FEW = 8  # objects that are asked for one by one before all are listed
 
 log = logging.getLogger("shardkeep")
 
 T = TypeVar("T")
+_REFUSED = (AlreadyExistsError, PreconditionError)
+_checked: weakref.WeakSet[Clients] = weakref.WeakSet()  # it is known whether their server keeps conditions
 
 
 class CloudStore:
@@ -52,76 +58,112 @@ class CloudStore:
         self.url = f"{bucket.url}/{prefix}".rstrip("/")
         self.control = control
         self.saves = f"{control}/saves"
-        self._bucket, self._prefix, self._whole = bucket, prefix, whole
-        self._sizes: dict[str, int] | None = None
+        self.bucket, self._prefix, self._whole = bucket, prefix, whole
+        self._cached: tuple[int, Clients] | None = None
         self._versions: dict[str, Any] = {}
+        self._replaced: dict[str, bytes] = {}
         self._leases: list[_Lease] = []
+        self._writes = False  # who only reads may remember: in a checkpoint no name is written twice
+        self._in_doubt = False  # a document may still come to be in place, so what it names must stay
+        self._listing = _Listing(self)
+        self._documents: dict[str, bytes] = {}
+        self._inside: dict[str, list[str]] | None = None  # what was seen since this took the lock or changed anything
+        self._large = threading.Lock()
 
     def locate(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def _key(self, name: str) -> str:
+    def key(self, name: str) -> str:
         return "/".join(part for part in (self._prefix, name) if part)
+
+    def clients(self) -> Clients:
+        """Found once: looking at profiles and variables for each request would cost more than the request."""
+        if self._cached is None or self._cached[0] != os.getpid():
+            self._cached = (os.getpid(), self.bucket.clients())
+        return self._cached[1]
 
     def call(self, function: Callable[..., T], name: str, *arguments: Any, **options: Any) -> T:
         """One request (tried again while that may help), its failure told in our words."""
-        clients = self._bucket.clients()
+        clients = self.clients()
         client = clients.writing if function in (obstore.put, obstore.delete, obstore.copy) else clients.reading
-        try:
-            return function(client, self._key(name) or None, *arguments, **options)
-        except (FileNotFoundError, BaseError) as error:
-            explained = explain(error, self._bucket, self.locate(name))
-            if explained is None:
-                raise
-            raise explained from error
+        return self.asking(name, partial(function, client, self.key(name) or None, *arguments, **options))
+
+    def asking(self, name: str, ask: Callable[[], T], again: Callable[[], bool] = lambda: True) -> T:
+        """What the client does not try again itself is tried again here, if it may be."""
+        for pause in (0.2, 1.0, 3.0, None):
+            try:
+                return ask()
+            except (FileNotFoundError, BaseError) as error:
+                if pause is None or not was_cut(error) or not again():
+                    explained = explain(error, self.bucket, self.locate(name))
+                    if explained is None:
+                        raise
+                    raise explained from error
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
 
     def put(self, name: str, data: bytes, mode: Any) -> dict[str, Any]:
-        """Put an object on a condition, and tell its version.
+        """Put an object on a condition, and tell its version; no other put may have had the same data.
 
         The answer may get lost after the server has done it: so what is there is read before it is tried again.
         """
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         pause = 0.2
         while True:
             try:
-                put = obstore.put(self._bucket.clients().once, self._key(name), data, mode=mode, use_multipart=False)
+                put = obstore.put(self.clients().once, self.key(name), data, mode=mode, use_multipart=False)
                 return _version(put)
-            except (AlreadyExistsError, PreconditionError):
-                if pause == 0.2:
+            except (FileNotFoundError, BaseError) as error:
+                refused = isinstance(error, _REFUSED) and status_of(error) != 409  # 409: S3 wants it tried again
+                explained = explain(error, self.bucket, self.locate(name))
+                if refused and pause == 0.2:
                     raise
-                return self._own(name, data) or self._missed(name)
-            except BaseError as error:
-                explained = explain(error, self._bucket, self.locate(name))
-                if isinstance(explained, AccessError) or time.monotonic() > deadline:
-                    raise (explained or error) from error
+                if isinstance(error, FileNotFoundError) and explained is None and isinstance(mode, dict):
+                    raise PreconditionError(str(error)) from error  # what was to be replaced is gone
+                if not refused and (is_final(error) or time.monotonic() > deadline):
+                    raise (explained or StorageError(f"{self.locate(name)}: {error}")) from error
             own = self._own(name, data)
             if own is not None:
                 return own
+            if refused:
+                raise PreconditionError(f"{self.locate(name)} was put by somebody else")
             time.sleep(pause * (1 + os.urandom(1)[0] / 256))
             pause = min(pause * 2, 5.0)
 
     def _own(self, name: str, data: bytes) -> dict[str, Any] | None:
         """The version of an object if it holds this data, which nobody else could have put."""
         try:
-            found = self.call(obstore.get, name)
+            found, there = self.get(name)
         except FileNotFoundError:
             return None
-        return _version(found.meta) if bytes(found.bytes()) == data else None
+        return _version(found) if there == data else None
 
-    def _missed(self, name: str) -> Any:
-        raise PreconditionError(f"{self.locate(name)} was put by somebody else")
+    def get(self, name: str) -> tuple[Any, bytes]:
+        """What is told about an object, and its data."""
+
+        def ask() -> tuple[Any, bytes]:
+            found = obstore.get(self.clients().reading, self.key(name))
+            return found.meta, bytes(found.bytes())
+
+        return self.asking(name, ask)
 
     def read(self, name: str) -> bytes:
+        if name in self._documents and not self._writes:
+            return self._documents[name]
         self._versions[name] = None
-        try:
-            found = self.call(obstore.get, name)
-            data = bytes(found.bytes())
-        except BaseError as error:  # cut off while it came in
-            raise StorageError(f"reading {self.locate(name)}: {error}") from error
-        self._versions[name] = _version(found.meta)
+        self._replaced.pop(name, None)
+        meta, data = self.get(name)
+        self._versions[name] = _version(meta)
+        if self._writes:
+            self._replaced[name] = data
+        elif self._whole and len(data) <= _GAP:
+            self._documents[name] = data
         return data
 
     def size(self, name: str) -> int | None:
+        # Of exchange files only sizes are known that were asked for since their documents last changed.
+        if name in self._listing.sizes and not (self._writes and self._whole):
+            return self._listing.sizes[name]
         try:
             return self.call(obstore.head, name)["size"]
         except FileNotFoundError:
@@ -129,37 +171,57 @@ class CloudStore:
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
         wanted = list(names)
+        if self._whole and not self._writes:
+            return {name: self._listing.size(name) for name in wanted}
         if self._whole and len(wanted) > 2:
             listed = self._list("")
             return {name: listed.get(name) for name in wanted}
         return {name: self.size(name) for name in wanted}
 
     def identity(self, name: str) -> object:
-        if not name:
-            return None  # there are no directories
-        try:
-            return _version(self.call(obstore.head, name))
-        except FileNotFoundError:
-            return None
+        found = None
+        with suppress(FileNotFoundError):
+            found = self.call(obstore.head, name)
+        version = _version(found) if found else None
+        if self._versions.get(name, version) != version:
+            self._listing.sizes.clear()  # documents keep their names here, and so may what they speak of
+        self._versions[name] = version
+        if found:
+            self._listing.sizes[name] = found["size"]
+        return version
 
     def open(self, name: str) -> "CloudFile":
-        if self._sizes is None:
-            self._sizes = self._list("") if self._whole else {}
-        size = self._sizes.get(name)
+        size = self._listing.size(name) if self._whole and not self._writes else None
         if size is None:
             size = self.size(name)
-            if size is None:
-                raise FileNotFoundError(f"{self.locate(name)} is not there")
-            self._sizes[name] = size
+        if size is None:
+            raise FileNotFoundError(f"{self.locate(name)} is not there")
+        self._listing.sizes[name] = size
         return CloudFile(self, name, size)
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
+        if self.bucket.scheme == "s3" and total > COPY_LIMIT and name.startswith(self.control):
+            raise StorageError(
+                f"{self.url}: one exchange file of {total:,} bytes is more than the {COPY_LIMIT:,} that S3 can put "
+                "into place: pass a smaller max_shard_size, or save to a path that does not end in .safetensors"
+            )
         if total <= LARGE:
             self.call(obstore.put, name, [buffer for buffer in buffers if len(buffer)] or b"", use_multipart=False)
             return
+        begun: list[bool] = []
+
+        def stream() -> Iterator[memoryview]:
+            begun.append(True)
+            yield from buffers
+
+        def put() -> None:
+            parts: Any = {"chunk_size": _part_size(total), "max_concurrency": CONCURRENCY}
+            obstore.put(self.clients().writing, self.key(name), stream(), **parts)
+
         try:
-            self.call(obstore.put, name, iter(buffers), chunk_size=_part_size(total), max_concurrency=CONCURRENCY)
-        except FileNotFoundError:  # the answer that all parts are together got lost, and they cannot be twice
+            with self._large:  # its parts go up at the same time: more of them would only take memory
+                self.asking(name, put, again=lambda: not begun)
+        except (FileNotFoundError, StorageError):  # did only the answer get lost that all parts are together?
             if self.size(name) != total:
                 raise
 
@@ -176,74 +238,132 @@ class CloudStore:
         """What was removed stays removed."""
 
     def replace(self, name: str, data: bytes) -> None:
-        for lease in self._leases:
-            lease.confirm()
-        mode: Any = "overwrite"
-        if name in self._versions:
-            mode = self._versions[name] or "create"
+        self._confirm(LEASE / 2)
+        mode: Any = (self._versions[name] or "create") if name in self._versions else "overwrite"
+        self._forget(name)
         try:
-            self.put(name, data, mode)
-        except (AlreadyExistsError, PreconditionError) as error:
+            version = self.put(name, data, mode)
+        except _REFUSED as error:
             raise ConflictError(
                 f"{self.locate(name)} was changed by another writer at the same moment; theirs is in place and "
                 "untouched, this one was not committed"
             ) from error
+        except StorageError as error:
+            self._in_doubt = isinstance(error.__cause__, Exception) and not is_final(error.__cause__)
+            raise
+        try:
+            # Stopped for long before the put went out, this may have been taken for dead and cleaned up after.
+            self._confirm(LEASE)
+        except ConflictError:
+            self._take_back(name, version)
+            raise
+        self._versions[name] = version
+
+    def _forget(self, name: str) -> None:
+        if self._inside:
+            self._inside = {}
+        self._versions.pop(name, None)
+        self._listing.sizes.pop(name, None)
+
+    def _take_back(self, name: str, version: Any) -> None:
+        """Undo a put, unless somebody has replaced it since."""
+        old = self._replaced.get(name)
+        with suppress(*_REFUSED):
+            if old is not None:
+                self.put(name, old, version)
+            elif self.identity(name) == version:
+                self.remove([name])
+
+    def _confirm(self, age: float) -> None:
+        """`ConflictError` if this save, or its lock, may have been taken for dead."""
+        for lease in self._leases:
+            lease.confirm(age)
 
     def rename(self, name: str, new: str) -> None:
-        self.call(obstore.copy, name, self._key(new))
+        self._forget(new)
+        self._confirm(LEASE / 2)
+        self.call(obstore.copy, name, self.key(new))
         self.remove([name])
 
     def remove(self, names: Iterable[str]) -> None:
+        if self._in_doubt:
+            raise StorageError(f"{self.url}: objects that may be needed stay until the lease of {LEASE:g} s is over")
         wanted = list(names)
-        if self._bucket.scheme == "gs" or len(wanted) == 1:  # there is no deleting in bulk
+        for name in wanted:
+            self._forget(name)
+        if self.bucket.scheme == "gs":  # there is no deleting in bulk
             with Crew(CONCURRENCY) as crew:
-                crew.run(partial(self._remove_one, name) for name in wanted)
+                crew.run(partial(self._remove_some, name, self.key(name)) for name in wanted)
             return
-        try:
-            for start in range(0, len(wanted), 1000):
-                keys = [self._key(name) for name in wanted[start : start + 1000]]
-                obstore.delete(self._bucket.clients().writing, keys)
-        except (FileNotFoundError, BaseError) as error:
-            raise explain(error, self._bucket, self.url) or error from error
+        for start in range(0, len(wanted), 1000):
+            self._remove_some("", [self.key(name) for name in wanted[start : start + 1000]])
 
-    def _remove_one(self, name: str) -> None:
+    def _remove_some(self, name: str, keys: str | list[str]) -> None:
         with suppress(FileNotFoundError):
-            self.call(obstore.delete, name)
+            self.asking(name, partial(obstore.delete, self.clients().writing, keys))
 
     def remove_control(self) -> None:
-        self.remove([f"{self.control}/{name}" for name in self._list(self.control) if name != "lock"])
+        self.remove([f"{self.control}/{name}" for name in self._list(self.control) if name not in ("lock", "")])
 
     def remove_if_empty(self) -> None:
         """A prefix without objects is nothing."""
 
     def children(self, name: str) -> list[str]:
+        if self._inside is None:
+            return self._children(name)
+        if name not in self._inside:
+            self._inside[name] = self._children(name)
+        return self._inside[name]
+
+    def _children(self, name: str) -> list[str]:
         found = self.call(obstore.list_with_delimiter, name)
-        start = len(self._key(name)) + 1 if self._key(name) else 0
+        start = len(self.key(name)) + 1 if self.key(name) else 0
+        if self._whole and not name:
+            self._listing.sizes.update((each["path"][start:], each["size"]) for each in found["objects"])
+        # Some servers have directories, and show those that are empty.
+        if found["common_prefixes"] and not found["objects"] and not self._writes and not self._is_used(name):
+            return []
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return sorted({path[start:].strip("/") for path in paths} - {""})
 
+    def is_empty(self) -> bool:
+        """Whether no object is below the prefix."""
+        return not self._is_used("")
+
+    def _is_used(self, name: str) -> bool:
+        return self.asking(name, lambda: any(inside for page in self.pages(name) for inside in page))
+
+    def pages(self, name: str) -> Iterator[dict[str, int]]:
+        """Everything below a name, page by page: relative name and size."""
+        start = len(self.key(name)) + 1 if self.key(name) else 0
+        for page in obstore.list(self.clients().reading, self.key(name) or None, chunk_size=_PAGE):
+            yield {each["path"][start:]: each["size"] for each in page}
+
     def _list(self, name: str) -> dict[str, int]:
-        """Everything below a name: (relative name, size)."""
-        start = len(self._key(name)) + 1 if self._key(name) else 0
-        try:
-            pages = obstore.list(self._bucket.clients().reading, self._key(name) or None, chunk_size=1000)
-            return {each["path"][start:]: each["size"] for page in pages for each in page}
-        except (FileNotFoundError, BaseError) as error:
-            raise explain(error, self._bucket, self.locate(name)) or error from error
+        return self.asking(name, lambda: {n: size for page in self.pages(name) for n, size in page.items()})
 
     def find_directories_with(self, name: str) -> list[str]:
-        return sorted({path.rpartition("/")[0] for path in self._list("") if path.rpartition("/")[2] == name})
+        paths = self._list("") if self._writes else self._listing.all()
+        return sorted({path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == name})
 
     def is_taken(self, names: Iterable[str]) -> bool:
-        there = self._list("") if self._whole else None
-        return any((name in there) if there is not None else self.size(name) is not None for name in names)
+        if not self._whole:
+            return any(self.size(name) is not None for name in names)
+        wanted = set(names)
+        return self.asking("", lambda: any(not wanted.isdisjoint(page) for page in self.pages("")))
 
     @contextmanager
     def lock(self, seconds: float) -> Generator[None]:
+        self._writes = True
         lease = self._take_lock(f"{self.control}/lock", time.monotonic() + seconds)
+        self._leases.append(lease)
+        self._inside = {}
         try:
+            lease.check_conditions()
             yield
         finally:
+            self._inside = None
+            self._leases.remove(lease)
             try:
                 lease.release()
             except StorageError as error:
@@ -251,102 +371,209 @@ class CloudStore:
 
     def _take_lock(self, name: str, deadline: float) -> "_Lease":
         """The lock, once it is free; or that of an owner who does not renew it any more."""
-        mine = os.urandom(16).hex().encode()
         seen: tuple[Any, float] = (None, 0.0)
         pause = 0.02
         while True:
-            try:
-                return _Lease(self, name, mine, self.put(name, mine, "create"))
-            except (AlreadyExistsError, PreconditionError):
-                with suppress(FileNotFoundError):
-                    there = self.call(obstore.head, name)
-                    version = _version(there)
-                    renewal = (version, there["last_modified"])
-                    if renewal != seen[0]:
-                        seen = (renewal, time.monotonic())
-                    if time.monotonic() - seen[1] > LEASE:
-                        with suppress(PreconditionError):
-                            return _Lease(self, name, mine, self.put(name, mine, version))
+            with suppress(*_REFUSED):
+                return _Lease(self, name, b"", "create")
+            with suppress(FileNotFoundError, *_REFUSED):
+                version = _version(self.call(obstore.head, name))
+                if version != seen[0]:
+                    seen = (version, time.monotonic())
+                if time.monotonic() - seen[1] > LEASE:
+                    return _Lease(self, name, b"", version)
             if time.monotonic() > max(deadline, seen[1] + LEASE + 1):
-                raise ConflictError(f"another program holds the lock {self.locate(name)} for too long") from None
+                raise ConflictError(f"another program holds the lock {self.locate(name)} for too long")
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
 
     def hold(self, name: str, line: bytes) -> "_Lease":
-        data = line + b"\n"
-        lease = _Lease(self, name, data, self.put(name, data, "create"))
+        self._writes = True
+        self._forget(name)
+        try:
+            lease = _Lease(self, name, line + b"\n", "create")
+        except _REFUSED as error:
+            raise ConflictError(f"{self.locate(name)} is there already: another program does the same") from error
         self._leases.append(lease)
         return lease
 
     def try_hold(self, name: str) -> "_Lease | None":
-        """Called with the lock held, whose own age tells the time as the server has it."""
-        now = datetime.datetime.now(datetime.UTC)  # for those who only look
+        """Called with the lock held, whose own age tells the time as the server has it.
+
+        A save that was only stopped must not go on: what is put in the place of its record tells it.
+        """
         try:
-            record = self.call(obstore.head, name)
-            with suppress(FileNotFoundError):
-                now = self.call(obstore.head, f"{self.control}/lock")["last_modified"]
-        except FileNotFoundError:
+            meta, data = self.get(name)
+            now = self.call(obstore.head, f"{self.control}/lock")["last_modified"]
+            if (now - meta["last_modified"]).total_seconds() <= LEASE:
+                return None
+            return _Lease(self, name, data.partition(b"\n")[2], _version(meta), renewed=False)
+        except (FileNotFoundError, *_REFUSED):
             return None
-        if (now - record["last_modified"]).total_seconds() <= LEASE:
-            return None
-        return _Lease(self, name, b"", _version(record), renewed=False)
 
     def claim(self, name: str) -> bool:
+        self._forget(name)
         try:
             self.put(name, os.urandom(16).hex().encode(), "create")
-        except (AlreadyExistsError, PreconditionError):
+        except _REFUSED:
             return False
         return True
+
+    def remove_own(self, name: str, start: bytes) -> None:
+        """Remove an object that begins so. Not again blindly: the first time may have done it, and it be another's."""
+        self._forget(name)
+        deadline = time.monotonic() + PATIENCE
+        pause = 0.2
+        while True:
+            try:
+                obstore.delete(self.clients().once, self.key(name))
+                return
+            except FileNotFoundError:
+                return
+            except BaseError as error:
+                if is_final(error) or time.monotonic() > deadline:
+                    raise (explain(error, self.bucket, self.locate(name)) or error) from error
+            time.sleep(pause * (1 + os.urandom(1)[0] / 256))
+            pause = min(pause * 2, 5.0)
+            with suppress(FileNotFoundError):
+                if self.get(name)[1].startswith(start):
+                    continue
+            return
 
     def free_bytes(self) -> int | None:
         return None
 
 
-class _Lease:
-    """An object that its owner renews while it lives: the lock, or the record of a save."""
+class _Listing:
+    """The sizes of a checkpoint's objects for who only reads: listed as far as that is cheaper than asking."""
 
-    def __init__(self, store: CloudStore, name: str, data: bytes, version: Any, renewed: bool = True) -> None:
-        self._store, self._name, self._data = store, name, data
-        self._version = version
-        self._renewed = time.monotonic()
+    def __init__(self, store: CloudStore) -> None:
+        self.sizes: dict[str, int] = {}
+        self._store = store
+        self._pages: Iterator[dict[str, int]] | None = None
+        self._complete = False
+        self._asked = 0
+        self._lock = threading.Lock()
+
+    def size(self, name: str) -> int | None:
+        """One page tells all of a small checkpoint. Of a large one, a few objects are cheaper to ask for."""
+        if name not in self.sizes and not self._complete:
+            with self._lock:
+                if self._pages is None:
+                    self._read_page()
+                elif name not in self.sizes:
+                    self._asked += 1
+        if name not in self.sizes and self._asked > _FEW:
+            self.all()
+        return self.sizes.get(name) if self._complete else self._store.size(name)
+
+    def all(self) -> dict[str, int]:
+        with self._lock:
+            while not self._complete:
+                self._read_page()
+        return self.sizes
+
+    def _read_page(self) -> None:
+        def read() -> None:
+            if self._pages is None:
+                self._pages = self._store.pages("")
+            page = next(self._pages, None)
+            self.sizes.update(page or {})
+            self._complete = page is None or len(page) < _PAGE
+
+        try:
+            self._store.asking("", read)
+        except BaseException:
+            self._pages = None
+            raise
+
+
+class _Lease:
+    """An object that its owner renews while it lives: the lock, or the record of a save.
+
+    Its first line says who and how often, so that no two puts are the same; S3 tells objects apart by their bytes.
+    """
+
+    def __init__(self, store: CloudStore, name: str, lines: bytes, mode: Any, renewed: bool = True) -> None:
+        self._store, self._name, self._lines = store, name, lines
+        self._owner = b'{"owner": "%b"' % os.urandom(16).hex().encode()
+        self._count = 0
         self._over = threading.Event()
         self._lock = threading.Lock()
+        self._renewed = time.monotonic()
+        self._version = store.put(name, self._signed(lines), mode)
         if renewed:
             with suppress(RuntimeError):  # at the end of the program no thread can be started any more
                 threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()
 
+    def _signed(self, lines: bytes) -> bytes:
+        self._count += 1
+        return self._owner + b', "renewed": %d}\n' % self._count + lines
+
     def _renew_often(self) -> None:
         while not self._over.wait(LEASE / 4):
-            with suppress(StorageError, FileNotFoundError):
-                self._put(self._data)
+            try:
+                self._put(self._lines)
+            except ConflictError:  # told to whoever needs it by `confirm`
+                return
+            except StorageError:
+                continue
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, lines: bytes) -> None:
         with self._lock:
             if self._over.is_set():
                 return
+            began = time.monotonic()  # the server counts from when it is done, which is later
             try:
-                put = self._store.put(self._name, data, self._version)
-            except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
+                self._version = self._put_over(lines)
+            except _REFUSED as error:
                 raise ConflictError(
                     f"{self._store.locate(self._name)} was taken over: this save gave no sign of life for "
                     f"{LEASE:g} s and was taken for dead. Nothing was committed"
                 ) from error
-            self._version = put
-            self._data, self._renewed = data, time.monotonic()
+            self._lines, self._renewed = lines, began
+
+    def _put_over(self, lines: bytes) -> dict[str, Any]:
+        try:
+            return self._store.put(self._name, self._signed(lines), self._version)
+        except _REFUSED:  # by another, or by a put of ours whose answer never came
+            with suppress(FileNotFoundError):
+                meta, data = self._store.get(self._name)
+                if data.startswith(self._owner):
+                    return self._store.put(self._name, self._signed(lines), _version(meta))
+            raise
 
     def append(self, line: bytes) -> None:
-        self._put(self._data + line + b"\n")
+        self._put(self._lines + line + b"\n")
 
-    def confirm(self) -> None:
-        """`ConflictError` if it may have been taken over."""
-        if time.monotonic() - self._renewed > LEASE / 2 and not self._over.is_set():
-            self._put(self._data)
+    def confirm(self, age: float) -> None:
+        """`ConflictError` if it was taken over, which can only be if it is older than `age`."""
+        if time.monotonic() - self._renewed > age:
+            self._put(self._lines)
+
+    def check_conditions(self) -> None:
+        """Warn, once for a bucket, if the server takes no notice of conditions: nothing keeps writers apart there."""
+        clients = self._store.clients()
+        if clients in _checked:
+            return
+        _checked.add(clients)
+        data = self._signed(self._lines)
+        modes: list[Any] = ["create", {"e_tag": f'"{"0" * 32}"', "version": "1"}]
+        for mode in modes:
+            with suppress(FileNotFoundError, BaseError):
+                obstore.put(clients.once, self._store.key(self._name), data, mode=mode, use_multipart=False)
+                log.warning(
+                    "shardkeep: the server of %s ignores the conditions of puts: let only one program at a time "
+                    "save to a checkpoint there, for of two one could lose what it saved",
+                    self._store.bucket.url,
+                )
+                return
 
     def release(self) -> None:
         self.abandon()
         # After so long without renewing it may be another's by now, who will remove it.
         if time.monotonic() - self._renewed < LEASE:
-            self._store.remove([self._name])
+            self._store.remove_own(self._name, self._owner)
 
     def abandon(self) -> None:
         with self._lock:
@@ -358,15 +585,24 @@ class CloudFile:
 
     def __init__(self, store: CloudStore, name: str, size: int) -> None:
         self._store, self._name, self.size = store, name, size
+        self._start = b""
 
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
-        if offset + buffer.size > self.size:
-            raise EOFError(f"{self._store.locate(self._name)} ends before byte {offset + buffer.size}")
-        if buffer.size:
-            data = self._store.call(obstore.get_range, self._name, start=offset, length=buffer.size)
-            if len(data) != buffer.size:
-                raise EOFError(f"{self._store.locate(self._name)} gave {len(data)} bytes at {offset}")
-            buffer[...] = np.frombuffer(memoryview(data), np.uint8)
+        end = offset + buffer.size
+        if end > self.size:
+            raise EOFError(f"{self._store.locate(self._name)} ends before byte {end}")
+        if offset == 0 and 0 < end <= 8:  # a length, and what has it comes next
+            self._start = bytes(self._read(0, min(_GAP, self.size)))
+        if end <= len(self._start):
+            buffer[...] = np.frombuffer(self._start, np.uint8)[offset:end]
+        elif buffer.size:
+            buffer[...] = np.frombuffer(self._read(offset, buffer.size), np.uint8)
+
+    def _read(self, offset: int, length: int) -> memoryview:
+        data = self._store.call(obstore.get_range, self._name, start=offset, length=length)
+        if len(data) != length:
+            raise EOFError(f"{self._store.locate(self._name)} gave {len(data)} bytes at {offset}")
+        return memoryview(data)
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "CloudMapping":
         return CloudMapping(self, offset, length, needed or [(offset, length)])
@@ -385,7 +621,8 @@ class CloudMapping:
     def __init__(self, file: CloudFile, offset: int, length: int, needed: Sequence[tuple[int, int]]) -> None:
         self._file, self._offset = file, offset
         skip = offset % 64  # what is aligned in the file is aligned in memory
-        self.data = aligned_empty(length + skip)[skip:]
+        sparse = 2 * sum(size for _, size in needed) < length
+        self.data = (_small_pages if sparse else aligned_empty)(length + skip)[skip:]
         self._runs = [_Run(start, end) for start, end in _merged(needed)]
 
     def bring_in(self, start: int, end: int) -> None:
@@ -419,6 +656,13 @@ def _merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             spans.append((offset, offset + length))
     return [(a, min(a + _RUN, end)) for start, end in spans for a in range(start, end, _RUN)]
+
+
+def _small_pages(nbytes: int) -> "np.ndarray[Any, Any]":
+    """Memory that counts only where it is filled: arrays that lie in it keep all of it."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)
 
 
 def _version(meta: Any) -> dict[str, Any]:

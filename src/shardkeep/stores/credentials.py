@@ -7,6 +7,7 @@ the environment of the process is never changed.
 import configparser
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,15 @@ from shardkeep.errors import AccessError, StorageError
 
 _S3_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile (AWS_PROFILE)"
 _GCS_KEYS = "GOOGLE_APPLICATION_CREDENTIALS (a service-account file), or run `gcloud auth application-default login`"
+PATIENCE = 60.0  # seconds in which what may pass is tried again
 _YES = ("1", "true", "yes")
+# Variables of the client's own that it prefers to a credentials file.
+_OVERRIDING = (
+    "GOOGLE_BEARER_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT",
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,19 @@ class Bucket:
             raise StorageError(
                 f"{self.url}: buckets cannot be used in a forked process; start it anew (multiprocessing 'spawn')"
             )
-        return _reached(self, _settings(self))
+        asked = (self, _settings(self), _surroundings())
+        failed, until = _failures.get(asked, (None, 0.0))
+        if failed is not None and time.monotonic() < until:
+            raise failed  # who tidies up after a failure need not wait for the next
+        try:
+            return _reached(*asked)
+        except StorageError as error:
+            _failures.clear()
+            _failures[asked] = (error, time.monotonic() + 2)
+            raise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Clients:
     """Three degrees of patience: `reading` and `writing` try again for a minute, `once` does not at all."""
 
@@ -57,19 +75,20 @@ class Clients:
 
 Settings = tuple[tuple[str, Any], ...]
 _pid = os.getpid()
+_failures: dict[tuple[Bucket, Settings, Settings], tuple[StorageError, float]] = {}  # the last one
 
 
 @lru_cache(maxsize=64)
-def _reached(bucket: Bucket, settings: Settings) -> Clients:
+def _reached(bucket: Bucket, settings: Settings, _: Settings) -> Clients:
     """What is wrong with bucket, keys, region or endpoint shows at once, not after a minute of trying."""
     probe = _make(bucket, settings, {"timeout": timedelta(seconds=5)}, retries=3, seconds=5)
     try:
         obstore.list_with_delimiter(probe, "shardkeep-is-this-bucket-there")
     except (FileNotFoundError, BaseError) as error:
         # Not to be allowed to list is no reason: what is asked for may still be allowed.
-        if _status(error) != 403 or _code(error) in _UNKNOWN_KEYS:
+        if status_of(error) != 403 or _code(error) in _UNKNOWN_KEYS or _lacks_keys(error):
             raise (explain(error, bucket, bucket.url) or error) from error
-    patient: dict[str, Any] = {"retries": 1000, "seconds": 60}
+    patient: dict[str, Any] = {"retries": 1000, "seconds": PATIENCE}
     return Clients(
         reading=_make(bucket, settings, {"timeout": "300s", "read_timeout": "20s"}, **patient),
         writing=_make(bucket, settings, {"timeout": "300s"}, **patient),
@@ -90,11 +109,21 @@ def _make(bucket: Bucket, settings: Settings, options: dict[str, Any], retries: 
     try:
         return kind(bucket.name, client_options=client, retry_config=patience, **chosen)
     except (BaseError, ValueError) as error:
+        if "application_credentials" in chosen:
+            text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
+            raise AccessError(f"{bucket.url}: {chosen['application_credentials']} cannot be used: {text}") from error
         raise (explain(error, bucket, bucket.url) or error) from error
 
 
 def _settings(bucket: Bucket) -> Settings:
     return tuple((_s3_settings() if bucket.scheme == "s3" else _gcs_settings(bucket)).items())
+
+
+def _surroundings() -> Settings:
+    """What the client looks at itself: when it changes, others are needed."""
+    return tuple(
+        (name, os.environ[name]) for name in sorted(os.environ) if name.startswith(("AWS_", "GOOGLE_", "GCE_"))
+    )
 
 
 def _s3_settings() -> dict[str, Any]:
@@ -107,14 +136,16 @@ def _s3_settings() -> dict[str, Any]:
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url")
     if endpoint:  # the second name would win over the first if it came from the environment
         found |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
-    if not anonymous:
-        found |= _s3_keys(profile)
+    # Without a provider the client would look for keys itself, and complain of half of a pair.
+    found |= {"credential_provider": _fixed_keys("", "", None)} if anonymous else _s3_keys(profile)
     return found
 
 
 def _s3_keys(profile: dict[str, str]) -> dict[str, Any]:
     variables = os.environ
     if variables.get("AWS_ACCESS_KEY_ID"):
+        if not variables.get("AWS_SECRET_ACCESS_KEY"):
+            raise AccessError("AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not")
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
         return {"credential_provider": _fixed_keys(*(variables.get(name) for name in names))}
     if "aws_access_key_id" in profile:
@@ -179,7 +210,12 @@ def _gcs_settings(bucket: Bucket) -> dict[str, Any]:
     emulator = variables.get("STORAGE_EMULATOR_HOST")
     if emulator:
         found["base_url"] = (emulator if "://" in emulator else f"http://{emulator}").rstrip("/")
+    elif variables.get("GOOGLE_BASE_URL"):
+        found["base_url"] = variables["GOOGLE_BASE_URL"]
     key_file = bucket.key_file or variables.get("GOOGLE_APPLICATION_CREDENTIALS")
+    stronger = [name for name in _OVERRIDING if variables.get(name)]
+    if bucket.key_file and stronger:  # the client would take these instead
+        raise AccessError(f"{bucket.url}: {stronger[0]} is set and would win over {key_file}: unset it")
     if key_file:
         if not os.path.isfile(key_file):
             raise AccessError(f"{bucket.url}: the credentials file {key_file} is not there")
@@ -202,9 +238,34 @@ def _is_set(name: str) -> bool:
 _UNKNOWN_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "InvalidSecurity")
 
 
-def _status(error: Exception) -> int:
+def status_of(error: Exception) -> int:
+    """What the server answered; 0 if it did not."""
     found = re.search(r"status code: (\d{3})", str(error))
     return int(found[1]) if found else 0
+
+
+def is_final(error: Exception) -> bool:
+    """Whether trying again is of no use."""
+    status = status_of(error)
+    passing = status in (408, 409, 425, 429) or _code(error) == "RequestTimeout"
+    return (400 <= status < 500 and not passing) or status == 501 or _lacks_keys(error)
+
+
+def _lacks_keys(error: Exception) -> bool:
+    """Whether no request could be made for want of keys: who gives them out refused, or none were found."""
+    text = str(error).partition("\n\nDebug source:")[0]
+    if "token request" in text or re.search(r"https?://[^/\s]+/latest/(api/token|meta-data/iam/\S*)\s", text):
+        return True
+    # A name in a URL may be anything, and so may what a server says.
+    return status_of(error) == 0 and bool(re.search("[Cc]redential", re.sub(r"https?://\S+", "", text)))
+
+
+def was_cut(error: Exception) -> bool:
+    """Whether a connection broke where the client does not try again itself: in a list, at the reset of a delete."""
+    text = str(error)
+    tried = re.search(r"after [1-9]\d* retries", text)
+    broke = "response body" in text or ("kind: Interrupted" in text and not tried)
+    return isinstance(error, BaseError) and broke and not is_final(error)
 
 
 def _code(error: Exception) -> str:
@@ -215,13 +276,13 @@ def _code(error: Exception) -> str:
 def explain(error: Exception, bucket: Bucket, where: str) -> StorageError | None:
     """What is wrong and what to set; None for what callers expect (nothing there, a condition not met)."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())[:400]
-    status, code = _status(error), _code(error)
+    status, code = status_of(error), _code(error)
     if code == "NoSuchBucket":
         return StorageError(f"{where}: there is no bucket {bucket.name!r} at {_endpoint(bucket)}")
     if isinstance(error, FileNotFoundError | AlreadyExistsError | PreconditionError):
         return None
     keys = _S3_KEYS if bucket.scheme == "s3" else _GCS_KEYS
-    if any(sign in text for sign in ("token request", "/latest/api/token", "credential", "Credential")):
+    if _lacks_keys(error):
         return AccessError(f"{where}: no usable credentials: set {keys} ({text})")
     if status in (401, 403) or code in ("AccessDenied", *_UNKNOWN_KEYS):
         denied = f"{code or status}: access denied by {_endpoint(bucket)}"
@@ -232,6 +293,8 @@ def explain(error: Exception, bucket: Bucket, where: str) -> StorageError | None
         )
     if any(sign in str(error) for sign in ("ConnectionRefused", "dns error", "ConnectError", "kind: Connect")):
         return StorageError(f"{where}: {_endpoint(bucket)} cannot be reached; check the endpoint and network ({text})")
+    if status == 0 and any(sign in str(error) for sign in ("Timeout", "TimedOut", "timed out")):
+        return StorageError(f"{where}: {_endpoint(bucket)} gives no answer; check the endpoint and network ({text})")
     return StorageError(f"{where}: {text}")
 
 

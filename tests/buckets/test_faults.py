@@ -1,0 +1,289 @@
+"""Requests that fail: what may pass is tried again, what will not is told at once, and nothing is ever half done."""
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkeep
+from buckets.fixtures import Both, Place
+from buckets.writers import Keeper, number_at, tree
+from servers.gcs import GCSServer
+from servers.proxy import Fault
+from shardkeep.stores import cloud, credentials
+from shardkeep.stores.places import store_at
+from support import assert_same, pattern
+
+# Kinds of requests: method and a part of the path and query. S3 deletes by POST.
+SAVING = {
+    "lock": ("PUT", "/lock"),
+    "record": ("PUT", "/saves/"),
+    "data": ("PUT", "leaf1/0|safetensors$"),
+    "manifest": ("PUT", "manifest.json"),
+    "manifest read": ("GET", "manifest.json"),
+    "list": ("GET", "list-type.*saves"),
+    "delete on gs": ("DELETE", "leaf1/0"),
+    "unlock on gs": ("DELETE", "/lock"),
+}
+LOADING = {
+    "list": ("GET", "list-type"),
+    "manifest": ("GET", "manifest.json"),
+    "data": ("GET", "leaf1/0|safetensors$"),
+}
+EXCHANGE = {
+    "copy": ("PUT", r"model\.safetensors$"),
+    "aside": ("PUT", r"\.tmp$"),
+    "size": ("HEAD", r"model\.safetensors$"),
+    "header": ("GET", r"model\.safetensors$"),
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "429": {"action": "status", "status": 429},
+    "500": {"action": "status", "status": 500},
+    "503-twice": {"action": "status", "status": 503, "times": 2},
+    "503-after-the-work": {"action": "status", "status": 503, "served": True},
+    "reset": {"action": "reset"},
+    "reset-after-the-work": {"action": "reset", "served": True},
+    "closed-after-the-work": {"action": "close", "served": True},
+    "late": {"action": "delay", "seconds": 0.3},
+}
+
+
+def inject(place: Place, below: str, kinds: dict[str, tuple[str, str]], **fault: Any) -> dict[str, Fault]:
+    """One fault for each kind of request below a path."""
+    return {
+        kind: place.inject(method=method, pattern=f"(?=.*{re.escape(below)})(?=.*({pattern}))", **fault)
+        for kind, (method, pattern) in kinds.items()
+    }
+
+
+def all_hit(faults: dict[str, Fault], scheme: str) -> None:
+    for kind, fault in faults.items():
+        assert fault.hits or (scheme == "s3" and kind.endswith("on gs")), f"no request was a {kind}"
+
+
+def test_every_request_of_a_save_and_a_load_may_fail_and_is_tried_again(both: Both) -> None:
+    """All kinds of requests, each with every fault; the faults at the same time, each at a place of its own."""
+
+    def one(place: Place, name: str) -> None:
+        below = f"{place.prefix}/{name}/"
+        path = f"{place.url}/{name}/run"
+        shardkeep.save(path, tree(1), format="tensorstore")
+        faults = inject(place, below, SAVING, **FAULTS[name])
+        shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+        assert set(place.names(f"{name}/run/.shardkeep")) <= {n for n in place.names(name) if "/claims/" in n}
+        assert not [n for n in place.names(name) if "leaf" in n and "~" not in n]  # the replaced tree is gone
+        all_hit(faults, place.scheme)
+        faults = inject(place, below, LOADING, **FAULTS[name])
+        assert number_at(path) == 2
+        all_hit(faults, place.scheme)
+
+        path = f"{place.url}/{name}/model.safetensors"
+        shardkeep.save(path, tree(3))
+        faults = inject(place, below, EXCHANGE, **FAULTS[name])
+        shardkeep.save(path, tree(4), overwrite=True)
+        assert number_at(path) == 4
+        all_hit(faults, place.scheme)
+
+    def scenario(place: Place) -> None:
+        with ThreadPoolExecutor(len(FAULTS)) as pool:
+            done = {name: pool.submit(one, place, name) for name in FAULTS}
+        for name, ended in done.items():
+            try:
+                ended.result()
+            except BaseException as error:
+                error.add_note(f"with {name}")
+                raise
+
+    both.run(scenario)
+
+
+def test_answers_that_end_in_the_middle_are_asked_for_again(watched: Place) -> None:
+    path = f"{watched.url}/run"
+    shardkeep.save(path, {"w": pattern(np.uint8, (200_000,))})
+    faults = inject(watched, watched.prefix, LOADING, action="cut", size=60)
+    shardkeep.load(path)
+    all_hit(faults, "gs")
+    watched.forget()
+    watched.inject("cut", "GET", "safetensors$", size=100_000, times=3)
+    assert_same(shardkeep.load(path), {"w": pattern(np.uint8, (200_000,))})
+    faults = inject(watched, watched.prefix, {k: SAVING[k] for k in ("manifest read", "list")}, action="cut", size=60)
+    shardkeep.save(path, tree(1), overwrite=True)
+    all_hit(faults, "gs")
+    assert number_at(path) == 1
+
+
+def test_slow_answers_are_waited_for(watched: Place) -> None:
+    path = f"{watched.url}/run"
+    values = {"w": pattern(np.uint8, (300_000,))}
+    shardkeep.save(path, values)
+    watched.inject("slow", "GET", "safetensors$", size=200_000)
+    started = time.monotonic()
+    assert_same(shardkeep.load(path), values)
+    assert time.monotonic() - started > 1
+
+
+@pytest.mark.parametrize("part", ["uploads", "partNumber=2", "uploadId"])
+@pytest.mark.parametrize(("action", "served"), [("close", True), ("reset", False), ("reset", True)])
+def test_uploads_in_parts_go_on_after_a_fault(
+    part: str, action: Any, served: bool, watched: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are smaller here; the last request, whose answer may get lost, is the one that makes an object of them."""
+    monkeypatch.setattr(cloud, "LARGE", 1 << 20)
+    monkeypatch.setattr(cloud, "_PART", 5 << 20)
+    monkeypatch.setattr(cloud.CloudStore, "object_limit", 1 << 20)
+    path = f"{watched.url}/model.safetensors"
+    values = {"w": pattern(np.uint8, (12 << 20,))}
+    fault = watched.inject(action, pattern=part, served=served)
+    shardkeep.save(path, values)
+    assert fault.hits == 1
+    assert watched.names() == {"model.safetensors": watched.names()["model.safetensors"]}
+    assert_same(shardkeep.load(path), values)
+
+
+@pytest.mark.parametrize("kind", ["lock", "record", "data", "manifest"])
+@pytest.mark.parametrize("status", [403, 400])
+def test_what_will_not_pass_is_not_tried_again(kind: str, status: int, watched: Place) -> None:
+    path = f"{watched.url}/run"
+    shardkeep.save(path, tree(1), format="tensorstore")
+    fault = watched.inject("status", *SAVING[kind], times=100, status=status)
+    started = time.monotonic()
+    expected = shardkeep.AccessError if status == 403 else shardkeep.StorageError
+    with pytest.raises(expected, match="access denied by" if status == 403 else f"status code: {status}"):
+        shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+    assert time.monotonic() - started < 3
+    # To tidy up the lock is tried once more, and of the data each thread had a part under way.
+    assert fault.hits <= {"lock": 3, "data": 2}.get(kind, 1)
+    watched.forget()
+    assert number_at(path) == 1
+    assert not [name for name in watched.names() if "~" in name]
+    shardkeep.save(path, tree(3), overwrite=True)
+    assert number_at(path) == 3
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(credentials, "PATIENCE", 1.0)
+    monkeypatch.setattr(cloud, "PATIENCE", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("kind", ["lock", "record", "data", "list", "manifest read"])
+def test_what_does_not_pass_in_time_fails_and_leaves_the_old_one(kind: str, watched: Place) -> None:
+    path = f"{watched.url}/run"
+    shardkeep.save(path, tree(1), format="tensorstore")
+    watched.inject("status", *SAVING[kind], times=1000, status=503)
+    started = time.monotonic()
+    with pytest.raises(shardkeep.StorageError, match="503"):
+        shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+    assert time.monotonic() - started < 12
+    watched.forget()
+    assert number_at(path) == 1
+    shardkeep.save(path, tree(3), overwrite=True)
+    assert number_at(path) == 3
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_manifest_that_is_put_though_every_answer_gets_lost_counts(watched: Place) -> None:
+    path = f"{watched.url}/run"
+    shardkeep.save(path, tree(1))
+    watched.inject("reset", *SAVING["manifest"], times=1000, served=True)
+    shardkeep.save(path, tree(2), overwrite=True)
+    assert number_at(path) == 2
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_manifest_in_doubt_keeps_its_data_until_the_lease_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request got lost, it seems, so the save fails; then it arrives after all, and must find its data."""
+    monkeypatch.setattr(cloud, "LEASE", 2.0)
+    with GCSServer() as server, Keeper(server.url) as keeper:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", keeper.url)
+        path = "gs://bucket/run"
+        shardkeep.save(path, tree(1), format="tensorstore")
+        make = credentials._make
+
+        def hasty(bucket: Any, settings: Any, options: Any, **patience: Any) -> Any:
+            return make(bucket, settings, {**options, "timeout": "500ms"}, **patience)
+
+        monkeypatch.setattr(credentials, "_make", hasty)
+        credentials._reached.cache_clear()
+        keeper.keeps = lambda method, target: method == "PUT" and "manifest" in target
+        with pytest.raises(shardkeep.StorageError, match=r"manifest\.json.*gives no answer"):
+            shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+        assert "may remain" in caplog.text
+        assert number_at(path) == 1
+        # Nothing that the late manifest speaks of has gone.
+        assert sum("~" in name and "leaf" in name for name in server.objects["bucket"]) == 12
+        keeper.keeps = lambda method, target: False
+        keeper.let_through.set()
+        time.sleep(1)
+        assert number_at(path) == 2
+        assert shardkeep.verify(path).ok
+        time.sleep(3)
+        shardkeep.save(path, tree(3), overwrite=True)
+        assert number_at(path) == 3
+        assert not [name for name in server.objects["bucket"] if "leaf" in name]
+        credentials._reached.cache_clear()
+
+
+def test_a_lock_is_not_removed_twice(watched: Place) -> None:
+    """The answer to its removal got lost; by the time it is tried again, it is another's lock."""
+    store = store_at(watched.url)
+    with store.lock(10):
+        if watched.scheme == "gs":
+            watched.inject("close", "DELETE", "/lock", served=True)
+        else:
+            watched.inject("close", "POST", "delete", served=True)
+        other = ThreadPoolExecutor(1)
+
+        def take() -> None:
+            with store_at(watched.url).lock(20):
+                time.sleep(1.5)
+                assert watched.names() == {".shardkeep/lock": watched.names()[".shardkeep/lock"]}
+
+        taken = other.submit(take)
+        time.sleep(0.3)
+    taken.result()
+    assert watched.names() == {}
+
+
+def test_a_conflict_at_the_same_moment_is_tried_again(watched: Place) -> None:
+    """S3 answers 409 where a delete is under way, and wants the put tried again."""
+    path = f"{watched.url}/run"
+    for kind in ("lock", "record", "manifest"):
+        watched.inject("status", *SAVING[kind], status=409)
+    shardkeep.save(path, tree(1))
+    for kind in ("lock", "record", "manifest"):
+        watched.inject("status", *SAVING[kind], status=409)
+    shardkeep.save(path, tree(2), overwrite=True)
+    assert number_at(path) == 2
+
+
+def test_a_manifest_that_vanished_is_a_conflict(watched: Place) -> None:
+    path = f"{watched.url}/run"
+    shardkeep.save(path, tree(1))
+    watched.inject("status", *SAVING["manifest"], status=404)
+    with pytest.raises(shardkeep.ConflictError, match="changed by another writer"):
+        shardkeep.save(path, tree(2), overwrite=True)
+    assert number_at(path) == 1
+
+
+def test_a_server_that_goes_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save goes on when the server is there again."""
+    with GCSServer() as server:
+        port = server.server_port
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        shardkeep.save("gs://bucket/run", tree(1))
+        objects = server.objects
+    pool = ThreadPoolExecutor(1)
+    pending = pool.submit(shardkeep.save, "gs://bucket/run", tree(2), overwrite=True)
+    time.sleep(1)
+    assert not pending.done()
+    with GCSServer(port=port) as server:
+        server.objects["bucket"].update(objects["bucket"])
+        pending.result()
+        assert number_at("gs://bucket/run") == 2
