@@ -14,7 +14,7 @@ from shardkeep.arrays import kind_of, parse_dtype
 from shardkeep.memory import budget
 from shardkeep.placing import stays_numpy
 from shardkeep.progress import Bar
-from shardkeep.staging import is_prng_dtype
+from shardkeep.staging import gather_whole, is_prng_dtype
 from shardkeep.tree import flatten
 
 log = logging.getLogger("shardkeep")
@@ -82,6 +82,11 @@ def reshard(x: Any, target_sharding: Sharding | None) -> Any:
     if isinstance(x, np.ndarray) and stays_numpy(x.dtype):
         log.warning("shardkeep: a %s array stays NumPy: set jax_enable_x64 to have it on devices", x.dtype.name)
         return x
+    here = not isinstance(x, jax.Array) or x.is_fully_addressable
+    if here and target_sharding is not None and not target_sharding.is_fully_addressable:
+        # device_put would compare what the processes have, number by number: NaNs are never the same.
+        data = np.asarray(x)
+        return jax.make_array_from_callback(data.shape, target_sharding, lambda index: data[index], dtype=data.dtype)
     return jax.device_put(x, target_sharding)
 
 
@@ -124,7 +129,7 @@ def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_a
 
 def _on_host(array: jax.Array) -> Any:
     """All of an array as NumPy, also where it is spread over processes; all of them call this."""
-    return jax.device_get(array) if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+    return jax.device_get(array) if array.is_fully_addressable else gather_whole(array)
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
@@ -162,12 +167,19 @@ def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Shar
     """
     pieces = chunk_tensor_by_memory(tensor, memory_limit_bytes)
     if jax.process_count() > 1:
-        pieces = [np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(piece))) for piece in pieces]
+        pieces = [_from_first(np.asarray(piece)) for piece in pieces]
     whole = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate([np.asarray(p) for p in pieces])
     if stays_numpy(whole.dtype):
         return reshard(whole, target_sharding)
     sharding = target_sharding or _everywhere()
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
+
+
+def _from_first(piece: Any) -> Any:
+    """Process 0's piece, sent as plain bytes: as numbers they would be added up, which loses -0.0 and NaNs."""
+    raw = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(raw)) if raw.size else raw
+    return sent.view(piece.dtype).reshape(piece.shape)
 
 
 def _everywhere() -> NamedSharding:

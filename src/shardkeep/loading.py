@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 
 from shardkeep.arrays import parse_dtype
 from shardkeep.choosing import Request, choose
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ShardkeepError, storage_error
+from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, storage_error
 from shardkeep.manifest import Manifest, Tree
 from shardkeep.opening import open_checkpoint
 from shardkeep.placing import read_leaves
-from shardkeep.processes import LEADER, Operation, join
+from shardkeep.processes import LEADER, Operation, announced, join
 from shardkeep.sharding import Rules
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
@@ -59,22 +59,23 @@ def load(
     >>> shardkeep.load(tmp / "state", include="layers/1")
     {'layers': [None, {'w': Array([0., 0., 0.], dtype=float32)}]}
     """
-    if mapped not in ("auto", False):
-        raise ValueError(f"mapped must be 'auto' or False, not {mapped!r}")
-    request = Request(
-        template=template,
-        prefix=prefix,
-        include=re.compile(include) if isinstance(include, str) else include,
-        mesh=mesh,
-        rules=partition_rules,
-        shardings=shardings,
-        dtype=None if dtype is None else parse_dtype(dtype),
-        verify=verify,
-        mapped=mapped == "auto",
-        read_once=read_once,
-        verbose=progress,
-    )
-    skeleton, leaves, _ = load_request(path, request)
+    with announced(f"loading {path}"):
+        if mapped not in ("auto", False):
+            raise ValueError(f"mapped must be 'auto' or False, not {mapped!r}")
+        request = Request(
+            template=template,
+            prefix=prefix,
+            include=re.compile(include) if isinstance(include, str) else include,
+            mesh=mesh,
+            rules=partition_rules,
+            shardings=shardings,
+            dtype=None if dtype is None else parse_dtype(dtype),
+            verify=verify,
+            mapped=mapped == "auto",
+            read_once=read_once,
+            verbose=progress,
+        )
+        skeleton, leaves, _ = load_request(path, request)
     return skeleton.rebuild(leaves)
 
 
@@ -82,13 +83,24 @@ def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], T
     """The structure asked for, its leaves, and the saved tree. Starts over if a writer replaced it meanwhile."""
     with join(f"loading {path}") as operation:
         if operation.size > 1:
-            compare(operation, [f"path {path}", f"prefix {request.prefix!r}", f"include {request.include}"])
+            asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
+            compare(operation, [f"path {path}", *asked])
+        manifest = None
         for _ in range(_TRIES):
             store, manifest = _open_same(path, operation)
             loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
             everyone = operation.gather(loaded is not None)
             if operation.share(all(everyone)) and loaded is not None:
                 return loaded
+        # The leader may have seen one checkpoint all the time, and another process another one.
+        seen = operation.gather(manifest.save_id if manifest is not None else None)
+        different = next((i for i, found in enumerate(seen) if found != seen[LEADER]), None)
+        if operation.leads and different is not None:
+            raise ProcessError(
+                f"loading {path}: processes {LEADER} and {different} do not see the same checkpoint. "
+                "All processes must load from the same shared directory or bucket"
+            )
+        operation.share()
         raise IntegrityError(
             f"{path} was replaced {_TRIES} times while it was being loaded; try again when writers rest"
         )

@@ -27,6 +27,7 @@ from shardkeep.manifest import StoredLeaf, Tree, check_metadata
 from shardkeep.metadata import checker, checksums_of_parts, compute_checksum, describe_arrays, dotted_names, metadata_of
 from shardkeep.opening import new_target, open_checkpoint
 from shardkeep.pending import PendingSave
+from shardkeep.processes import announced
 from shardkeep.saving import SaveRequest, run_save, start_save
 from shardkeep.sharding import Rules
 from shardkeep.staging import is_prng_dtype
@@ -96,8 +97,9 @@ class AsyncCheckpointManager:
         """Save a tree, replacing the one of that prefix; the path is returned once it is durable."""
         if self._is_off(path):
             return path_text(path)
-        prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
-        self._tell("saved", run_save(self._request(prepared, path, metadata, callback, prefix)))
+        with announced(f"saving to {path}"):
+            prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
+            self._tell("saved", run_save(self._request(prepared, path, metadata, callback, prefix)))
         return path_text(path)
 
     save_tree = save
@@ -118,8 +120,9 @@ class AsyncCheckpointManager:
         """Like `save`, but returns after the snapshot; `wait_until_finished` (or the handle) tells the rest."""
         if self._is_off(path):
             return PendingSave.nothing(path_text(path))
-        prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
-        return self.follow(start_save(self._request(prepared, path, metadata, callback, prefix)))
+        with announced(f"saving to {path}"):
+            prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
+            return self.follow(start_save(self._request(prepared, path, metadata, callback, prefix)))
 
     def save_pytree(
         self,
@@ -135,13 +138,14 @@ class AsyncCheckpointManager:
         write_index: bool = True,
     ) -> str:
         """Save a tree with its exact structure into a directory, its data below `<path>/<prefix>/`."""
-        if not isinstance(prefix, str) or not prefix:
-            raise PrefixError(f"save_pytree needs a prefix, a string that is not empty, not {prefix!r}")
         if self._is_off(path):
             return path_text(path)
-        prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
-        request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
-        self._tell("saved", run_save(request))
+        with announced(f"saving to {path}"):
+            if not isinstance(prefix, str) or not prefix:
+                raise PrefixError(f"save_pytree needs a prefix, a string that is not empty, not {prefix!r}")
+            prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
+            request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
+            self._tell("saved", run_save(request))
         return path_text(path)
 
     def load(
@@ -163,21 +167,22 @@ class AsyncCheckpointManager:
         if prefix_filter is not None:
             warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
             prefix = prefix_filter if prefix is None else prefix
-        request = Request(
-            prefix=prefix,
-            mesh=mesh,
-            rules=partition_rules,
-            shardings=shardings,
-            dtype=None if dtype is None else parse_dtype(dtype),
-            strict_rules=not mismatch_allowed,
-            follow_saved=False,
-            all_jax=True,
-            in_flight=checked_chunk_size(chunk_size) if use_async else 1,
-            callback=_by_name(callback),
-            verbose=self.verbose,
-        )
-        refuse_unsaid_layout(mesh, partition_rules, shardings)
-        return self._load_dict(path, request, validate)
+        with announced(f"loading {path}"):
+            request = Request(
+                prefix=prefix,
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                dtype=None if dtype is None else parse_dtype(dtype),
+                strict_rules=not mismatch_allowed,
+                follow_saved=False,
+                all_jax=True,
+                in_flight=checked_chunk_size(chunk_size) if use_async else 1,
+                callback=_by_name(callback),
+                verbose=self.verbose,
+            )
+            refuse_unsaid_layout(mesh, partition_rules, shardings)
+            return self._load_dict(path, request, validate)
 
     def load_pytree(
         self,
@@ -194,22 +199,23 @@ class AsyncCheckpointManager:
         chunk_size: int | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """A tree in its own structure (or the template's), and the `extras` it was saved with."""
-        request = Request(
-            template=template,
-            prefix=prefix,
-            mesh=mesh,
-            rules=partition_rules,
-            shardings=shardings,
-            dtype=None if dtype is None else parse_dtype(dtype),
-            strict_shapes=strict_shapes,
-            follow_saved=False,
-            prefix_first=True,
-            all_jax=True,
-            in_flight=checked_chunk_size(chunk_size),
-            callback=_by_name(callback),
-            verbose=self.verbose,
-        )
-        skeleton, leaves, tree = self._load(path, request, None)
+        with announced(f"loading {path}"):
+            request = Request(
+                template=template,
+                prefix=prefix,
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                dtype=None if dtype is None else parse_dtype(dtype),
+                strict_shapes=strict_shapes,
+                follow_saved=False,
+                prefix_first=True,
+                all_jax=True,
+                in_flight=checked_chunk_size(chunk_size),
+                callback=_by_name(callback),
+                verbose=self.verbose,
+            )
+            skeleton, leaves, tree = self._load(path, request, None)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
 
     def load_tree_parallel(

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import NUMPY_NAMES, Region, kind_of
 from shardkeep.choosing import Request, Wanted
-from shardkeep.errors import IntegrityError
+from shardkeep.errors import IntegrityError, ProcessError
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
 from shardkeep.memory import Array, aligned_empty, budget
@@ -22,6 +23,7 @@ from shardkeep.processes import ALONE, Operation
 from shardkeep.progress import Bar, Progress
 from shardkeep.reading import Source, Target, read_targets
 from shardkeep.stores.base import Store
+from shardkeep.together import compare
 from shardkeep.values import show
 from shardkeep.workers import Crew
 
@@ -38,6 +40,8 @@ def read_leaves(
     step = request.in_flight or (1 if read_once else max(len(wanted), 1))
     values: list[Any] = []
     total = sum(w.stored.nbytes for w in wanted)
+    if read_once:
+        compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
     with Crew(store.concurrency) as crew, bar as progress:
         for start in range(0, len(wanted), step):
@@ -82,7 +86,8 @@ def _read(
 
 def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operation: Operation) -> list[Target | None]:
     """What the leader has read, on every process: each keeps the regions it needs."""
-    operation.share()  # only once it is read does anyone enter a collective: an error leaves nobody in one
+    operation.gather(None)
+    operation.share()  # only once it is read, and all are here, does anyone enter a collective to be left alone in it
     targets: list[Target | None] = []
     for number, w in enumerate(wanted):
         if w.stored.spec is None:
@@ -90,10 +95,13 @@ def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operat
             continue
         mine = _array(read[number]) if read is not None else np.empty(w.stored.spec.shape, w.stored.spec.dtype)
         raw = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
-        parts = [
-            np.asarray(multihost_utils.broadcast_one_to_all(raw[start : start + _SENT]))
-            for start in range(0, raw.size, _SENT)
-        ]
+        try:
+            parts = [
+                np.asarray(multihost_utils.broadcast_one_to_all(raw[start : start + _SENT]))
+                for start in range(0, raw.size, _SENT)
+            ]
+        except JaxRuntimeError as error:
+            raise ProcessError(f"another process ended while arrays were sent to all ({error})") from error
         memory = aligned_empty(raw.size)
         for start, part in zip(range(0, raw.size, _SENT), parts, strict=True):
             memory[start : start + part.size] = part
@@ -144,7 +152,7 @@ def _put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax
     """Host arrays onto their devices; those of other processes get theirs from these, without a word between them."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(list(arrays), sharding)
-    return [jax.make_array_from_callback(a.shape, sharding, lambda index, a=a: a[index]) for a in arrays]
+    return [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i], dtype=a.dtype) for a in arrays]
 
 
 def _array(target: Target | None) -> Array:
@@ -166,7 +174,7 @@ def _assemble(target: Target, sharding: Sharding) -> jax.Array:
     def data(index: Any) -> Any:
         return by_region[Region.from_index(index, shape)]
 
-    return jax.make_array_from_callback(shape, sharding, data)
+    return jax.make_array_from_callback(shape, sharding, data, dtype=target.leaf.spec.dtype)
 
 
 def _adapt(w: Wanted, value: Any, request: Request) -> Any:
@@ -214,7 +222,10 @@ def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
     if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
         return array
     if kind_of(dtype) == "int" and array.size:
-        check_fits(int(array.min()), int(array.max()), dtype, key)
+        # Each process looks at its own: one that fails tells the others, and nobody waits in a computation for it.
+        spread = isinstance(array, jax.Array) and not array.is_fully_addressable
+        for part in [shard.data for shard in array.addressable_shards] if spread else [array]:
+            check_fits(int(part.min()), int(part.max()), dtype, key)
     if isinstance(array, jax.Array) and stays_numpy(dtype):
         log.warning("shardkeep: leaf %r as %s is NumPy: set jax_enable_x64 to have it on devices", key, dtype.name)
         return np.asarray(array).astype(dtype)

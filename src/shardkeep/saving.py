@@ -31,11 +31,11 @@ from shardkeep.memory import budget
 from shardkeep.opening import new_target
 from shardkeep.pending import PendingSave
 from shardkeep.planning import Draft
-from shardkeep.processes import Operation, join
+from shardkeep.processes import Operation, announced, join
 from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
-from shardkeep.staging import Snapshot, staged_bytes, take_snapshot
-from shardkeep.together import close, compare, describe, hand_in
+from shardkeep.staging import Snapshot, refuse_unsupported, staged_bytes, take_snapshot
+from shardkeep.together import close, compare, describe, hand_in, outline
 from shardkeep.tree import Leaf, flatten, to_json
 from shardkeep.workers import Crew, turns
 from shardkeep.writing import write_files
@@ -68,8 +68,9 @@ def save(
     >>> shardkeep.load(tmp / "step_100")["step"]
     100
     """
-    target = new_target(path, format, compression, max_shard_size)
-    return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
+    with announced(f"saving to {path}"):
+        target = new_target(path, format, compression, max_shard_size)
+        return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
 
 
 def save_async(
@@ -94,8 +95,9 @@ def save_async(
     >>> pending.wait().files
     1
     """
-    target = new_target(path, format, compression, max_shard_size)
-    return start_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
+    with announced(f"saving to {path}"):
+        target = new_target(path, format, compression, max_shard_size)
+        return start_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,9 @@ class _Job:
 
     def take_snapshot(self, keep: bool) -> None:
         operation = self.operation
+        if self.request.target.gathers and operation.size > 1:  # nobody waits in a collective for one who raised
+            refuse_unsupported(self.leaves, operation.size)
+            compare(operation, [f"path {self.path}", *outline(self.leaves)])
         self.snapshot = take_snapshot(
             self.leaves,
             keep=keep,
@@ -233,12 +238,16 @@ class _Job:
     def run(self, crew: Crew, progress: Progress) -> SaveReport:
         """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
         target, snapshot, operation, turn = self.request.target, self.snapshot, self.operation, None
+        parts = self.request.checksums
         try:
             if self.before is not None:
                 self.before.wait()
             clock = [time.perf_counter()]
             if operation.size > 1:
                 compare(operation, self._asked())
+                if target.gathers:  # files that leave room for their manifest must know them before
+                    for some in operation.gather(dict(parts)):
+                        self.draft.metadata.get("checksum", {}).update(some)
             if operation.leads and target.keeps_control and (inside := target.store.children("")):
                 self._refuse_hiding(set(inside))
             turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
@@ -250,16 +259,16 @@ class _Job:
             clock.append(time.perf_counter())
             everyones = written
             if operation.size > 1:
-                everyones, checksums = hand_in(operation, turn, written, self.request.checksums)
+                everyones, checksums = hand_in(operation, turn, written, {} if target.gathers else parts)
                 if checksums:
                     self.draft.metadata["checksum"].update(checksums)
             if operation.leads:
                 commit(turn, target.finish(turn, turn.plan.tree(everyones, self.draft)))
-                if not target.keeps_control:
-                    leave(target)
             total = [sum(file.size for file in everyones), len(everyones)]
             if operation.size > 1:
                 total = close(operation, turn, total)
+            if not target.keeps_control:
+                leave(target)  # whoever is the last to be done finds nobody at work
             clock.append(time.perf_counter())
         except BaseException as error:
             self._give_up(turn, error)
@@ -288,16 +297,27 @@ class _Job:
         ]
 
     def _give_up(self, turn: Turn | None, error: BaseException) -> None:
-        """Remove what was written, and say in our words what the operating system refused."""
+        """Tell the others, remove what was written, and raise what went wrong in our words."""
+        said = self._in_our_words(turn, error)
+        self.operation.fail(said)  # first of all: they may stumble over what is removed
         if turn is not None:
             abandon(turn)
-        if self.operation.leads and not isinstance(error, AccessError):  # who may not write has left nothing
+        if not isinstance(said, AccessError):  # who may not write has left nothing
             leave(self.request.target)
+        if said is not error:
+            raise said from error
+
+    def _in_our_words(self, turn: Turn | None, error: BaseException) -> BaseException:
+        """What another process met and told, what the operating system refused, or what became of a lost process."""
+        attempted = turn is not None and turn.attempted  # then it says what became of the commit
+        if isinstance(error, OSError) and not attempted and (elsewhere := self.operation.heard()) is not None:
+            return elsewhere
         if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
             then = "Nothing was committed; what was there before is intact"
             if error.errno == errno.ENOSPC:
                 free = self.request.target.store.free_bytes()
                 then = f"It needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
-            raise storage_error(error, f"saving to {self.path}", then) from error
+            return storage_error(error, f"saving to {self.path}", then)
         if isinstance(error, ProcessError) and not error.told:
-            raise error.but(outcome(self.request.target, turn)) from error
+            return error.but(outcome(self.request.target, turn))
+        return error

@@ -13,10 +13,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from shardkeep.arrays import ArraySpec, Region, dtype_name
-from shardkeep.errors import UnsupportedLeafError
+from shardkeep.errors import ProcessError, UnsupportedLeafError
 from shardkeep.memory import Array
 from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
@@ -25,6 +26,7 @@ from shardkeep.tree import Leaf
 from shardkeep.values import is_plain
 
 _SHOWN = 10
+_SENT = 64 << 20  # how much a process sends to the others at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,7 @@ def take_snapshot(
 
     Of `size` processes each (`index`) takes only what it will write; or the leader all, if they are to be `gathered`.
     """
-    problems = [(leaf.key, problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
-    if problems:
-        raise _unsupported(problems)
+    refuse_unsupported(leaves, size)
     for leaf in leaves:
         if isinstance(leaf.value, jax.Array) and not _is_on_cpu(leaf.value) and not _is_prng_key(leaf.value):
             leaf.value.copy_to_host_async()  # all transfers under way before the first is waited for
@@ -73,6 +73,13 @@ def take_snapshot(
         else:
             plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
     return Snapshot(tuple(plans), tuple(shards))
+
+
+def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
+    """`UnsupportedLeafError` that names every leaf that cannot be saved."""
+    problems = [(leaf.key, problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
+    if problems:
+        raise _unsupported(problems)
 
 
 def _stage_shares(
@@ -94,12 +101,48 @@ def _stage_shares(
         elif array.is_fully_addressable:
             plans.append(replace(_stage_jax(leaf, shards), shares=shares, common=True))
         elif gathered:
-            whole = cast(Array, multihost_utils.process_allgather(array, tiled=True))
+            whole = gather_whole(array)
             mine = [(Region.whole(array.shape), whole)] if index == LEADER else []
             plans.append(replace(_stage_jax(leaf, shards, mine), shares=shares))
         else:
             wanted = [region for region, writer in shares if writer == index]
             plans.append(replace(_stage_jax(leaf, shards, _held(array, wanted)), shares=shares))
+
+
+def gather_whole(array: jax.Array) -> Array:
+    """All of an array that is spread over processes, in the memory of each; all of them call this.
+
+    Each sends its share, as plain bytes: collectives of small floats change NaNs, and those of 2-bit integers memory.
+    """
+    index, size = jax.process_index(), jax.process_count()
+    dtype = np.dtype(array.dtype)
+    (shares,) = share_out([array], size, gathered=False)
+    lengths = [sum(region.size for region, writer in shares if writer == i) * dtype.itemsize for i in range(size)]
+    mine = np.zeros(max(lengths), np.uint8)
+    held = _held(array, [region for region, writer in shares if writer == index])
+    filled = 0
+    for region, writer in shares:
+        if writer == index and region.size:
+            part = mine[filled : filled + region.size * dtype.itemsize].view(dtype).reshape(region.shape)
+            filled += part.nbytes
+            for there, data in held:
+                if (common := there.intersect(region)) is not None:
+                    part[common.within(region).slices] = data[common.within(there).slices]
+    sent = [mine[start : start + _SENT] for start in range(0, mine.size, _SENT)]
+    try:
+        everyones = [np.asarray(multihost_utils.process_allgather(part)) for part in sent]
+    except JaxRuntimeError as error:
+        raise ProcessError(
+            f"another process ended while arrays were gathered; nothing was written ({error})"
+        ) from error
+    rows = np.concatenate(everyones, axis=1) if everyones else np.zeros((size, 0), np.uint8)
+    whole: Array = np.empty(array.shape, dtype)
+    filled_of = [0] * size
+    for region, writer in shares:
+        start, end = filled_of[writer], filled_of[writer] + region.size * dtype.itemsize
+        whole[region.slices] = np.ascontiguousarray(rows[writer, start:end]).view(dtype).reshape(region.shape)
+        filled_of[writer] = end
+    return whole
 
 
 def _data_of(value: Any) -> Any:

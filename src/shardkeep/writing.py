@@ -196,13 +196,15 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
 
 def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard]) -> Array:
     """The piece's data, contiguous: a view of one shard, or put together from several."""
+    assert leaf.spec is not None
+    if not piece.nbytes:  # of an empty array a process may hold any empty part, or none
+        return np.empty(piece.region.shape, leaf.spec.dtype)
     (shard, region), *others = piece.sources
     if not others:
         data = shards[shard].data
         if region != piece.region:
             data = data[piece.region.within(region).slices]
         return data if data.flags.c_contiguous else np.ascontiguousarray(data)
-    assert leaf.spec is not None
     whole: Array = aligned_empty(piece.nbytes).view(leaf.spec.dtype).reshape(piece.region.shape)
     for shard, region in piece.sources:
         common = region.intersect(piece.region)

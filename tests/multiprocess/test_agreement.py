@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import shardkeep
-from multiprocess import known
 from multiprocess.cluster import Kept
 
 # Each variant is what process 1 does differently: (its tree or arguments, words of the error on every process).
@@ -149,7 +148,7 @@ LOCAL: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["directory", pytest.param("exchange", marks=known.REFUSED)])
+@pytest.mark.parametrize("where", ["directory", pytest.param("exchange")])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_what_one_process_refuses_all_refuse_at_once(pair: Kept, tmp_path: Path, where: str, culprit: int) -> None:
     variants = {name: how for name, (how, _) in LOCAL.items() if where == "exchange" or "names" not in name}

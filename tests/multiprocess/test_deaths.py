@@ -12,7 +12,6 @@ import pytest
 
 import shardkeep
 from faults.sweep import left_overs
-from multiprocess import known
 from multiprocess.cluster import Kept, Outcome, run_cluster
 from multiprocess.inside import differences, pattern, values_of
 
@@ -168,7 +167,6 @@ def test_the_checkpoint_is_whole_whoever_dies_whenever(pair: Kept, tmp_path: Pat
         assert left_overs(root / "x") == set(), name
 
 
-@known.GATHERING
 def test_a_death_while_arrays_are_gathered_is_told(tmp_path: Path) -> None:
     """Exchange files are gathered with a collective of JAX's: the others fail there, at once."""
     script = """

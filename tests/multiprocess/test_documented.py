@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import shardkeep
-from multiprocess import known
 from multiprocess.cluster import Kept
 from multiprocess.inside import differences, values_of
 from shardkeep.serialization import AsyncCheckpointManager
@@ -30,9 +29,7 @@ MANAGERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=known.BITS) if "validated" in kind else kind for kind in MANAGERS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind) if "validated" in kind else kind for kind in MANAGERS])
 def test_a_manager_saves_and_loads(pair: Kept, tmp_path: Path, kind: str) -> None:
     said = pair.run(
         f"ARGUMENTS = {MANAGERS[kind]!r}\n"
@@ -80,7 +77,6 @@ say(wrong=wrong)
         assert checksums["host"] == AsyncCheckpointManager.compute_checksum(values_of(2)["host"])
 
 
-@known.CHECKSUMS
 def test_exchange_files_with_checksums(pair: Kept, tmp_path: Path) -> None:
     pair.run(
         START
@@ -129,7 +125,6 @@ say(wrong=wrong)
     assert [process["wrong"] for process in said] == [[], []]
 
 
-@known.BITS
 def test_arrays_move_between_processes_exactly(pair: Kept, tmp_path: Path) -> None:
     """to_host, reshard, broadcast_tensor and their kin keep every bit, NaNs and negative zeros included."""
     said = pair.run(
@@ -194,7 +189,6 @@ say(wrong=wrong)
     assert [process["wrong"] for process in said] == [[], []]
 
 
-@known.HAND_OVER
 def test_managers_of_jax_wait_for_saves(pair: Kept, tmp_path: Path) -> None:
     """Again and again, on every process, also after a failure, and without a barrier that one of them misses."""
     said = pair.run(
@@ -246,7 +240,6 @@ WRONG: dict[str, tuple[str, str]] = {
 }
 
 
-@known.ARGUMENTS
 def test_wrong_arguments_of_one_process_are_told_to_all_at_once(pair: Kept, tmp_path: Path) -> None:
     said = pair.run(
         f"WRONG = {WRONG!r}\n"
@@ -276,7 +269,6 @@ say(found=found)
     assert not problems, "\n".join(problems)
 
 
-@known.VALIDATING
 def test_a_damaged_file_is_found_by_all_when_validating(pair: Kept, tmp_path: Path) -> None:
     """One process finds it; none waits for it in a collective."""
     said = pair.run(

@@ -6,7 +6,6 @@ import pytest
 
 import shardkeep
 from faults.sweep import left_overs
-from multiprocess import known
 from multiprocess.cluster import Kept
 from multiprocess.inside import differences, values_of
 
@@ -62,9 +61,9 @@ say(found=found, wrong=differences(shardkeep.load(path), values[2]))
 @pytest.mark.parametrize(
     ("culprit", "kind"),
     [
-        pytest.param(0, "safetensors", marks=known.TELL_FIRST),
-        pytest.param(0, "tensorstore", marks=known.TELL_FIRST),
-        pytest.param(1, "tensorstore", marks=known.TELL_FIRST),
+        pytest.param(0, "safetensors"),
+        pytest.param(0, "tensorstore"),
+        pytest.param(1, "tensorstore"),
         (1, "safetensors"),
     ],
 )
@@ -88,7 +87,6 @@ def test_all_raise_what_one_process_met(pair: Kept, tmp_path: Path, culprit: int
     assert left_overs(tmp_path / "x") == set()
 
 
-@known.LEAVES
 def test_a_first_save_that_fails_leaves_nothing(pair: Kept, tmp_path: Path) -> None:
     said = pair.run(
         """

@@ -6,7 +6,6 @@ import pytest
 
 import shardkeep
 from faults.sweep import left_overs
-from multiprocess import known
 from multiprocess.cluster import Kept
 from multiprocess.inside import arrays_of, values_of
 from multiprocess.test_agreement import DIFFER, VARIANTS
@@ -66,7 +65,6 @@ say(found=found)
         assert shardkeep.verify(tmp_path / name).ok
 
 
-@known.NO_DEVICES
 def test_arrays_on_some_of_the_processes(four: Kept, tmp_path: Path) -> None:
     """Processes that hold nothing of an array take part all the same."""
     said = four.run(
@@ -110,7 +108,6 @@ def test_every_difference_of_one_is_named_to_all(four: Kept, tmp_path: Path) -> 
                 assert all(word in message for word in VARIANTS[name][1]), f"{name}: {message}"
 
 
-@known.TELL_FIRST
 def test_all_raise_what_one_process_met(four: Kept, tmp_path: Path) -> None:
     more = {"format": "tensorstore"}
     script = FAIL.replace("mesh_over((2, 2))", "mesh_over((4, 2))")

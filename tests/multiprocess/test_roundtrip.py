@@ -6,13 +6,12 @@ import pytest
 
 import shardkeep
 from faults.sweep import left_overs
-from multiprocess import known
 from multiprocess.cluster import Kept
 from multiprocess.inside import abstract_of, arrays_of, differences, values_of
 from support import FORMATS, mesh_of
 
 KINDS = sorted(FORMATS)
-SAVED = [pytest.param(kind, marks=known.BITS) if kind in ("exchange", "shards") else kind for kind in KINDS]
+SAVED = [pytest.param(kind) if kind in ("exchange", "shards") else kind for kind in KINDS]
 
 SAVE = """
 from support import save_as
@@ -123,7 +122,6 @@ say(wrong=wrong)
 """
 
 
-@known.EMPTY
 def test_empty_arrays_cut_along_any_axis(pair: Kept, tmp_path: Path) -> None:
     said = pair.run(EMPTY, tmp_path)
     assert [process["wrong"] for process in said] == [[], []]

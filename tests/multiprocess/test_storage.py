@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import shardkeep
-from multiprocess import known
 from multiprocess.cluster import all_well, run_cluster
 from multiprocess.inside import files_below
 
@@ -18,7 +17,6 @@ def _can_unshare() -> bool:
     return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], check=False).returncode == 0
 
 
-@known.ANOTHER
 @pytest.mark.skipif(not _can_unshare(), reason="needs the right to mount")
 def test_storage_that_is_not_shared_is_told_and_nothing_committed(tmp_path: Path) -> None:
     root = tmp_path / "root"

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from shardkeep.choosing import Request
@@ -107,7 +108,18 @@ class _HandOver:
             manager.wait_until_finished()
         except Exception as error:  # noqa: BLE001  (raised by the commit step)
             self._failure = error
-        manager.serialize([], [], on_commit_callback=self._commit)
+        if jax.process_count() == 1:
+            manager.serialize([], [], on_commit_callback=self._commit)
+            return
+        # Among several processes it would call the commit step on the first only, and barriers would be counted.
+        manager._thread = threading.Thread(target=self._commit_for, args=(manager,), name="shardkeep-hand-over")
+        manager._thread.start()
+
+    def _commit_for(self, manager: Any) -> None:
+        try:
+            self._commit()
+        except Exception as error:  # noqa: BLE001  (raised by the manager's next wait)
+            manager._exception = error
 
     def _commit(self) -> None:
         failure, self._failure = self._failure, None

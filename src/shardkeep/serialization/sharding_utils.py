@@ -50,7 +50,7 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
         (place,) = resolve_shardings(
             [ShapedLeaf(leaf.path, leaf.value.shape)], mesh=mesh, shardings={name: asked[name]}, follow_saved=False
         )
-        values.append(reshard(leaf.value, place.sharding or SingleDeviceSharding(jax.devices()[0])))
+        values.append(reshard(leaf.value, place.sharding or SingleDeviceSharding(jax.local_devices()[0])))
     return skeleton.rebuild(values)
 
 
@@ -87,7 +87,7 @@ def make_itsharded(xs: Any, mesh: Mesh) -> Any:
 
     def place(x: Any) -> Any:
         if isinstance(x, jax.Array) and x.is_fully_addressable:
-            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+            return reshard(x, NamedSharding(mesh, PartitionSpec()))
         return x
 
     skeleton, leaves = flatten(xs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
@@ -53,14 +53,14 @@ class Bucket:
                 f"{self.url}: buckets cannot be used in a forked process; start it anew (multiprocessing 'spawn')"
             )
         asked = (self, _settings(self), _surroundings())
-        failed, until = _failures.get(asked, (None, 0.0))
-        if failed is not None and time.monotonic() < until:
-            raise failed  # who tidies up after a failure need not wait for the next
+        failed = _failures.get(asked)
+        if failed is not None and time.monotonic() - failed.when < 2:
+            raise failed.kind(failed.message)  # who tidies up after a failure need not wait for the next
         try:
             return _reached(*asked)
         except StorageError as error:
-            _failures.clear()
-            _failures[asked] = (error, time.monotonic() + 2)
+            # Not the error itself: it would keep what its traceback leads to.
+            _failures[asked] = Failure(type(error), str(error), time.monotonic())
             raise
 
 
@@ -75,7 +75,17 @@ class Clients:
 
 Settings = tuple[tuple[str, Any], ...]
 _pid = os.getpid()
-_failures: dict[tuple[Bucket, Settings, Settings], tuple[StorageError, float]] = {}  # the last one
+
+
+class Failure(NamedTuple):
+    """What came of trying to reach a bucket."""
+
+    kind: type[StorageError]
+    message: str
+    when: float
+
+
+_failures: dict[tuple[Bucket, Settings, Settings], Failure] = {}
 
 
 @lru_cache(maxsize=64)
