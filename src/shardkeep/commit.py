@@ -127,7 +127,9 @@ def begin(
     store = target.store
     with store.lock(_LOCK_SECONDS):
         current = target.read_if_any()
-        clean_up(target, current)
+        over = left_overs(target, current)
+        if over.records or over.names:
+            clean_up(store, over)
         existing = current.trees.get(draft.prefix) if current else None
         if existing is not None and not overwrite:
             what = f"a tree of prefix {draft.prefix!r}" if draft.prefix else "a checkpoint"
@@ -291,11 +293,9 @@ def left_overs(target: Target, manifest: Manifest | None) -> LeftOvers:
     return LeftOvers(records, [name for name in names if name not in needed], len(saves) - len(records))
 
 
-def clean_up(target: Target, manifest: Manifest | None) -> None:
-    """Remove what dead saves left and nothing needs. Call it with the lock held."""
-    found = left_overs(target, manifest)
-    if found.names:
-        target.store.remove(found.names)
+def clean_up(store: Store, found: LeftOvers) -> None:
+    """Remove what dead saves left. Call it with the lock held, as `left_overs` before."""
+    store.remove(found.names)
     for held in found.records:
         held.release()
 
@@ -328,7 +328,7 @@ def delete(target: Target) -> None:
         pass  # what a save that never finished left goes too
     with store.lock(_LOCK_SECONDS):
         manifest = target.read_if_any()
-        clean_up(target, manifest)
+        clean_up(store, left_overs(target, manifest))
         if store.children(store.saves):
             raise ConflictError(f"a save to {target.where} is running; nothing was deleted")
         names = sorted(names_in(manifest))
