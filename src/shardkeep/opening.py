@@ -32,7 +32,8 @@ def new_target(
 ) -> Target:
     """Where a save to `path` goes: exchange files if it ends in .safetensors (and need not be a directory)."""
     place = location(path)
-    if place.endswith(SUFFIX) and not directory and not is_directory(place):
+    whole_bucket = place.startswith(URLS) and place.count("/") == 2
+    if place.endswith(SUFFIX) and not directory and not whole_bucket and not is_directory(place):
         if _format(format, compression, None).name != "safetensors":
             raise ValueError("a path that ends in .safetensors holds the safetensors format, not tensorstore")
         whole = base_of_shard(place)
@@ -66,6 +67,8 @@ def find(path: object) -> Target:
     inside = store.children("")
     if inside or (not place.startswith(URLS) and is_directory(place)):
         return (None if {MANIFEST, CONTROL} & set(inside) else exchange_in(place, inside)) or Directory(store)
+    if place.startswith(URLS) and place.count("/") == 2:  # a whole bucket, and nothing in it
+        return Directory(store)
     if place.endswith(f"/{MANIFEST}") and exists_at(place):
         return Directory(store_at(parent_and_name(place)[0]))
     if place.endswith((SUFFIX, INDEX)) or any(exists_at(sibling(place, place + end)) for end in (SUFFIX, INDEX)):

@@ -50,7 +50,7 @@ def test_a_save_killed_in_the_middle_leaves_the_old_one_and_is_cleaned_up_after(
             shardkeep.save(path, tree(1), prefix="model", **FORM)
         before = set(place.names("run"))
         place.inject("delay", "PUT", "leaf3", times=10, seconds=30)
-        with Writer.hire().save(path, 2, place.environment(), prefix="model", overwrite=True, **FORM) as writer:
+        with Writer.hire().save(path, 2, place.environment(), prefix="model", overwrite=True, **FORM):
             until(lambda: len(data(place) - before) > 4)
         killed = time.monotonic()
         place.forget()
@@ -82,7 +82,7 @@ def test_an_exchange_file_killed_before_it_is_in_place(both: Both) -> None:
         path = f"{place.url}/model.safetensors"
         shardkeep.save(path, tree(1))
         place.inject("delay", "PUT", r"\.tmp", times=10, seconds=30)
-        with Writer.hire().save(path, 2, place.environment(), overwrite=True) as writer:
+        with Writer.hire().save(path, 2, place.environment(), overwrite=True):
             until(lambda: any(name.endswith(".tmp") for name in place.names()))
         place.forget()
         assert number_at(path) == 1
@@ -99,7 +99,7 @@ def test_the_lock_of_a_dead_program_is_taken_over(both: Both) -> None:
         path = f"{place.url}/run"
         shardkeep.save(path, tree(1))
         place.inject("delay", "PUT", r"\.shardkeep/lock", times=1, seconds=30)
-        with Writer.hire().save(path, 2, place.environment(), overwrite=True) as writer:
+        with Writer.hire().save(path, 2, place.environment(), overwrite=True):
             until(lambda: place.names("run/.shardkeep"))
         place.forget()
         assert number_at(path) == 1

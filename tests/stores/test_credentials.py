@@ -1,5 +1,4 @@
 """Who we are to a bucket and where it is, from everywhere each ecosystem keeps it; and errors that say what to set."""
-# ruff: noqa: F811
 
 import json
 import os

@@ -114,19 +114,22 @@ class CloudStore:
                 put = obstore.put(self.clients().once, self.key(name), data, mode=mode, use_multipart=False)
                 return _version(put)
             except (FileNotFoundError, BaseError) as error:
-                refused = isinstance(error, _REFUSED) and status_of(error) != 409  # 409: S3 wants it tried again
-                explained = explain(error, self.bucket, self.locate(name))
-                if refused and pause == 0.2:
-                    raise
-                if isinstance(error, FileNotFoundError) and explained is None and isinstance(mode, dict):
-                    raise PreconditionError(str(error)) from error  # what was to be replaced is gone
-                if not refused and (is_final(error) or time.monotonic() > deadline):
-                    raise (explained or StorageError(f"{self.locate(name)}: {error}")) from error
+                failure = error
+            refused = isinstance(failure, _REFUSED) and status_of(failure) != 409  # 409: S3 wants it tried again
+            explained = explain(failure, self.bucket, self.locate(name))
+            if isinstance(failure, FileNotFoundError) and explained is None and isinstance(mode, dict):
+                raise PreconditionError(str(failure)) from failure  # what was to be replaced is gone
+            if refused and pause == 0.2:
+                raise failure
+            if is_final(failure) and not refused:
+                raise (explained or StorageError(f"{self.locate(name)}: {failure}")) from failure
             own = self._own(name, data)
             if own is not None:
                 return own
             if refused:
-                raise PreconditionError(f"{self.locate(name)} was put by somebody else")
+                raise PreconditionError(f"{self.locate(name)} was put by somebody else") from failure
+            if time.monotonic() > deadline:
+                raise (explained or StorageError(f"{self.locate(name)}: {failure}")) from failure
             time.sleep(pause * (1 + os.urandom(1)[0] / 256))
             pause = min(pause * 2, 5.0)
 
@@ -382,7 +385,8 @@ class CloudStore:
                     seen = (version, time.monotonic())
                 if time.monotonic() - seen[1] > LEASE:
                     return _Lease(self, name, b"", version)
-            if time.monotonic() > max(deadline, seen[1] + LEASE + 1):
+            now = time.monotonic()
+            if now > deadline and now - seen[1] < LEASE / 2:  # else its owner may be dead, which soon will show
                 raise ConflictError(f"another program holds the lock {self.locate(name)} for too long")
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
@@ -419,12 +423,21 @@ class CloudStore:
             return False
         return True
 
-    def remove_own(self, name: str, start: bytes) -> None:
-        """Remove an object that begins so. Not again blindly: the first time may have done it, and it be another's."""
+    def remove_own(self, name: str, start: bytes, sure: bool = True) -> None:
+        """Remove an object that begins so, if it is `sure` that this one does.
+
+        It is never removed again blindly: the first time may have done it, and it be another's by now.
+        """
         self._forget(name)
         deadline = time.monotonic() + PATIENCE
         pause = 0.2
         while True:
+            if not sure:
+                try:
+                    if not self.get(name)[1].startswith(start):
+                        return
+                except FileNotFoundError:
+                    return
             try:
                 obstore.delete(self.clients().once, self.key(name))
                 return
@@ -433,12 +446,9 @@ class CloudStore:
             except BaseError as error:
                 if is_final(error) or time.monotonic() > deadline:
                     raise (explain(error, self.bucket, self.locate(name)) or error) from error
+            sure = False
             time.sleep(pause * (1 + os.urandom(1)[0] / 256))
             pause = min(pause * 2, 5.0)
-            with suppress(FileNotFoundError):
-                if self.get(name)[1].startswith(start):
-                    continue
-            return
 
     def free_bytes(self) -> int | None:
         return None
@@ -501,7 +511,12 @@ class _Lease:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._renewed = time.monotonic()
-        self._version = store.put(name, self._signed(lines), mode)
+        try:
+            self._version = store.put(name, self._signed(lines), mode)
+        except KeyboardInterrupt:  # it comes when the request is done, and nobody else would remove it
+            with suppress(StorageError):
+                store.remove_own(name, self._owner, sure=False)
+            raise
         if renewed:
             with suppress(RuntimeError):  # at the end of the program no thread can be started any more
                 threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()
