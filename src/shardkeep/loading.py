@@ -22,7 +22,7 @@ from shardkeep.tree import Skeleton
 
 log = logging.getLogger("shardkeep")
 
-_TRIES = 20  # how often a load starts over because writers keep replacing the checkpoint under it
+_TRIES = 100  # how often a load starts over because writers keep replacing the checkpoint under it
 
 
 def load(
