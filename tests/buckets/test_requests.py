@@ -72,12 +72,12 @@ def test_one_prefix_is_fetched_alone(watched: Place) -> None:
 def test_large_arrays_come_in_large_parts(kind: str, watched: Place) -> None:
     ending, arguments = FORMATS[kind]
     path = f"{watched.url}/run{ending}"
-    values = pattern(np.uint8, (40, MIB))
+    values = pattern(np.uint8, (24, MIB))
     shardkeep.save(path, {"w": values}, **arguments)
     got, requests = loaded(watched, path, shardings={"w": NamedSharding(mesh_of(8), P("a"))})
     assert np.asarray(got["w"]).tobytes() == values.tobytes()
-    assert 40 * MIB <= received(requests) <= 40 * MIB + SMALL + 3 * (64 << 10)
-    assert fetches(requests) <= 6
+    assert 24 * MIB <= received(requests) <= 24 * MIB + SMALL + 3 * (64 << 10)
+    assert fetches(requests) <= 5
 
 
 def test_neighbours_come_together_and_distant_ones_apart(watched: Place) -> None:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkeep
 from buckets.fixtures import Place
+from shardkeep.stores import cloud
+from shardkeep.stores.cloud import CloudStore
 from support import FORMATS, Dense, Point, assert_same, mesh_of, pattern
 
 KINDS = sorted(FORMATS)
@@ -151,11 +153,14 @@ def test_any_shard_names_them_all(place: Place) -> None:
 
 def test_arrays_above_the_size_of_an_object(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays are cut into objects; exchange files, which are not, go up in parts."""
-    tree = {"big": pattern(np.uint8, (70 << 20,)), "small": np.arange(5)}
+    monkeypatch.setattr(CloudStore, "object_limit", 4 << 20)
+    monkeypatch.setattr(cloud, "LARGE", 8 << 20)
+    monkeypatch.setattr(cloud, "_PART", 5 << 20)
+    tree = {"big": pattern(np.uint8, (11 << 20,)), "small": np.arange(5)}
     shardkeep.save(f"{place.url}/run", tree)
     sizes = [size for name, size in place.names("run").items() if name.endswith(".safetensors")]
     assert len(sizes) >= 3
-    assert max(sizes) < 33 << 20
+    assert max(sizes) < 5 << 20
     assert_same(shardkeep.load(f"{place.url}/run"), tree)
     shardkeep.save(f"{place.url}/model.safetensors", tree)
     assert_same(shardkeep.load(f"{place.url}/model.safetensors"), tree)

@@ -37,7 +37,7 @@ for line in sys.stdin:
     try:
         shardkeep.save(order["path"], tree(order["number"]), **order["options"])
         print("committed", flush=True)
-    except Exception as error:
+    except BaseException as error:
         print(" ".join(f"{type(error).__name__}: {error}".split()), flush=True)
 """
 

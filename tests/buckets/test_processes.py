@@ -1,0 +1,105 @@
+"""Two JAX processes save to one bucket together, and each loads from it what its devices need."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+import shardkeep
+from buckets.fixtures import Place, make_place, s3_server
+from multiprocess.cluster import all_well, run_cluster
+from multiprocess.inside import differences, values_of
+from servers.gcs import GCSServer, gcs_process
+from servers.proxy import Proxy
+from support import FORMATS
+
+MIB = 1 << 20
+
+ROUNDTRIP = """
+from support import FORMATS
+wrong = []
+for url in {urls!r}:
+    for number, (kind, (ending, arguments)) in enumerate(FORMATS.items()):
+        if kind not in {kinds!r}[url]:
+            continue
+        path, values = f"{{url}}/{{kind}}{{ending}}", values_of(number)
+        tree = arrays_of(values, mesh_over((2, 2)), 1)
+        if kind == "shards":
+            arguments = {{"max_shard_size": 5000}}
+        if kind in ("tensorstore", "exchange"):
+            shardkeep.save(path, arrays_of(values_of(9), mesh_over((4, 1)), 0), **arguments)
+        shardkeep.save_async(path, tree, overwrite=True, **arguments).wait()
+        loaded = shardkeep.load(path, template=abstract_of(values, mesh_over((1, 4)), 2))
+        wrong += [f"{{path}}: {{w}}" for w in differences(loaded, values)]
+    manager = shardkeep.serialization.AsyncCheckpointManager()
+    mesh = mesh_over((2, 2))
+    manager.save_pytree(tree, f"{{url}}/manager", mesh, prefix="model", extras={{"a": 1}})
+    template = abstract_of(values, mesh, 0)
+    loaded, extras = manager.load_pytree(f"{{url}}/manager", mesh, prefix="model", template=template)
+    wrong += differences(loaded, values)
+say(wrong=wrong, extras=extras)
+"""
+
+
+def test_two_processes_save_and_load_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gcs_process("--bucket", "bucket") as url:
+        gs, s3 = Place("gs", GCSServer, "together", url), make_place("s3")
+        variables = {"STORAGE_EMULATOR_HOST": url, **s3.environment()}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        kinds = {gs.url: ("safetensors", "tensorstore", "shards"), s3.url: ("tensorstore", "zstd", "exchange")}
+        script = "import shardkeep.serialization\n" + ROUNDTRIP.format(urls=list(kinds), kinds=kinds)
+        said = all_well(run_cluster(script, tmp_path / "room", environment=variables))
+        assert [one["wrong"] for one in said] == [[], []]
+        assert [one["extras"] for one in said] == [{"a": 1}, {"a": 1}]
+        for place, chosen in kinds.items():
+            for number, (kind, (ending, _)) in enumerate(FORMATS.items()):
+                if kind not in chosen:
+                    continue
+                path = f"{place}/{kind}{ending}"
+                assert differences(shardkeep.load(path), values_of(number)) == []
+                assert shardkeep.verify(path).ok
+        left = [name for name in s3.names() if "/saves/" in name or name.endswith(("lock", ".tmp"))]
+        assert left == []
+
+
+SHARES = """
+values = np.arange({size} // 4, dtype=np.int32).reshape(64, -1)
+path = os.environ["TEST_URL"] + "/run"
+{save}
+loaded = shardkeep.load(path, shardings={{"w": NamedSharding(mesh_over((4, 1)), P("a"))}})
+say(good=holds(loaded["w"], values))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_each_process_fetches_only_what_its_devices_need(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 32 * MIB
+    with GCSServer() as gcs, Proxy(gcs.url if scheme == "gs" else s3_server().url) as proxy:
+        place = Place("gs", gcs, "shares", proxy.url, proxy) if scheme == "gs" else make_place("s3", proxy)
+        variables = {**place.environment(), "TEST_URL": place.url}
+        save = 'shardkeep.save(path, {"w": spread(values, P("a"), (4, 1))}, format="tensorstore")'
+        said = all_well(run_cluster(SHARES.format(size=size, save=save), tmp_path / "room", environment=variables))
+        assert [one["good"] for one in said] == [True, True]
+        sent = sum(request.received for request in proxy.requests if request.method == "PUT")
+        fetched = sum(request.sent for request in proxy.requests if request.method == "GET")
+        # Once each, in all: a process that fetched or sent everything would make it twice that.
+        assert size <= sent < size + MIB
+        assert size <= fetched < size + MIB
+
+
+def test_processes_that_do_not_see_the_same_bucket_are_told(tmp_path: Path) -> None:
+    script = """
+os.environ["STORAGE_EMULATOR_HOST"] = os.environ[f"TEST_SERVER_{index}"]
+say(**caught(shardkeep.save, "gs://bucket/run", {"w": spread(np.arange(64.0), P("a"), (4, 1))}))
+"""
+    with GCSServer() as one, GCSServer() as two:
+        started = time.monotonic()
+        environment = {"TEST_SERVER_0": one.url, "TEST_SERVER_1": two.url}
+        said = [outcome.said for outcome in run_cluster(script, tmp_path / "room", environment=environment)]
+        assert time.monotonic() - started < 40
+        assert all("same shared directory or bucket" in each["message"] for each in said), said
+        for server in (one, two):
+            assert not [name for name in server.objects["bucket"] if name.endswith("manifest.json")]
