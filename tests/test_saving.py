@@ -370,7 +370,7 @@ def test_fifty_saves_and_loads_leak_no_thread_and_no_descriptor(tmp_path: Path) 
     gc.collect()
     _settle()
     assert _ours() == []
-    assert _descriptors() == before
+    assert _descriptors() <= before
 
 
 def _settle() -> None:
@@ -407,7 +407,7 @@ def test_fifty_failing_saves_and_loads_leak_no_thread_and_no_descriptor(
     gc.collect()
     _settle()
     assert _ours() == []
-    assert _descriptors() == before
+    assert _descriptors() <= before
     shardkeep.save(tmp_path / "run", tree, overwrite=True)
 
 

@@ -35,6 +35,7 @@ for call in (shardkeep.save, save_async):
         views[kind] = files_below(root / kind)
 # The same checkpoint lies there for both: a new one must not be cut in two all the same.
 shardkeep.save(SHARED / "x", tree)
+meet(SHARED, "saved x", index, size)  # each has removed its record: nothing vanishes while it is copied
 import shutil
 shutil.copytree(SHARED / "x", root / "x")
 found["over a copy"] = caught(shardkeep.save, root / "x", other, overwrite=True)
@@ -46,6 +47,7 @@ if index == 0:
 found["load"] = caught(shardkeep.load, root / "mine")
 # Both see one, but not the same.
 shardkeep.save(SHARED / "y", other)
+meet(SHARED, "saved y", index, size)
 shutil.copytree(SHARED / ("x" if index == 0 else "y"), root / "different")
 found["load of another"] = caught(shardkeep.load, root / "different")
 # What is shared works.
