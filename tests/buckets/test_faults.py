@@ -14,7 +14,7 @@ from buckets.fixtures import Both, Place
 from buckets.writers import Keeper, number_at, tree
 from servers.gcs import GCSServer
 from servers.proxy import Fault
-from shardkeep.stores import cloud, credentials
+from shardkeep.stores import cloud, credentials, leases, objects
 from shardkeep.stores.places import store_at
 from support import assert_same, pattern
 
@@ -179,7 +179,7 @@ def test_what_will_not_pass_is_not_tried_again(both: Both) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials, "PATIENCE", 1.0)
-    monkeypatch.setattr(cloud, "PATIENCE", 1.0)
+    monkeypatch.setattr(objects, "PATIENCE", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -215,7 +215,7 @@ def test_a_manifest_in_doubt_keeps_its_data_until_the_lease_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The request got lost, it seems, so the save fails; then it arrives after all, and must find its data."""
-    monkeypatch.setattr(cloud, "LEASE", 2.0)
+    monkeypatch.setattr(leases, "LEASE", 2.0)
     with GCSServer() as server, Keeper(server.url) as keeper:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", keeper.url)
         path = "gs://bucket/run"

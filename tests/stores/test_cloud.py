@@ -14,10 +14,11 @@ import shardkeep
 from buckets.fixtures import Both, Place, _alone, both, gcs, place, watched  # noqa: F401
 from buckets.writers import Writer, number_at, until
 from shardkeep.errors import ConflictError, StorageError
-from shardkeep.stores import base, cloud
-from shardkeep.stores.cloud import CloudStore, _merged
+from shardkeep.stores import base, cloud, leases, objects
+from shardkeep.stores.cloud import CloudStore
 from shardkeep.stores.credentials import Bucket
 from shardkeep.stores.places import store_at
+from shardkeep.stores.ranges import merged
 from support import assert_same, pattern, run_python
 
 
@@ -177,7 +178,7 @@ class TestLeases:
 
     def test_no_two_renewals_are_the_same(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         """S3 tells states apart by their bytes: without that a renewed record could be taken over."""
-        monkeypatch.setattr(cloud, "LEASE", 0.4)
+        monkeypatch.setattr(leases, "LEASE", 0.4)
         held = store_of(place).hold("record", b"[]")
         seen: dict[bytes, float] = {}
         deadline = time.monotonic() + 5
@@ -190,7 +191,7 @@ class TestLeases:
     def test_a_held_record_is_not_taken_over_and_a_dead_one_is(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cloud, "LEASE", 1.0)
+        monkeypatch.setattr(leases, "LEASE", 1.0)
         live = store_of(place).hold("live", b'["a"]')
         dead = store_of(place).hold("dead", b'["b"]')
         dead.abandon()
@@ -215,7 +216,7 @@ class TestLeases:
         assert place.names() == {}
 
     def test_who_was_taken_for_dead_replaces_nothing(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cloud, "LEASE", 1.0)
+        monkeypatch.setattr(leases, "LEASE", 1.0)
         store, other = store_of(place), store_of(place)
         place.put("manifest.json", b"old")
         place.put("aside", b"new")
@@ -235,7 +236,7 @@ class TestLeases:
         """It was done, but nobody heard of it: the next one finds its own hand."""
         store = store_of(watched)
         held = store.hold("record", b"[]")
-        monkeypatch.setattr(cloud, "PATIENCE", 0.0)
+        monkeypatch.setattr(objects, "PATIENCE", 0.0)
         watched.inject("close", "PUT", "record", served=True)
         watched.inject("status", "GET", "record", status=403)
         with pytest.raises(StorageError, match="403"):
@@ -257,15 +258,15 @@ class TestLeases:
         assert place.names() == {}
 
     def test_a_lock_that_is_renewed_is_not_taken_over(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cloud, "LEASE", 0.8)
+        monkeypatch.setattr(leases, "LEASE", 0.8)
         with store_of(place).lock(10), pytest.raises(ConflictError, match=r"holds the lock .*\.shardkeep/lock"):  # noqa: SIM117
             with store_of(place).lock(2):
                 pass
         assert place.names() == {}
 
     def test_who_lost_the_lock_does_not_remove_it(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cloud, "LEASE", 0.5)
-        monkeypatch.setattr(cloud._Lease, "_renew_often", lambda self: None)  # as if stopped
+        monkeypatch.setattr(leases, "LEASE", 0.5)
+        monkeypatch.setattr(leases.Lease, "_renew_often", lambda self: None)  # as if stopped
         first = store_of(place)
         with first.lock(10), store_of(place).lock(10):
             with pytest.raises(ConflictError, match="taken for dead"):
@@ -341,15 +342,15 @@ def anonymous() -> int:
 
 def test_ranges_that_lie_close_are_fetched_together() -> None:
     kib = 1 << 10
-    assert _merged([(0, 10), (20, 10), (1 << 30, 5)]) == [(0, 30), (1 << 30, (1 << 30) + 5)]
-    assert _merged([(100 * kib, 10), (0, 10)]) == [(0, 10), (100 * kib, 100 * kib + 10)]
-    assert _merged([(0, 50), (10, 20)]) == [(0, 50)]
-    assert _merged([(5, 40 << 20)]) == [
+    assert merged([(0, 10), (20, 10), (1 << 30, 5)]) == [(0, 30), (1 << 30, (1 << 30) + 5)]
+    assert merged([(100 * kib, 10), (0, 10)]) == [(0, 10), (100 * kib, 100 * kib + 10)]
+    assert merged([(0, 50), (10, 20)]) == [(0, 50)]
+    assert merged([(5, 40 << 20)]) == [
         (5, 5 + (16 << 20)),
         (5 + (16 << 20), 5 + (32 << 20)),
         (5 + (32 << 20), 5 + (40 << 20)),
     ]
-    assert _merged([]) == []
+    assert merged([]) == []
 
 
 def test_a_mapping_fetches_each_part_once(gcs: Place) -> None:

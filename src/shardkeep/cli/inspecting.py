@@ -71,7 +71,7 @@ def inspect(
 def _show_tree(prefix: str, tree: Tree, rows: list[_Row], output: Output) -> None:
     output.line()
     saved = moment_of(tree.created)
-    when = f", saved {tree.created} ({age(saved)} ago)" if saved else ""
+    when = f", saved {tree.created} ({age(saved)} ago)".replace("(now ago)", "(now)") if saved else ""
     title = plain(prefix) or "(no prefix)"
     output.line(
         f"{output.paint(title, 'cyan')}: {format_of(tree)}, {counted(len(tree.leaves), 'leaf', 'leaves')}, "

@@ -1,0 +1,101 @@
+"""Objects read in ranges: one by one, or as memory that is filled as it is asked for."""
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import obstore
+
+from shardkeep.memory import aligned_empty
+from shardkeep.stores.objects import Objects
+
+GAP = 64 << 10  # reading so much too much is cheaper than another request
+_RUN = 16 << 20
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class CloudFile:
+    """An object being read, in ranges."""
+
+    def __init__(self, store: Objects, name: str, size: int) -> None:
+        self._store, self._name, self.size = store, name, size
+        self._start = b""
+
+    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
+        end = offset + buffer.size
+        if end > self.size:
+            raise EOFError(f"{self._store.locate(self._name)} ends before byte {end}")
+        if offset == 0 and 0 < end <= 8:  # a length, and what has it comes next
+            self._start = bytes(self._read(0, min(GAP, self.size)))
+        if end <= len(self._start):
+            buffer[...] = np.frombuffer(self._start, np.uint8)[offset:end]
+        elif buffer.size:
+            buffer[...] = np.frombuffer(self._read(offset, buffer.size), np.uint8)
+
+    def _read(self, offset: int, length: int) -> memoryview:
+        data = self._store.call(obstore.get_range, self._name, start=offset, length=length)
+        if len(data) != length:
+            raise EOFError(f"{self._store.locate(self._name)} gave {len(data)} bytes at {offset}")
+        return memoryview(data)
+
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "CloudMapping":
+        return CloudMapping(self, offset, length, needed or [(offset, length)])
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> "CloudFile":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class CloudMapping:
+    """A part of an object as memory that is filled as it is asked for, neighbours in one request."""
+
+    def __init__(self, file: CloudFile, offset: int, length: int, needed: Sequence[tuple[int, int]]) -> None:
+        self._file, self._offset = file, offset
+        skip = offset % 64  # what is aligned in the file is aligned in memory
+        sparse = 2 * sum(size for _, size in needed) < length
+        self.data = (_small_pages if sparse else aligned_empty)(length + skip)[skip:]
+        self._runs = [_Run(start, end) for start, end in merged(needed)]
+
+    def bring_in(self, start: int, end: int) -> None:
+        for run in self._runs:
+            if run.start < self._offset + end and run.end > self._offset + start:
+                with run.lock:
+                    if not run.there:
+                        low = run.start - self._offset
+                        self._file.read_into(run.start, self.data[low : low + run.end - run.start])
+                        run.there = True
+
+
+class _Run:
+    """Bytes that are fetched together."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end, self.there = start, end, False
+        self.lock = threading.Lock()
+
+
+def merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(offset, length) ranges as (start, end) of requests: neighbours together, none too large.
+
+    >>> merged([(0, 10), (20, 10), (1 << 30, 5)])
+    [(0, 30), (1073741824, 1073741829)]
+    """
+    spans: list[tuple[int, int]] = []
+    for offset, length in sorted(needed):
+        if spans and offset <= spans[-1][1] + GAP:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], offset + length))
+        else:
+            spans.append((offset, offset + length))
+    return [(a, min(a + _RUN, end)) for start, end in spans for a in range(start, end, _RUN)]
+
+
+def _small_pages(nbytes: int) -> "np.ndarray[Any, Any]":
+    """Memory that counts only where it is filled: arrays that lie in it keep all of it."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)
