@@ -20,7 +20,7 @@ import obstore
 from shardkeep.errors import ConflictError, StorageError
 from shardkeep.stores import leases
 from shardkeep.stores.credentials import Bucket, is_final
-from shardkeep.stores.leases import Lease
+from shardkeep.stores.leases import Lease, is_dead
 from shardkeep.stores.objects import PAGE, REFUSED, Objects, version_of
 from shardkeep.stores.ranges import GAP, CloudFile
 from shardkeep.workers import Crew
@@ -316,7 +316,7 @@ class CloudStore(Objects):
         try:
             meta, data = self.get(name)
             now = self.call(obstore.head, f"{self.control}/lock")["last_modified"]
-            if (now - meta["last_modified"]).total_seconds() <= leases.LEASE:
+            if (now - meta["last_modified"]).total_seconds() <= leases.LEASE and not is_dead(data):
                 return None
             return Lease(self, name, data.partition(b"\n")[2], version_of(meta), renewed=False)
         except (FileNotFoundError, *REFUSED):

@@ -20,6 +20,12 @@ LEASE = float(os.environ.get("SHARDKEEP_LEASE", "60"))  # seconds
 log = logging.getLogger("shardkeep")
 
 _checked: weakref.WeakSet[Clients] = weakref.WeakSet()  # it is known whether their server keeps conditions
+_DEAD = b', "dead": true'
+
+
+def is_dead(data: bytes) -> bool:
+    """Whether somebody has found out before that the owner of this died."""
+    return data.partition(b"\n")[0].endswith(_DEAD + b"}")
 
 
 class Lease:
@@ -29,8 +35,10 @@ class Lease:
     """
 
     def __init__(self, store: Objects, name: str, lines: bytes, mode: Any, renewed: bool = True) -> None:
+        """Not `renewed`: taken from an owner who died, and so dead for whoever comes next."""
         self._store, self._name, self._lines = store, name, lines
         self._owner = b'{"owner": "%b"' % os.urandom(16).hex().encode()
+        self._end = b"" if renewed else _DEAD
         self._count = 0
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -47,7 +55,7 @@ class Lease:
 
     def _signed(self, lines: bytes) -> bytes:
         self._count += 1
-        return self._owner + b', "renewed": %d}\n' % self._count + lines
+        return self._owner + b', "renewed": %d' % self._count + self._end + b"}\n" + lines
 
     def _renew_often(self) -> None:
         while not self._over.wait(LEASE / 4):

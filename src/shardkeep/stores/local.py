@@ -293,7 +293,10 @@ class LocalStore:
         return True
 
     def free_bytes(self) -> int:
-        stats = os.statvfs(self._root)
+        place = self._root
+        while not os.path.isdir(place):  # not even the directory could be made
+            place = os.path.dirname(place)
+        stats = os.statvfs(place)
         return stats.f_bavail * stats.f_frsize
 
 
