@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-eformer test-hf check demo bench format clean
+.PHONY: setup test test-processes test-eformer test-hf check demo bench faults faults-peers bench-quick bench-buckets format clean
 
 setup: $(STAMP)
 
@@ -56,8 +56,33 @@ format: setup
 demo: setup
 	$(BIN)/python examples/demo.py
 
-bench: setup
-	$(BIN)/python bench/run.py
+# Other libraries beside this one, on the same trees in one run. They need their own environment.
+BENCH := .venv-bench
+BENCH_STAMP := $(BENCH)/.installed
+PEERS := orbax-checkpoint==0.12.8 safetensors==0.8.0 eformer==0.0.101 torch==2.13.0 matplotlib
+
+bench: $(BENCH_STAMP)
+	$(BENCH)/bin/python bench/run.py
+
+bench-quick: $(BENCH_STAMP)
+	$(BENCH)/bin/python bench/run.py --quick
+
+# What saves to buckets cost, on servers started for it.
+bench-buckets: setup
+	$(BIN)/python bench/buckets.py
+
+$(BENCH_STAMP): pyproject.toml
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS) -e .
+	touch $(BENCH_STAMP)
+
+# Every fault that can be made here; the results go to docs/reliability.md. About half an hour on two cores.
+faults: setup
+	PYTHONPATH=tests $(BIN)/python -m faults
+
+# The same kill in other libraries.
+faults-peers: $(BENCH_STAMP)
+	PYTHONPATH=tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(EFORMER) $(HF) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EFORMER) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -131,7 +131,7 @@ class TestByTemplate:
             chosen(tree, template={"a": {"b": {"c": 0}}})
 
     def test_a_bare_template_for_a_tree_is_called_the_tree_itself(self, saved: Saved) -> None:
-        with pytest.raises(shardkeep.MissingLeafError, match=r"1 leaves .*\n  \(the tree itself\): not in the check"):
+        with pytest.raises(shardkeep.MissingLeafError, match=r"1 leaf .*\n  \(the tree itself\): not in the check"):
             chosen(saved(TREE), template=3)
 
     def test_every_leaf_that_does_not_fit_is_told_the_missing_ones_first(self, saved: Saved) -> None:

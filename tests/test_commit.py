@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -413,3 +414,28 @@ def test_a_linked_directory_does_not_lead_a_clean_up_outside(tmp_path: Path) -> 
     (records / ("a" * 32)).write_text('["link/precious"]\n')
     shardkeep.save(path, make("plain", 2), overwrite=True)
     assert (outside / "precious").exists()
+
+
+@pytest.mark.parametrize("target", ["run", "model.safetensors"])
+def test_a_directory_that_vanishes_during_a_save_is_an_error(tmp_path: Path, spawner: Spawner, target: str) -> None:
+    """Taking the lock for the commit makes the directory anew: a manifest in it would name files that are not there."""
+    more = {"max_shard_size": 400} if target.endswith("safetensors") else {}
+    place = tmp_path / "place"
+    save: dict[str, Any] = {"path": str(place / target), "kind": "plain", "number": 1, **more}
+    calls = spawner.run("save", Fault(str(place), calls="fsync"), **save).calls
+    refused = 0
+    for at in range(1, calls + 1):
+        shutil.rmtree(place)
+        pause = Pause(tmp_path / f"pause-{at}")
+        slow = spawner.start("save", Fault(str(place), "pause", at, calls="fsync", pause=str(pause.path)), **save)
+        pause.reached()
+        shutil.rmtree(place)
+        pause.go()
+        outcome = slow.wait()
+        refused += "removed or renamed" in outcome.message
+        assert outcome.ok or "StorageError" in outcome.bases, outcome
+        if list(place.rglob("*.json")):  # a manifest, or an index
+            assert outcome.ok
+            assert same(shardkeep.load(place / target), make("plain", 1)), at
+        place.mkdir(exist_ok=True)
+    assert refused

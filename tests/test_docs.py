@@ -133,7 +133,7 @@ def _shape(text: str) -> str:
     text = re.sub(r"\b\d{4}-\d\d-\d\dT[\d:]+\+00:00", "TIME", text)
     text = re.sub(r"\b\d[\d,]*(\.\d+)?(e[+-]\d+)?", "0", text)
     text = re.sub(r"\b0 ([kMGT]?B|[mµn]?s|min|h|d)\b", lambda m: "0 B" if m[1].endswith("B") else "0 s", text)
-    text = re.sub(r"\bnow\b", "0 s", text)
+    text = re.sub(r"\bnow\b", "0 s", text.replace("(now)", "(0 s ago)"))
     return "\n".join(re.sub(r"\s+", " ", line).strip() for line in text.strip().splitlines())
 
 

@@ -16,6 +16,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from faults.hostile import reseal
 from shardkeep.exchange import parse_size
 from support import Dense, Point, assert_same, bits, mesh_of, pattern
 
@@ -405,3 +406,17 @@ def test_files_honour_the_umask(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "b.safetensors", _tree(2), max_shard_size=400)
     modes = {p.name: oct(p.stat().st_mode) for p in tmp_path.iterdir()}
     assert set(modes.values()) == {modes["plain"]}
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_manifest_that_is_no_text_is_damage(tmp_path: Path, size: Any) -> None:
+    """A sealed document whose manifest begins with half a character."""
+    target = tmp_path / "model.safetensors"
+    shardkeep.save(target, {"w": np.ones(3), "v": np.arange(3.0)}, max_shard_size=size)
+    document = target if size is None else tmp_path / "model.safetensors.index.json"
+    good = document.read_bytes()
+    end = 8 + struct.unpack("<Q", good[:8])[0] if size is None else len(good)
+    start = good[:end].replace(b'"shardkeep":"{', b'"shardkeep":"\\ud800{', 1)
+    document.write_bytes(reseal(start[:end] if size is None else start) + good[end:])
+    with pytest.raises(shardkeep.IntegrityError, match=r"model\.safetensors.* is damaged"):
+        shardkeep.load(target)

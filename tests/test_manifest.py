@@ -247,7 +247,23 @@ def test_deep_nesting_ends_in_an_error_of_ours(
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "/etc/passwd", "a/../../x", "a//b", "./a", "a/.", "", "a\0b", "a\\b", 5, None, ["a"], "x" * 5000, ".."],
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "a//b",
+        "./a",
+        "a/.",
+        "",
+        "a\0b",
+        "a\\b",
+        5,
+        None,
+        ["a"],
+        "x" * 5000,
+        "..",
+        "\ud800",
+    ],
 )
 def test_a_file_name_cannot_leave_the_checkpoint(
     documents: dict[str, tuple[Path, bytes]], restored: None, name: Any

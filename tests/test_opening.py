@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,128 @@ class TestPaths:
             assert not shardkeep.exists(tmp_path / name)
 
 
+class TestLatest:
+    """The checkpoint to resume from."""
+
+    def test_the_highest_number_wins(self, tmp_path: Path) -> None:
+        for name in ("step_100", "step_9", "step_30"):
+            shardkeep.save(tmp_path / name, {"x": 1})
+        (tmp_path / "notes_2026.txt").write_text("no checkpoint")
+        (tmp_path / "logs_999").mkdir()
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "step_100")
+        assert shardkeep.latest(f"file://{tmp_path}") == str(tmp_path / "step_100")
+
+    def test_numbers_count_from_left_to_right(self, tmp_path: Path) -> None:
+        for name in ("epoch_2_step_5", "epoch_1_step_9", "epoch_2_step_40"):
+            shardkeep.save(tmp_path / name, {"x": 1})
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "epoch_2_step_40")
+
+    def test_names_without_a_number_come_last_and_go_by_time(self, tmp_path: Path) -> None:
+        for name in ("zero", "best"):
+            shardkeep.save(tmp_path / name, {"x": 1})
+            time.sleep(1.1)  # times are kept in seconds
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "best")
+        shardkeep.save(tmp_path / "step_1", {"x": 1})
+        shardkeep.save(tmp_path / "best", {"x": 1}, overwrite=True)
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "step_1")
+
+    @pytest.mark.parametrize("kind", FORMATS)
+    def test_every_format_is_found_and_the_unfinished_are_passed_over(
+        self, tmp_path: Path, spawner: Spawner, kind: str
+    ) -> None:
+        ending, arguments = FORMATS[kind]
+        for step in (9, 10):
+            save_as(kind, tmp_path / f"step_{step}", make("plain", 1))
+        dead = tmp_path / f"step_11{ending}"
+        assert spawner.run(
+            "save", Fault(str(tmp_path), "kill", 14), path=str(dead), kind="plain", number=1, **arguments
+        ).signal
+        found = shardkeep.latest(tmp_path)
+        assert found is not None
+        assert found.startswith(str(tmp_path / "step_10"))
+        assert same(shardkeep.load(found), make("plain", 1))
+
+    def test_a_damaged_one_is_passed_over_and_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for step in (1, 2):
+            shardkeep.save(tmp_path / f"step_{step}", {"x": 1})
+        (tmp_path / "step_2" / "manifest.json").write_text("{")
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "step_1")
+        assert "step_2 is passed over" in caplog.text
+
+    def test_one_of_a_later_version_counts(self, tmp_path: Path) -> None:
+        """Going back to an older one would lose steps without a word."""
+        for step in (1, 2):
+            shardkeep.save(tmp_path / f"step_{step}", {"x": 1})
+        document = tmp_path / "step_2" / "manifest.json"
+        document.write_text(document.read_text().replace('"shardkeep":1', '"shardkeep":9'))
+        newest = shardkeep.latest(tmp_path)
+        assert newest == str(tmp_path / "step_2")
+        with pytest.raises(shardkeep.NewerFormatError, match="step_2"):
+            shardkeep.load(newest)
+
+    def test_other_programs_checkpoints_count(self, tmp_path: Path) -> None:
+        for step in (500, 1000):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "checkpoint-1000")
+        base = Path(__file__).parent / "fixtures" / "eformer" / "checkpointer_runs" / "base"
+        assert shardkeep.latest(base) == str(base / "run-25")
+
+    @pytest.mark.parametrize("kind", FORMATS)
+    def test_a_checkpoint_is_its_own_newest(self, tmp_path: Path, kind: str) -> None:
+        path = save_as(kind, tmp_path / "run", make("plain", 1))
+        assert shardkeep.latest(path) == str(path)
+
+    def test_nothing_there_is_none(self, tmp_path: Path) -> None:
+        (tmp_path / "file.txt").write_text("x")
+        for path in (tmp_path, tmp_path / "no", tmp_path / "no" / "deeper", tmp_path / "file.txt"):
+            assert shardkeep.latest(path) is None
+
+
+class TestHints:
+    """A path that is no checkpoint: the error names the one that may have been meant."""
+
+    @pytest.mark.parametrize("kind", FORMATS)
+    def test_a_directory_of_checkpoints(self, tmp_path: Path, kind: str) -> None:
+        for step in (9, 10):
+            newest = save_as(kind, tmp_path / "run" / f"step_{step}", make("plain", 1))
+        told = f"it holds checkpoints but is none itself. Give the path of one; the newest is {newest}"
+        said = f"no checkpoint at {tmp_path}/run: {told}"
+        for action in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
+            with pytest.raises(shardkeep.CheckpointNotFoundError, match=f"^{re.escape(said)}$"):
+                action(tmp_path / "run")
+        assert not shardkeep.exists(tmp_path / "run")
+
+    def test_a_directory_of_runs(self, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "exp1" / "step_3", {"x": 1})
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="Further down there is .*exp1/step_3$"):
+            shardkeep.load(tmp_path)
+
+    def test_a_name_that_is_not_there(self, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "step_100", {"x": 1})
+        for name in ("step_10", "step_10.safetensors"):
+            with pytest.raises(
+                shardkeep.CheckpointNotFoundError, match=r"nothing there\. The newest beside it is .*/step_100$"
+            ):
+                shardkeep.load(tmp_path / name)
+
+    def test_what_a_dead_save_left_below_is_no_checkpoint(self, tmp_path: Path, spawner: Spawner) -> None:
+        """Nor may its arrays be taken for those of another program, one level up."""
+        ending, arguments = FORMATS["tensorstore"]
+        path = tmp_path / "run" / f"step_1{ending}"
+        for point in range(10, 60, 4):
+            spawner.run(
+                "save", Fault(str(tmp_path), "kill", point), path=str(path), kind="plain", number=1, **arguments
+            )
+            if list(path.rglob(".zarray")) and not shardkeep.exists(path):
+                break
+        assert list(path.rglob(".zarray"))
+        assert not shardkeep.exists(path)
+        assert not shardkeep.exists(tmp_path / "run")
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="something else$"):
+            shardkeep.load(tmp_path / "run")
+
+
 NASTY: list[Any] = [
     None, True, -1, 0, 1, 3, 2**31, 2**53, 2**63, 10**30, 0.5, "", "F32", "F4", "F6_E2M3", "I64", "BOOL", "x", [], {},
     [0], [0, 0], [-1, 4], [4, 0], [0, 2**62], [2**40] * 3, [1.5, 2], ["a"], [0] * 70, {"a": 1}, [[]],
@@ -363,3 +487,31 @@ def test_a_foreign_file_of_every_plain_dtype_loads(tmp_path: Path) -> None:
     loaded = shardkeep.load(tmp_path / "x.safetensors")
     assert {name: jnp.asarray(array).dtype.name for name, array in loaded.items()} == {name: name for name in tensors}
     assert shardkeep.verify(tmp_path / "x.safetensors").unchecked == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (
+            "model.safetensors.index.json",
+            '"weight_map": {',
+            '"weight_map": {"a": "x.safetensors", "a": "y.safetensors", ',
+        ),
+        ("tensorstore_index.json", '"format"', '"arrays": [], "arrays": [], "format"'),
+        ("w/.zarray", '"shape"', '"shape":[1],"shape"'),
+    ],
+)
+def test_a_name_that_appears_twice_is_refused_in_another_programs_files(
+    tmp_path: Path, name: str, old: str, new: str
+) -> None:
+    """It means one thing to one reader and another to the next."""
+    fixtures = Path(__file__).parent / "fixtures" / "eformer"
+    source = fixtures / ("safetensors_sharded" if name.startswith("model") else "ts_plain/ckpt")
+    shutil.copytree(source, tmp_path / "run")
+    shardkeep.load(tmp_path / "run")
+    document = tmp_path / "run" / name
+    text = document.read_text()
+    assert old in text
+    document.write_text(text.replace(old, new, 1))
+    with pytest.raises(shardkeep.IntegrityError, match="a name appears twice"):
+        shardkeep.load(tmp_path / "run")

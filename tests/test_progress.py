@@ -44,6 +44,32 @@ def test_the_bar_shows_the_share_and_never_more_than_all(done: int, total: int, 
     assert re.search(r" MB \d+\.\d\d GB/s \d+\.\d s left$", text)
 
 
+@pytest.mark.parametrize("columns", [1, 20, 40, 60, 79, 100, 200])
+def test_the_bar_fits_a_narrow_terminal(columns: int) -> None:
+    bar = Bar("checking runs/experiment/step_100", 10**9)
+    bar(5 * 10**8)
+    text = bar.text(columns)
+    assert len(text) <= columns
+    if columns >= 60:
+        assert "/step_100 " in text
+        assert "█" in text
+        assert re.search(r" 50% 500\.0 MB \d+\.\d\d GB/s \d+\.\d s left$", text)
+    if columns == 200:
+        assert text.startswith("checking runs/experiment/step_100 " + "█" * 15 + "·" * 15)
+
+
+def test_a_shorter_line_covers_a_longer_one() -> None:
+    with terminal() as seen:
+        bar = Bar("x", 10**9)
+        bar(1)  # takes very long, at that rate
+        first = seen()
+        bar(10**9 - 1)
+        with bar:
+            pass
+        last = seen().rstrip("\r\n")
+    assert len(last.lstrip("\r")) >= len(first.lstrip("\r"))
+
+
 def test_bytes_are_shown_in_megabytes() -> None:
     bar = Bar("x", 10**10)
     bar(1_234_500_000)

@@ -13,6 +13,15 @@ def test_a_save_report_reads_as_one_line() -> None:
     assert report.gb_per_second == 1.5
 
 
+def test_one_file_and_one_problem_are_not_plural() -> None:
+    assert "10 bytes in 1 file, " in str(SaveReport("/x", 10, 1, 1.0))
+    assert (
+        str(VerifyReport("/x", 10, 1, 0.1, 1, ()))
+        == "/x: 10 bytes in 1 file are as they were saved; no digests for 1 leaf"
+    )
+    assert str(VerifyReport("/x", 10, 1, 0.1, 0, (Problem(None, "/x/b", "gone"),))).startswith("/x: 1 problem\n")
+
+
 def test_a_save_report_of_no_time_has_no_speed() -> None:
     assert SaveReport("/x", 10, 1, 0.0).gb_per_second == 0.0
     assert "0.00 GB/s" in str(SaveReport("/x", 10, 1, 0.0))
@@ -24,7 +33,7 @@ def test_a_verify_report_is_true_if_nothing_is_wrong() -> None:
     assert bool(good)
     assert str(good) == "/x: 1,000 bytes in 2 files are as they were saved"
     partly = VerifyReport("/x", 1000, 2, 0.1, 3, ())
-    assert "3 leaves carry no digests" in str(partly)
+    assert "no digests for 3 leaves" in str(partly)
 
 
 def test_a_verify_report_is_false_and_lists_every_problem() -> None:

@@ -169,7 +169,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("metadata", "message"),
         [
-            ({"a": {"b": [1, object()]}}, r"metadata\['a'\]\['b'\]\[1\] is a object"),
+            ({"a": {"b": [1, object()]}}, r"metadata\['a'\]\['b'\]\[1\] is an object"),
             ({"a": np.float32(1)}, r"metadata\['a'\] is a float32"),
             ({"a": jnp.ones(2)}, r"metadata\['a'\] is a"),
             ({"a": {1: 2}}, r"metadata\['a'\] has the key 1"),

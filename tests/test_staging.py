@@ -16,6 +16,7 @@ import shardkeep
 from shardkeep.memory import MemoryBudget, aligned_empty, available_memory
 from shardkeep.staging import Snapshot, staged_bytes, take_snapshot
 from shardkeep.tree import flatten
+from shardkeep.workers import Crew
 from support import mesh_of
 
 
@@ -24,7 +25,7 @@ def _address(array: Any) -> int:
 
 
 def _snapshot(tree: Any, keep: bool = True) -> Snapshot:
-    return take_snapshot(flatten(tree)[1], keep=keep)
+    return take_snapshot(flatten(tree)[1], keep=Crew() if keep else None)
 
 
 class TestCanaries:

@@ -131,6 +131,21 @@ def test_a_key_that_cannot_be_stored_is_refused(key: Any) -> None:
         flatten({key: 1})
 
 
+def test_the_message_about_a_key_is_a_sentence() -> None:
+    with pytest.raises(TreeError, match=r"dict key <object.* is an object; keys may be str"):
+        flatten({object(): 1})
+    with pytest.raises(TreeError, match=r"dict key range\(0, 2\) is a range; keys may be str"):
+        flatten({range(2): 1})
+
+
+@pytest.mark.parametrize("key", [10**5000, (1, 10**5000)], ids=["int", "tuple"])
+def test_a_key_python_does_not_write_out_is_refused_in_words(key: Any) -> None:
+    with pytest.raises(
+        TreeError, match=r"dict key an? (integer of 16610 bits|tuple) is too long for the name of a leaf"
+    ):
+        flatten({key: 1})
+
+
 @pytest.mark.parametrize("key", [np.str_("a"), np.bytes_(b"a"), (np.str_("a"), 1)])
 def test_a_numpy_text_key_is_refused_by_name_too(key: Any) -> None:
     with pytest.raises(TreeError, match="dict key"):

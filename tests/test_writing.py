@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from shardkeep.arrays import ArraySpec, Region
 from shardkeep.digests import BLOCK, digest
+from shardkeep.memory import Shard
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
-from shardkeep.staging import Shard
 from shardkeep.stores.local import LocalStore
 from shardkeep.tree import Skeleton
 from shardkeep.workers import Crew

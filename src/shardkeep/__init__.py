@@ -39,7 +39,7 @@ if _typing.TYPE_CHECKING:
     from shardkeep.manifest import Manifest
     from shardkeep.memory import set_memory_budget
     from shardkeep.nodes import StandIn
-    from shardkeep.opening import delete, exists, inspect
+    from shardkeep.opening import delete, exists, inspect, latest
     from shardkeep.pending import PendingSave
     from shardkeep.reports import Problem, SaveReport, VerifyReport
     from shardkeep.saving import save, save_async
@@ -78,6 +78,7 @@ __all__ = [
     "delete",
     "exists",
     "inspect",
+    "latest",
     "load",
     "save",
     "save_async",
@@ -117,6 +118,7 @@ _HOMES = {
     "delete": "opening",
     "exists": "opening",
     "inspect": "opening",
+    "latest": "opening",
     "load": "loading",
     "save": "saving",
     "save_async": "saving",

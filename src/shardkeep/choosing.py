@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from shardkeep.arrays import kind_of, kind_of_value
-from shardkeep.errors import MissingLeafError, TemplateMismatchError
+from shardkeep.errors import MissingLeafError, TemplateMismatchError, counted
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.sharding import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.staging import is_prng_dtype
@@ -144,7 +144,9 @@ class _Finder:
 
 
 def _mismatch(tree: Tree, missing: list[str], wrong: list[str]) -> MissingLeafError | TemplateMismatchError:
-    lines = [f"{len(missing) + len(wrong)} leaves of the template do not fit the checkpoint:"]
+    count = len(missing) + len(wrong)
+    what = counted(count, "leaf", "leaves")
+    lines = [f"{what} of the template {'does' if count == 1 else 'do'} not fit the checkpoint:"]
     known = [leaf.key for leaf in tree.leaves]
     for key in missing:
         near = difflib.get_close_matches(key, known, 1) if len(missing) <= _SHOWN and len(known) < 5000 else []

@@ -174,6 +174,11 @@ def commit(turn: Turn, tree: Tree) -> None:
                 f"another save changed {turn.name} while this one was writing; "
                 "theirs is in place and untouched, this one was not committed"
             )
+        if not target.store.remote and turn.plan.save_id not in target.store.children(target.store.saves):
+            raise StorageError(
+                f"saving {turn.name}: the directory was removed or renamed while this save was writing. "
+                "Nothing was committed"
+            )
         if any(file.writer != LEADER for file in turn.plan.files):
             _find_again(turn, tree)
         old = [file.name for file in replaced.files] if replaced else []
@@ -312,7 +317,7 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
             told = json.loads(line)
             if isinstance(told, list):
                 names += [check_name(name) for name in told]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             break
     return names
 

@@ -146,6 +146,24 @@ def storage_error(error: OSError, doing: str, then: str) -> StorageError:
     return typed
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number and its noun, in a message.
+
+    >>> counted(1, "leaf", "leaves"), counted(1200, "file")
+    ('1 leaf', '1,200 files')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def an(noun: str) -> str:
+    """A noun with its article, in a message.
+
+    >>> an("object"), an("set"), an("uint8")
+    ('an object', 'a set', 'a uint8')
+    """
+    return f"{'an' if noun.startswith(tuple('aeioAEIO')) else 'a'} {noun}"
+
+
 _BY_ERRNO: dict[int, type[StorageError]] = {
     errno.EACCES: AccessError,
     errno.EPERM: AccessError,

@@ -26,7 +26,7 @@ from shardkeep.errors import (
 )
 from shardkeep.formats.foreign import tree_of_safetensors
 from shardkeep.formats.safetensors import decode_header, group_by_size, header_length, pack, safe_text
-from shardkeep.manifest import DataFile, Manifest, Tree, check_name, decode_manifest, encode_manifest
+from shardkeep.manifest import DataFile, Manifest, Tree, check_name, decode_manifest, encode_manifest, no_duplicates
 from shardkeep.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.planning import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.stores.base import Store
@@ -39,6 +39,7 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 # Two marks wherever there is one, so that damage to either cannot make our file look like another program's.
 _MARK, _SEAL, _SAVE = "shardkeep", "shardkeep_digest", "shardkeep_save"
 _BIG = 10**17  # stands for any offset or size while the room for the manifest is measured
+_OF_DIRECTORY = re.compile(r"[0-9a-f]{32}-[0-9]{5}\.safetensors")  # data of a checkpoint directory
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -215,6 +216,21 @@ def exchange_in(directory: str, names: Sequence[str]) -> Exchange | None:
     return None
 
 
+def exchange_bases(inside: Sequence[str]) -> list[str]:
+    """The exchange files among the names in a directory, each without its ending; shards with their index are one.
+
+    >>> exchange_bases(["a.safetensors", "m-00001-of-00002.safetensors", "m.safetensors.index.json", "x.txt"])
+    ['a', 'm']
+    """
+    bases: dict[str, None] = {}
+    for name in inside:
+        if name.endswith((SUFFIX, INDEX)) and not name.startswith(".") and not _OF_DIRECTORY.fullmatch(name):
+            whole = base_of_shard(name)
+            # Shards without their index are single files to everyone.
+            bases[whole if name.endswith(INDEX) or whole + INDEX in inside else name.removesuffix(SUFFIX)] = None
+    return list(bases)
+
+
 def parse_size(size: int | str) -> int:
     """Bytes, from a number or a text like "5GB" or "400KB".
 
@@ -242,12 +258,17 @@ def _read_single(exchange: Exchange) -> Manifest:
     if _SAVE in metadata:
         raise IncompleteCheckpointError(f"{where} is one of several files whose index is missing, or their manifest")
     check_seal(start, where)
-    manifest = decode_manifest(metadata.get(_MARK, "").encode(), where, where)
+    manifest = decode_manifest(_text(metadata.get(_MARK)), where, where)
     for prefix, tree in manifest.trees.items():
         if len(manifest.trees) == 1 and len(tree.files) == 1:
             # The file may have been renamed: its manifest speaks of the file it is in.
             return replace(manifest, trees={prefix: replace(tree, files=(replace(tree.files[0], name=name),))})
     raise IntegrityError(f"{where}: its manifest speaks of other files")
+
+
+def _text(manifest: Any) -> bytes:
+    """A manifest found as a string, which in a hostile file is anything; surrogates are left for the seal to notice."""
+    return str(manifest).encode(errors="surrogatepass")
 
 
 def _is_ours(metadata: Mapping[str, Any]) -> bool:
@@ -258,7 +279,7 @@ def _read_index(exchange: Exchange) -> Manifest:
     where = exchange.store.locate(exchange.index)
     document = exchange.store.read(exchange.index)
     try:
-        index = json.loads(document)
+        index = json.loads(document, object_pairs_hook=no_duplicates)
         metadata: Any = index.get("metadata") or {}
         weights: dict[str, str] = {str(key): check_name(name) for key, name in index["weight_map"].items()}
         ours = _is_ours(metadata)
@@ -267,7 +288,7 @@ def _read_index(exchange: Exchange) -> Manifest:
     if not ours:
         return _read_foreign_shards(exchange, weights, where)
     check_seal(document, where)
-    manifest = decode_manifest(str(metadata.get(_MARK)).encode(), where, where)
+    manifest = decode_manifest(_text(metadata.get(_MARK)), where, where)
     used = {file.name for tree in manifest.trees.values() for file in tree.files}
     if used != set(weights.values()) or len(manifest.trees) != 1:
         raise IntegrityError(f"{where}: its manifest speaks of other files")

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition
 from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
-from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError
+from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError, an, counted
 from shardkeep.tree import Path, Skeleton, flatten, join_key, nest, to_json
 from shardkeep.values import Json, decode, encode, show
 
@@ -155,12 +155,12 @@ class Manifest:
         return ", ".join(repr(p) if p else "(no prefix)" for p in self.trees) or "none"
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {len(self.leaves)} leaves, {self.nbytes:,} bytes"]
+        lines = [f"{self.path}: {counted(len(self.leaves), 'leaf', 'leaves')}, {self.nbytes:,} bytes"]
         for prefix, tree in self.trees.items():
             lines.append(f"  [{prefix or '(no prefix)'}] {tree.format}, saved {tree.created}")
             for leaf in tree.leaves:
                 what = f"{leaf.dtype}{list(leaf.shape or ())}" if leaf.spec else show(leaf.value)
-                count = f"  {leaf.nbytes:,} bytes in {len(leaf.pieces)}" if leaf.spec else ""
+                count = f"  {leaf.nbytes:,} bytes in {counted(len(leaf.pieces), 'piece')}" if leaf.spec else ""
                 lines.append(f"    {leaf.key or '(the tree itself)'}  {what}{count}")
         return "\n".join(lines)
 
@@ -202,13 +202,14 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         if value is None or type(value) in (bool, int, float) or (type(value) is str and _is_unicode(value)):
             return value
         raise MetadataError(
-            f"metadata{where} is a {type(value).__name__}, which is not JSON; convert it (float(x), int(x), x.tolist())"
+            f"metadata{where} is {an(type(value).__name__)}, which is not JSON; "
+            "convert it (float(x), int(x), x.tolist())"
         )
 
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
-        raise MetadataError(f"metadata must be a dict, not a {type(metadata).__name__}")
+        raise MetadataError(f"metadata must be a dict, not {an(type(metadata).__name__)}")
     try:
         return copy(metadata, "")
     except RecursionError:
@@ -287,6 +288,10 @@ def check_name(name: Any) -> str:
         raise IntegrityError(f"not a file name: {str(name)[:80]!r}")
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise IntegrityError(f"the file name {name!r} leaves the checkpoint")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character, which no file system takes
+        raise IntegrityError(f"not a file name: {name[:80]!r}") from None
     return name
 
 

@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ def aligned_empty(nbytes: int) -> Array:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One region's data in host memory. `stable`: nobody can change it while it is written."""
+
+    data: Array
+    stable: bool
 
 
 class MemoryBudget:

@@ -1,7 +1,11 @@
 """From a path to a checkpoint: which kind lies there, where its bytes are, and its manifest."""
 
 import errno
+import logging
 import os
+import re
+from collections.abc import Callable
+from itertools import groupby
 
 from shardkeep.commit import Target
 from shardkeep.commit import delete as delete_target
@@ -15,7 +19,15 @@ from shardkeep.errors import (
     StorageError,
     storage_error,
 )
-from shardkeep.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, exchange_in, parse_size
+from shardkeep.exchange import (
+    DEFAULT_SHARD_SIZE,
+    INDEX,
+    SUFFIX,
+    exchange_at,
+    exchange_bases,
+    exchange_in,
+    parse_size,
+)
 from shardkeep.formats.base import Format
 from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.formats.tensorstore import TensorstoreFormat
@@ -25,6 +37,10 @@ from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
 from shardkeep.stores.places import URLS, is_directory, location, parent_and_name, sibling, store_at
 from shardkeep.stores.places import exists as exists_at
+
+log = logging.getLogger("shardkeep")
+
+_MOST_LOOKED_INTO = 50  # directories, for a hint about a wrong path
 
 
 def new_target(
@@ -79,7 +95,14 @@ def find(path: object) -> Target:
 
 
 def open_checkpoint(path: object) -> tuple[Store, Manifest]:
-    """The store and the manifest of the checkpoint at `path`."""
+    """The store and the manifest of the checkpoint at `path`; where there is none, the error names the nearest."""
+    try:
+        return _open(path)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(_with_hint(location(path), str(error))) from None
+
+
+def _open(path: object) -> tuple[Store, Manifest]:
     try:
         target = find(path)
         return target.store, target.read()
@@ -87,6 +110,30 @@ def open_checkpoint(path: object) -> tuple[Store, Manifest]:
         if isinstance(error, ShardkeepError):
             raise
         raise storage_error(error, f"reading {path}", "Check the path and its permissions") from error
+
+
+def _with_hint(place: str, message: str) -> str:
+    """What was not found, and which checkpoint may have been meant. Looking for it never fails: the message stands."""
+    try:
+        if is_directory(place):
+            newest = _latest(place, log.debug)
+            if newest is not None:
+                found = f"it holds checkpoints but is none itself. Give the path of one; the newest is {newest}"
+                return f"no checkpoint at {place}: {found}"
+            deeper = None if place.startswith(URLS) else _deeper(place)
+            return f"{message}. Further down there is {deeper}" if deeper else message
+        parent, _ = parent_and_name(place)
+        beside = _latest(parent, log.debug) if not exists_at(place) and is_directory(parent) else None
+        return f"{message}. The newest beside it is {beside}" if beside not in (None, parent) else message
+    except (OSError, ValueError):
+        return message
+
+
+def _deeper(place: str) -> str | None:
+    """A checkpoint two levels below a local directory; only so many of its directories are looked into."""
+    names = (name for name in os.listdir(place) if not name.startswith("."))
+    below = [path for path in (f"{place}/{name}" for name in sorted(names)) if os.path.isdir(path)]
+    return next((found for path in below[:_MOST_LOOKED_INTO] if (found := _latest(path, log.debug)) is not None), None)
 
 
 def inspect(path: object) -> Manifest:
@@ -109,7 +156,7 @@ def exists(path: object) -> bool:
     False
     """
     try:
-        open_checkpoint(path)
+        _open(path)
     except NewerFormatError:
         return True
     except StorageError as error:
@@ -119,6 +166,71 @@ def exists(path: object) -> bool:
     except (FileNotFoundError, IntegrityError):
         return False
     return True
+
+
+def latest(path: object) -> str | None:
+    """The newest whole checkpoint in a directory or below a URL; None if there is none, or nothing at all.
+
+    The newest is the one with the highest number in its name: step_200 comes after step_30, epoch_2_step_5 after
+    epoch_1_step_9. Names without a number come last, and of those the one saved last. What `exists` would not count (a
+    save that was cut short, say) is passed over. Only what lies directly in the directory is looked at; a `path`
+    that is itself a checkpoint, with none in it, is given back.
+
+    >>> import numpy as np, shardkeep
+    >>> for step in (9, 10):
+    ...     _ = shardkeep.save(tmp / f"run/step_{step}", {"w": np.zeros(3)})
+    >>> shardkeep.latest(tmp / "run") == str(tmp / "run" / "step_10")
+    True
+    >>> print(shardkeep.latest(tmp / "elsewhere"))
+    None
+    """
+    place = location(path)
+    try:
+        return _latest(place, log.warning)
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        then = "Check the path and its permissions"
+        raise storage_error(error, f"looking for checkpoints in {place}", then) from error
+
+
+def _latest(place: str, tell: Callable[..., None]) -> str | None:
+    """`tell` is told what looks like a checkpoint and cannot be read."""
+    itself = _whole(place, tell)
+    if itself is not None and not itself.trees:  # of a later version: nobody knows what in it is whose
+        return place
+    taken = {file.name.partition("/")[0] for tree in itself.trees.values() for file in tree.files} if itself else set()
+    free = [n for n in store_at(place).children("") if n not in taken and n != MANIFEST and not n.startswith(".")]
+    names = {name: name for name in free if not name.endswith((SUFFIX, INDEX))}
+    names |= {base: base + SUFFIX for base in exchange_bases(free)}
+    for _, equal in groupby(sorted(names, key=_numbers, reverse=True), _numbers):
+        found: list[tuple[str, str]] = []
+        for name in equal:
+            manifest = _whole(sibling(place, f"{place}/{names[name]}"), tell)
+            if manifest is not None:
+                found.append((max((tree.created for tree in manifest.trees.values()), default=""), names[name]))
+        if found:
+            return sibling(place, f"{place}/{max(found)[1]}")
+    return place if itself is not None else None
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall("[0-9]{1,4000}", name))
+
+
+def _whole(place: str, tell: Callable[..., None]) -> Manifest | None:
+    """The manifest of a whole checkpoint, ours or one with an index; arrays are not searched for."""
+    try:
+        target = find(place)
+        marks = (*target.documents, *target.companions)
+        return target.read() if any(target.store.size(name) is not None for name in marks) else None
+    except NewerFormatError:
+        return Manifest(place, "", {})  # it counts: loading it says what is needed
+    except (IntegrityError, PermissionError) as error:
+        tell("shardkeep: %s is passed over: %s", place, error)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return None
 
 
 def delete(path: object) -> None:

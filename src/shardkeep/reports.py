@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from shardkeep.errors import counted
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -21,7 +23,7 @@ class SaveReport:
     def __str__(self) -> str:
         steps = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         return (
-            f"{self.path}: {self.nbytes:,} bytes in {self.files} files, "
+            f"{self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, "
             f"{self.seconds:.3f} s ({self.gb_per_second:.2f} GB/s; {steps})"
         )
 
@@ -58,6 +60,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         if self.ok:
-            note = f"; {self.unchecked} leaves carry no digests" if self.unchecked else ""
-            return f"{self.path}: {self.nbytes:,} bytes in {self.files} files are as they were saved{note}"
-        return "\n".join([f"{self.path}: {len(self.problems)} problems", *(f"  {p}" for p in self.problems)])
+            note = f"; no digests for {counted(self.unchecked, 'leaf', 'leaves')}" if self.unchecked else ""
+            whole = f"{self.nbytes:,} bytes in {counted(self.files, 'file')} are as they were saved"
+            return f"{self.path}: {whole}{note}"
+        found = counted(len(self.problems), "problem")
+        return "\n".join([f"{self.path}: {found}", *(f"  {p}" for p in self.problems)])

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from shardkeep.commit import Target, Turn, abandon, begin, commit, leave, outcome
+from shardkeep.donation import donations
 from shardkeep.errors import (
     AccessError,
     CheckpointExistsError,
@@ -34,7 +35,7 @@ from shardkeep.planning import Draft
 from shardkeep.processes import Operation, announced, join
 from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
-from shardkeep.staging import Snapshot, refuse_unsupported, staged_bytes, take_snapshot
+from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_bytes, take_snapshot
 from shardkeep.together import close, compare, describe, hand_in, outline
 from shardkeep.tree import Leaf, flatten, to_json
 from shardkeep.workers import Crew, turns
@@ -122,7 +123,7 @@ def run_save(request: SaveRequest) -> SaveReport:
     """The one way a tree is saved in the foreground."""
     with join(f"saving to {request.target.where}") as operation:
         job = _Job.prepare(request, operation)
-        job.take_snapshot(keep=False)
+        job.take_snapshot(None)
         job.before, job.finished = turns.queue(os.path.realpath(job.path))
         with Crew(request.target.store.concurrency) as crew:
             if not request.verbose:
@@ -138,11 +139,15 @@ def start_save(request: SaveRequest) -> PendingSave:
         job.refuse_existing()
         held = staged_bytes(job.leaves)
         budget.take(held, f"the save to {job.path}")
+        crew = Crew(request.target.store.concurrency)
         try:
-            job.take_snapshot(keep=True)
-            # Started now: at the end of the program no thread can be.
-            crew = Crew(request.target.store.concurrency).start()
+            if operation.size == 1:  # of several processes each has its own loop, but they save as one
+                arrays = (leaf.value for leaf in job.leaves if isinstance(leaf.value, jax.Array))
+                job.watched = donations.watch(array for array in arrays if not is_prng_dtype(array.dtype))
+            crew.start()  # now: at the end of the program no thread can be started
+            job.take_snapshot(crew)
         except BaseException:
+            crew.close()
             budget.give_back(held)
             raise
         job.before, job.finished = turns.queue(os.path.realpath(job.path))
@@ -169,7 +174,12 @@ def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: boo
         with job.operation, crew, bar as show:
             return job.run(crew, progress)
     finally:
-        job.snapshot = _NOTHING  # an error's traceback keeps the job alive, and must not keep the arrays
+        donations.learn(job.watched)
+        donations.give_back(job.snapshot.memory)
+        job.snapshot, job.watched = (
+            _NOTHING,
+            [],
+        )  # an error's traceback keeps the job alive, and must not keep the arrays
         budget.give_back(held)
 
 
@@ -185,6 +195,7 @@ class _Job:
     started: float
     snapshot: Snapshot = _NOTHING
     snapshot_seconds: float = 0.0
+    watched: list[jax.Array] = field(default_factory=list[jax.Array])
     before: threading.Event | None = None
     finished: Callable[[], None] = lambda: None
 
@@ -220,7 +231,7 @@ class _Job:
                     "another directory, or with overwrite=True and without a prefix to have only the new tree there"
                 )
 
-    def take_snapshot(self, keep: bool) -> None:
+    def take_snapshot(self, keep: Crew | None) -> None:
         operation = self.operation
         if self.request.target.gathers and operation.size > 1:  # nobody waits in a collective for one who raised
             refuse_unsupported(self.leaves, operation.size)
@@ -228,6 +239,7 @@ class _Job:
         self.snapshot = take_snapshot(
             self.leaves,
             keep=keep,
+            watched=self.watched,
             index=operation.index,
             size=operation.size,
             gathered=self.request.target.gathers,

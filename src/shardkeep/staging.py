@@ -17,32 +17,29 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from shardkeep.arrays import ArraySpec, Region, dtype_name
-from shardkeep.errors import ProcessError, UnsupportedLeafError
-from shardkeep.memory import Array
+from shardkeep.donation import donations
+from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
+from shardkeep.memory import Array, Shard
 from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
 from shardkeep.sharing import share_out
 from shardkeep.tree import Leaf
 from shardkeep.values import is_plain
+from shardkeep.workers import Crew
 
 _SHOWN = 10
 _SENT = 64 << 20  # how much a process sends to the others at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One region's data in host memory. `stable`: nobody can change it while it is written."""
-
-    data: Array
-    stable: bool
+_REMEMBERED = 4096
+_lying: dict[tuple[Any, tuple[int, ...]], list[tuple[Region, int]]] = {}  # regions, and which of the array's parts
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The leaves as they will be recorded, and the shards they are made of."""
+    """The leaves as they will be recorded, and the shards they are made of. `memory`: lent to them by `donations`."""
 
     leaves: tuple[LeafPlan, ...]
     shards: tuple[Shard, ...]
+    memory: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,9 +47,17 @@ class Snapshot:
 
 
 def take_snapshot(
-    leaves: Sequence[Leaf], *, keep: bool, index: int = LEADER, size: int = 1, gathered: bool = False
+    leaves: Sequence[Leaf],
+    *,
+    keep: Crew | None = None,
+    watched: Sequence[jax.Array] = (),
+    index: int = LEADER,
+    size: int = 1,
+    gathered: bool = False,
 ) -> Snapshot:
-    """Every leaf in host memory. `keep`: the snapshot outlives the call, so mutable arrays are copied.
+    """Every leaf in host memory. `keep`: the snapshot outlives the call, so this crew copies what could change.
+
+    So it does with the arrays that are `watched` for donation.
 
     Of `size` processes each (`index`) takes only what it will write; or the leader all, if they are to be `gathered`.
     """
@@ -63,16 +68,20 @@ def take_snapshot(
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
     if size > 1:
-        _stage_shares(leaves, plans, shards, keep, index, size, gathered)
-        return Snapshot(tuple(plans), tuple(shards))
-    for leaf in leaves:
+        _stage_shares(leaves, plans, shards, index, size, gathered)
+    for leaf in leaves if size == 1 else ():
         if isinstance(leaf.value, np.ndarray):
-            plans.append(_stage_numpy(leaf, shards, keep))
+            plans.append(_stage_numpy(leaf, shards))
         elif isinstance(leaf.value, jax.Array):
             plans.append(_stage_jax(leaf, shards))
+            if any(leaf.value is one for one in watched):
+                first = plans[-1].first_held
+                shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
         else:
             plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
-    return Snapshot(tuple(plans), tuple(shards))
+    if keep is None:
+        return Snapshot(tuple(plans), tuple(shards))
+    return Snapshot(tuple(plans), *donations.settle(shards, keep))
 
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
@@ -86,7 +95,6 @@ def _stage_shares(
     leaves: Sequence[Leaf],
     plans: list[LeafPlan],
     shards: list[Shard],
-    keep: bool,
     index: int,
     size: int,
     gathered: bool,
@@ -97,7 +105,7 @@ def _stage_shares(
         if array is None:
             plans.append(LeafPlan(leaf.path, "value", value=leaf.value, common=True))
         elif isinstance(array, np.ndarray):
-            plans.append(replace(_stage_numpy(leaf, shards, keep), shares=shares, common=True))
+            plans.append(replace(_stage_numpy(leaf, shards), shares=shares, common=True))
         elif array.is_fully_addressable:
             plans.append(replace(_stage_jax(leaf, shards), shares=shares, common=True))
         elif gathered:
@@ -164,12 +172,12 @@ def _local_nbytes(array: Any) -> int:
     return min(array.nbytes, shard * len(array.sharding.addressable_devices))
 
 
-def _stage_numpy(leaf: Leaf, shards: list[Shard], keep: bool) -> LeafPlan:
+def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
     array: Array = leaf.value
     native = array.dtype.newbyteorder("=")
     extra = {} if array.dtype == native else {"order": array.dtype.str[0]}
     spec = ArraySpec(array.shape, native)
-    if keep or not array.flags.c_contiguous or extra:
+    if not array.flags.c_contiguous or extra:
         shards.append(Shard(np.array(array, dtype=native, order="C", copy=True), stable=True))
     else:
         shards.append(Shard(array, stable=False))
@@ -198,12 +206,21 @@ def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> list[tupl
         if wanted is not None and not wanted:
             return []
         return [(Region.whole(array.shape), _contiguous(np.asarray(array.addressable_data(0))))]
-    found: dict[Region, Any] = {}
-    for shard in array.addressable_shards:
-        region = Region.from_index(shard.index, array.shape)
-        if wanted is None or any(region == part or region.intersect(part) for part in wanted):
-            found.setdefault(region, shard)
-    return [(region, _contiguous(np.asarray(shard.data))) for region, shard in found.items()]
+    # Looking at the shards of each array would take longer than writing small ones: how they lie is known of the first.
+    lying = _lying.get((array.sharding, array.shape))
+    if lying is None:
+        found: dict[Region, int] = {}
+        for number, shard in enumerate(array.addressable_shards):
+            found.setdefault(Region.from_index(shard.index, array.shape), number)
+        lying = list(found.items())
+        if len(_lying) >= _REMEMBERED:
+            _lying.clear()
+        _lying[array.sharding, array.shape] = lying
+    return [
+        (region, _contiguous(np.asarray(array.addressable_data(number))))
+        for region, number in lying
+        if wanted is None or any(region == part or region.intersect(part) for part in wanted)
+    ]
 
 
 def _contiguous(data: Array) -> Array:
@@ -237,7 +254,9 @@ def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:
     """The error that names the leaves that cannot be saved."""
     shown = "\n".join(f"  {key or '(the tree itself)'}: {problem}" for key, problem in problems[:_SHOWN])
     more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return UnsupportedLeafError(f"{len(problems)} leaves cannot be saved; nothing was written:\n{shown}{more}")
+    return UnsupportedLeafError(
+        f"{counted(len(problems), 'leaf', 'leaves')} cannot be saved; nothing was written:\n{shown}{more}"
+    )
 
 
 def _problem(value: Any, size: int) -> str | None:
@@ -247,7 +266,7 @@ def _problem(value: Any, size: int) -> str | None:
         return _array_problem(value, size)
     if isinstance(value, np.ndarray | np.generic):
         if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
-            return f"a {type(value).__name__} holds more than its data; save its parts as plain arrays"
+            return f"{an(type(value).__name__)} holds more than its data; save its parts as plain arrays"
         try:
             dtype_name(value.dtype)
         except TypeError:
@@ -260,7 +279,7 @@ def _problem(value: Any, size: int) -> str | None:
     if callable(value):
         return f"a function or class ({getattr(value, '__name__', value)!s:.60}) is not data; filter it out first"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"a {kind} is neither an array nor a plain value; register it as a PyTree node or leave it out"
+    return f"{an(kind)} is neither an array nor a plain value; register it as a PyTree node or leave it out"
 
 
 def _array_problem(array: jax.Array, size: int) -> str | None:

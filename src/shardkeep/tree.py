@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from shardkeep.errors import IntegrityError, TreeError
+from shardkeep.errors import IntegrityError, TreeError, an
 from shardkeep.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, usable_class
-from shardkeep.values import Json, NotPlainError, decode, encode
+from shardkeep.values import Json, NotPlainError, decode, encode, show
 
 log = logging.getLogger("shardkeep")
 
@@ -189,7 +189,7 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
         keys = names = tuple(tree)
         for key in keys:
             if type(key) is not str:
-                _encode_key(key)  # refuses what could not be written, before anything is
+                _check_key(key)
                 names = name_children(keys)
         aux = tree.default_factory if cls is defaultdict else None
         return Node(_DICT_KINDS[cls], names, (), keys, cls=cls, aux=aux), list(tree.values())
@@ -307,8 +307,18 @@ def _encode_key(key: Any) -> Json:
         return encode(key)
     except NotPlainError as error:
         raise TreeError(
-            f"dict key {key!r} is a {error}; keys may be str, int, float, bool, None, bytes and tuples of them"
+            f"dict key {show(key)} is {an(str(error))}; "
+            "keys may be str, int, float, bool, None, bytes and tuples of them"
         ) from None
+
+
+def _check_key(key: Any) -> None:
+    """Refuse a key that could not be written, before anything is."""
+    _encode_key(key)
+    try:
+        str(key)
+    except ValueError:  # Python does not write out integers beyond 4300 digits, and leaves are named by their keys
+        raise TreeError(f"dict key {show(key)} is too long for the name of a leaf; use a str or bytes") from None
 
 
 def _from_json(data: Any) -> Child:

@@ -67,7 +67,9 @@ class Crew:
     def _serve(self) -> None:
         while (round_ := self._work.get()) is not None:
             round_.work()
-            round_.left.release()
+            left = round_.left
+            del round_  # while this waits for more it must not hold on to what the tasks held
+            left.release()
 
     def __enter__(self) -> "Crew":
         return self
@@ -79,7 +81,6 @@ class _Round:
     """One list of tasks being worked off."""
 
     def __init__(self, tasks: list[Task]) -> None:
-        self.tasks = tasks
         self.error: BaseException | None = None
         self.left = threading.Semaphore(0)
         self._next = iter(tasks)
@@ -95,6 +96,7 @@ class _Round:
                 task()
             except BaseException as error:  # noqa: BLE001  (raised again by the thread that called run)
                 self.error = self.error or error
+            del task
 
     def wait(self, helpers: int) -> None:
         """Until the helpers are done. An interrupt ends their turn, but they are waited for all the same."""

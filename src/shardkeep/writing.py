@@ -8,12 +8,11 @@ from typing import Any, cast
 import numpy as np
 import zstandard
 
-from shardkeep.digests import BLOCK, block_count, digest
+from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import TreeError
-from shardkeep.memory import Array, aligned_empty
+from shardkeep.memory import Array, Shard, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
-from shardkeep.staging import Shard
 from shardkeep.stores.base import NewFile, Store
 from shardkeep.workers import Crew, Task
 
@@ -136,11 +135,15 @@ class _FileWriter:
         return [lambda part=part: self._write_part(part) for part in self.parts]
 
     def _write_part(self, part: list[tuple[int, int, int]]) -> None:
-        file = self._open()
-        segments = self._segments(part)
         number, first, _ = part[0]
-        file.write(self._plan.pieces[number].offset + first * BLOCK, segments)
-        self._progress(sum(len(s) for s in segments))
+        with self._open().at(self._plan.pieces[number].offset + first * BLOCK) as filling:
+            for number, first, last in part:
+                piece = self._plan.pieces[number]
+                raw = gather(piece, self._leaves[piece.leaf], self._shards).reshape(-1).view(np.uint8)
+                for block, start, end in blocks(first, last, raw.size):
+                    copy = filling.add(raw[start:end])  # hashed is what will be written, while it is hot
+                    self.digests[number][block] = digest(memoryview(cast(Any, copy)))
+                    self._progress(end - start)
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -150,7 +153,7 @@ class _FileWriter:
         """The file, opened by the first part and closed by the last: few are open at any time."""
         with self._lock:
             if self.file is None:
-                self.file = self._store.create(self._plan.name)
+                self.file = self._store.create(self._plan.name, self._plan.size or 0)
                 self.file.write(0, [memoryview(self._plan.header)])
             return self.file
 

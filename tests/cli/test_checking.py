@@ -1,11 +1,12 @@
 """`verify`: good ones pass, and each bad leaf and file is named."""
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import FIXTURES, Run, data_file, flip
+from commands import FIXTURES, Run, data_file, flip, leave_dead_save
 from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
@@ -19,7 +20,7 @@ def test_a_good_checkpoint_is_ok(run: Run, tmp_path: Path, kind: str) -> None:
     assert result.code == 0
     assert result.out.startswith("ok  ")
     assert str(tmp_path / "c") in result.out
-    assert "GB/s" in result.out
+    assert re.search(r", \d+\.\d [kMG]B/s$", result.out.strip())
     document = run.document("verify", path)
     assert document["ok"] is True
     assert document["problems"] == []
@@ -61,10 +62,39 @@ def test_prefix_limits_the_check(run: Run, tmp_path: Path) -> None:
     assert run("verify", tmp_path, "--prefix", "none").code == 2
 
 
+def test_several_are_all_checked_and_the_worst_gives_the_exit_code(run: Run, tmp_path: Path) -> None:
+    good, bad, unfinished = (tmp_path / name for name in ("good", "bad", "unfinished"))
+    for path in (good, bad):
+        shardkeep.save(path, {"w": np.ones(64)})
+    assert run("verify", good, good).code == 0
+    flip(data_file(bad))
+    result = run("verify", bad, good)
+    assert result.code == 1
+    assert [line.split()[0] for line in result.out.splitlines()] == ["DAMAGED", "leaf", "ok", "1"]
+    assert result.out.endswith("1 of 2 are ok\n")
+    leave_dead_save(unfinished)
+    result = run("verify", unfinished, bad, tmp_path / "nowhere", good)
+    assert result.code == 2
+    told = [line.split()[0] for line in result.out.splitlines()]
+    assert told == ["DAMAGED", str(unfinished), "DAMAGED", "leaf", "ERROR", "ok", "1"]
+    assert f"{unfinished}: 1 problem\n" in result.out  # and no bytes in no files at no speed
+
+
+def test_json_of_several_is_a_list_and_of_one_a_document(run: Run, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "c", {"w": np.ones(64)})
+    assert run.document("verify", tmp_path / "c")["ok"] is True
+    result = run("verify", tmp_path / "c", tmp_path / "nowhere", "--json")
+    assert result.code == 2
+    first, second = result.document
+    assert (first["path"], first["ok"], first["problems"]) == (str(tmp_path / "c"), True, [])
+    assert (second["path"], second["ok"]) == (str(tmp_path / "nowhere"), False)
+    assert second["error"]["type"] == "CheckpointNotFoundError"
+
+
 def test_leaves_without_digests_are_counted(run: Run, tmp_path: Path) -> None:
     directory = save_like_hugging_face(tmp_path / "hf", HF_TENSORS)
     assert run.document("verify", directory)["unchecked"] == 4
-    assert "4 leaves of another program carry no digests" in run("verify", directory).out
+    assert "no digests for 4 leaves of another program" in run("verify", directory).out
     (directory / "model-00002-of-00002.safetensors").unlink()
     assert run("verify", directory).code == 1
 

@@ -85,7 +85,7 @@ def test_unfinished_running_damaged_and_newer_ones_are_shown_as_such(run: Run, t
     assert shown["dead"]["stored_bytes"] == 1000
     assert "never finished" in str(shown["dead"]["problem"])
     text = run("ls", tmp_path).out
-    assert "dead: " in text
+    assert "\ndead holds no committed checkpoint" in text
     assert "lost: 1 of 1 files are missing" in text
 
 

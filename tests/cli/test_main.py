@@ -47,7 +47,17 @@ def test_every_command_has_help_with_an_example(run: Run, name: str) -> None:
     assert "--json" in result.out
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["inspect"], ["inspect", "x", "--depth", "0"], ["ls", "--what"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["inspect"],
+        ["inspect", "x", "--depth", "0"],
+        ["inspect", "x", "--depth", "y"],
+        ["ls", "--what"],
+    ],
+)
 def test_a_wrong_command_line_ends_with_2(run: Run, words: list[str]) -> None:
     result = run(*words)
     assert result.code == 2
@@ -93,6 +103,26 @@ def test_an_interrupt_ends_with_130(run: Run, checkpoint: Path, monkeypatch: pyt
     result = run("ls", checkpoint)
     assert result.code == 130
     assert "interrupted" in result.err
+
+
+def test_an_interrupt_while_the_library_is_imported_ends_with_130_too(checkpoint: Path) -> None:
+    code = (
+        "import sys; from shardkeep.cli.main import main\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'numpy': raise KeyboardInterrupt\n"
+        "assert 'numpy' not in sys.modules\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"sys.exit(main(['ls', {str(checkpoint)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (130, "\nshardkeep: interrupted\n")
+
+
+def test_without_a_command_the_commands_are_shown(run: Run) -> None:
+    result = run()
+    assert result.code == 2
+    assert "list the checkpoints" in result.err
 
 
 def test_a_mistake_of_ours_is_shown_in_full_and_is_no_finding(

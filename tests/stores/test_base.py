@@ -26,14 +26,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def put(store: Store, name: str, *parts: bytes) -> None:
-    with store.create(name) as file:
+    with store.create(name, 100) as file:
         file.write(0, [memoryview(part) for part in parts])
 
 
 def test_a_store_and_what_it_gives_have_every_method_with_the_same_parameters(store: Store) -> None:
     put(store, "old", b"1")
     held = store.hold(f"{store.saves}/1", b"")
-    with store.open("old") as opened, store.create("new") as new:
+    with store.open("old") as opened, store.create("new", 100) as new:
         things: dict[Any, object] = {base.Store: store, base.StoredFile: opened, base.NewFile: new, base.Held: held}
         if store.mappable:
             things[base.Mapping] = opened.map(0, 1)
@@ -81,7 +81,7 @@ class TestFiles:
         assert store.read("empty") == b""
 
     def test_a_file_can_be_written_in_any_order(self, store: Store) -> None:
-        with store.create("a/b") as file:
+        with store.create("a/b", 100) as file:
             file.write(3, [memoryview(b"45"), memoryview(b"6")])
             file.write(0, [memoryview(b"123")])
         store.write_into("a/b", 1, b"xy")
@@ -90,7 +90,7 @@ class TestFiles:
     def test_no_way_to_begin_a_file_takes_one_that_is_there(self, store: Store) -> None:
         put(store, "a", b"old")
         with pytest.raises(FileExistsError, match="/a"):
-            store.create("a")
+            store.create("a", 100)
         with pytest.raises(FileExistsError, match="/a"):
             store.hold("a", b"new")
         assert not store.claim("a")

@@ -22,8 +22,9 @@ import shardkeep
 from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
-from shardkeep.stores.local import LocalStore, make_directories, write_at
-from shardkeep.stores.mapping import is_mappable
+from shardkeep.stores.local import LocalStore, make_directories
+from shardkeep.stores.mapping import MAPPABLE, file_system
+from shardkeep.stores.newfile import write_at
 from shardkeep.stores.places import location
 
 NOBODY = 65534
@@ -196,10 +197,10 @@ class TestRecords:
 
 class TestFiles:
     def test_a_new_file_never_replaces_one(self, store: LocalStore) -> None:
-        with store.create("a/b/c") as file:
+        with store.create("a/b/c", 100) as file:
             file.write(0, [memoryview(b"first")])
         with pytest.raises(FileExistsError, match="exists"):
-            store.create("a/b/c")
+            store.create("a/b/c", 100)
         assert store.read("a/b/c") == b"first"
 
     def test_many_buffers_and_empty_ones_are_written_in_order(self, tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ class TestFiles:
         _in_fresh_python(
             """
             import os, resource, signal, tempfile
-            from shardkeep.stores.local import write_at
+            from shardkeep.stores.newfile import write_at
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
             fd, path = tempfile.mkstemp()
@@ -252,7 +253,7 @@ class TestFiles:
 
     def test_remove_takes_directories_that_become_empty_and_no_others(self, store: LocalStore) -> None:
         for name in ("a/b/c", "a/b/d", "a/e", "f/g"):
-            store.create(name).close()
+            store.create(name, 100).close()
         store.remove(["a/b/c", "a/b/d", "gone", "gone/too", "f/g/h"])
         assert store.children("") == ["a", "f"]
         assert store.children("a") == ["e"]
@@ -261,14 +262,14 @@ class TestFiles:
         assert os.path.isdir(store.url)
 
     def test_reading_beyond_the_end_is_an_error(self, store: LocalStore) -> None:
-        with store.create("x") as file:
+        with store.create("x", 100) as file:
             file.write(0, [memoryview(b"12345")])
         with store.open("x") as stored, pytest.raises(EOFError, match="ends before byte 8"):
             stored.read_into(3, np.empty(5, np.uint8))
 
     def test_a_mapping_starts_anywhere_and_outlives_its_file(self, store: LocalStore) -> None:
         data = np.random.default_rng(0).integers(0, 255, 5 * mmap.PAGESIZE, np.uint8)
-        with store.create("x") as file:
+        with store.create("x", 100) as file:
             file.write(0, [memoryview(data)])
         for offset in (0, 1, 4095, 4096, 4097, 9000):
             with store.open("x") as stored:
@@ -281,7 +282,7 @@ class TestFiles:
         assert mapping.data.tobytes() == data[offset : offset + 5000].tobytes()
 
     def test_a_mapped_file_that_is_cut_short_is_an_error_not_a_crash(self, store: LocalStore) -> None:
-        with store.create("x") as file:
+        with store.create("x", 100) as file:
             file.write(0, [memoryview(b"x" * 5 * mmap.PAGESIZE)])
         with store.open("x") as stored:
             mapping = stored.map(0, 5 * mmap.PAGESIZE)
@@ -291,7 +292,7 @@ class TestFiles:
             mapping.bring_in(0, 5 * mmap.PAGESIZE)
 
     def test_a_name_is_taken_by_a_file_a_link_or_a_file_in_its_way(self, store: LocalStore) -> None:
-        store.create("a/b").close()
+        store.create("a/b", 100).close()
         os.symlink("nowhere", store.locate("link"))
         assert store.is_taken(["a/b"])
         assert store.is_taken(["link"])
@@ -321,8 +322,8 @@ class TestFiles:
             make_directories(str(tmp_path / "file" / "below"))
 
     def test_only_local_file_systems_are_mapped(self, tmp_path: Path) -> None:
-        assert is_mappable(str(tmp_path))
-        assert not is_mappable("/proc")
+        assert file_system(str(tmp_path)) in MAPPABLE
+        assert file_system("/proc") not in MAPPABLE
         assert LocalStore(str(tmp_path)).free_bytes() > 0
 
 
@@ -506,3 +507,51 @@ def test_a_lock_held_by_another_program_gives_a_conflict_that_names_it(store: Lo
     with pytest.raises(shardkeep.ConflictError, match=re.escape(store.locate(".shardkeep/lock"))), store.lock(0.01):
         pass
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("part", ["", "saves", "claims", "lock"])
+@pytest.mark.parametrize("target", ["run", "model.safetensors"])
+def test_a_control_directory_that_is_a_link_is_refused_and_nothing_behind_it_is_touched(
+    tmp_path: Path, target: str, part: str
+) -> None:
+    """A checkpoint from someone else must not make a save or a delete remove files elsewhere."""
+    path, victim = tmp_path / target, tmp_path / "victim"
+    for name in ("letter", "saves/letter", "claims/letter"):
+        (victim / name).parent.mkdir(parents=True, exist_ok=True)
+        (victim / name).touch()
+    shardkeep.save(path, {"w": np.ones(3)})
+    control = path / ".shardkeep" if target == "run" else tmp_path / f".{target}.shardkeep"
+    if control.exists():
+        control.rename(tmp_path / "aside")
+    if part:
+        control.mkdir()
+    (control / part).symlink_to(victim / "new" if part == "lock" else victim)
+    before = sorted(victim.rglob("*"))
+    with pytest.raises(shardkeep.IntegrityError, match=r"is a symbolic link, which shardkeep never makes"):
+        shardkeep.save(path, {"w": np.zeros(3)}, overwrite=True)
+    with pytest.raises(shardkeep.IntegrityError, match=r"is a symbolic link, which shardkeep never makes"):
+        shardkeep.delete(path)
+    assert sorted(victim.rglob("*")) == before
+    assert shardkeep.load(path)["w"].sum() == 3
+
+
+def test_nothing_is_written_behind_a_link_that_leads_out(tmp_path: Path) -> None:
+    path, victim = tmp_path / "run", tmp_path / "victim"
+    victim.mkdir()
+    path.mkdir()
+    (path / "w").symlink_to(victim)
+    shardkeep.save(path, {"w": np.ones(3)}, format="tensorstore")
+    assert shardkeep.load(path)["w"].sum() == 3
+    for arguments in ({}, {"format": "tensorstore"}):
+        with pytest.raises(shardkeep.IntegrityError, match=r"lies behind a symbolic link that leads out of"):
+            shardkeep.save(path, {"w": np.ones(3)}, prefix="w.x", **arguments)
+    assert list(victim.iterdir()) == []
+
+
+def test_a_record_that_nests_for_ever_counts_for_nothing(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)})
+    saves = tmp_path / "run" / ".shardkeep" / "saves"
+    saves.mkdir(exist_ok=True)
+    (saves / ("0" * 32)).write_bytes(b"[" * 100_000)
+    shardkeep.save(tmp_path / "run", {"w": np.zeros(3)}, overwrite=True)
+    assert left_overs(tmp_path / "run") == set()

@@ -19,6 +19,7 @@ from shardkeep.arrays import parse_dtype
 from shardkeep.cli.blocks import Opened, choose_trees, compile_match, matches, open_at, steady
 from shardkeep.cli.making import cast_spec, make
 from shardkeep.cli.output import Output, UsageError, bar, counted, human, plain, shows_progress
+from shardkeep.cli.renaming import renamed, subtrees
 from shardkeep.cli.restoring import RestoringTarget, recorded_leaf
 from shardkeep.commit import Target
 from shardkeep.errors import CheckpointExistsError
@@ -42,6 +43,8 @@ class Conversion:
     dtype: str | None = None
     match: str | None = None
     prefix: str | None = None
+    subtree: str | None = None
+    rename: Sequence[str] = ()
     max_shard_size: str | None = None
     overwrite: bool = False
 
@@ -75,6 +78,10 @@ def convert(wanted: Conversion, output: Output) -> int:
     chosen = {name: _choose(tree, pattern) for name, tree in trees.items()}
     if not any(tree.leaves for tree in chosen.values()) and wanted.match is not None:
         raise UsageError(f"--match {wanted.match!r} finds no leaf in {wanted.source}")
+    if wanted.subtree is not None:
+        chosen = subtrees(chosen, wanted.subtree)
+    if wanted.rename:
+        chosen = renamed(chosen, wanted.rename)
     done: list[_Converted] = []
     for name, tree in chosen.items():
         if tree.leaves or wanted.match is None:

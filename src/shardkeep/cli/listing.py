@@ -22,8 +22,14 @@ def ls(path: str, output: Output) -> int:
     output.table([head, *(_row(one) for one in found)], right=(1, 2, 3))
     for one in found:
         if one.problem:
-            output.line(output.paint(f"{plain(one.name)}: {plain(one.problem)}", "yellow"))
+            output.line(output.paint(_problem(one.name, one.path, one.problem), "yellow"))
     return 0
+
+
+def _problem(name: str, path: str, problem: str) -> str:
+    """What is wrong, with the checkpoint named once."""
+    rest = problem.removeprefix(path)
+    return plain(name + rest) if rest != problem and rest[:1] in (" ", ":") else plain(f"{name}: {problem}")
 
 
 def _row(found: Found) -> list[Cell]:

@@ -1,7 +1,7 @@
 """The way in: read the command line, run one command, turn errors into messages and exit codes.
 
 The command's own module is imported only once it is known which one it is: the library brings JAX, which takes a
-second, and asking for help must not.
+second, and asking for help must not. All that takes time is imported where Ctrl-C ends it in one line.
 """
 
 import argparse
@@ -9,20 +9,37 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from shardkeep.cli.output import Output, UsageError, plain
-from shardkeep.cli.parser import make_parser
+from shardkeep.cli.parser import BROKEN_PIPE, ERROR, INTERRUPTED, make_parser
 from shardkeep.errors import ShardkeepError
 
-ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+if TYPE_CHECKING:
+    from shardkeep.cli.output import Output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives its exit code (see `shardkeep --help`)."""
+    parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return ERROR
     try:
-        arguments = make_parser().parse_args(argv)
+        arguments = parser.parse_args(argv)
     except SystemExit as ended:  # help, version or a wrong command line: argparse has said all there is to say
         return int(ended.code or 0)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        return _stop_writing()
+    except KeyboardInterrupt:
+        sys.stderr.write("\nshardkeep: interrupted\n")
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from shardkeep.cli.output import Output, UsageError
+
     output = Output(arguments.json)
     debug = arguments.debug or bool(os.environ.get("SHARDKEEP_DEBUG"))
     try:
@@ -30,10 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        return _stop_writing()
-    except KeyboardInterrupt:
-        sys.stderr.write("\nshardkeep: interrupted\n")
-        return INTERRUPTED
+        raise
     except (ShardkeepError, UsageError, OSError) as error:
         if debug:
             traceback.print_exc()
@@ -43,12 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell(error, output)
 
 
-def _tell(error: Exception, output: Output) -> int:
-    # The library speaks of its arguments; here they are options.
-    message = (
-        str(error).replace("pass overwrite=True", "pass --overwrite").replace("say prefix= one", "say --prefix, one")
-    )
-    message = "\n".join(plain(line) for line in message.split("\n"))
+def _tell(error: Exception, output: "Output") -> int:
+    from shardkeep.cli.output import message_of
+
+    message = message_of(error)
     if output.as_json:
         output.document({"error": {"type": type(error).__name__, "message": message}})
     sys.stderr.write(f"shardkeep: {message}\n")
@@ -67,32 +79,32 @@ def _stop_writing() -> int:
     return BROKEN_PIPE
 
 
-def _ls(arguments: argparse.Namespace, output: Output) -> int:
+def _ls(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.listing import ls
 
     return ls(arguments.path, output)
 
 
-def _inspect(arguments: argparse.Namespace, output: Output) -> int:
+def _inspect(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.inspecting import inspect
 
     return inspect(arguments.path, output, arguments.prefix, arguments.match, arguments.depth, arguments.sort)
 
 
-def _verify(arguments: argparse.Namespace, output: Output) -> int:
+def _verify(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.checking import verify
 
-    return verify(arguments.path, output, arguments.prefix)
+    return verify(arguments.paths, output, arguments.prefix)
 
 
-def _diff(arguments: argparse.Namespace, output: Output) -> int:
+def _diff(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.comparing import diff
 
     prefixes = (arguments.prefix, arguments.prefix if arguments.prefix_b is None else arguments.prefix_b)
     return diff(arguments.a, arguments.b, output, prefixes, arguments.match, arguments.values)
 
 
-def _convert(arguments: argparse.Namespace, output: Output) -> int:
+def _convert(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.converting import Conversion, convert
 
     wanted = Conversion(
@@ -103,25 +115,27 @@ def _convert(arguments: argparse.Namespace, output: Output) -> int:
         dtype=arguments.dtype,
         match=arguments.match,
         prefix=arguments.prefix,
+        subtree=arguments.subtree,
+        rename=arguments.rename,
         max_shard_size=arguments.max_shard_size,
         overwrite=arguments.overwrite,
     )
     return convert(wanted, output)
 
 
-def _stats(arguments: argparse.Namespace, output: Output) -> int:
+def _stats(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.measuring import stats
 
     return stats(arguments.path, output, arguments.prefix, arguments.match)
 
 
-def _clean(arguments: argparse.Namespace, output: Output) -> int:
+def _clean(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.cleaning import clean
 
     return clean(arguments.path, output, arguments.yes, arguments.dry_run)
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace, Output], int]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace, "Output"], int]] = {
     "ls": _ls,
     "inspect": _inspect,
     "verify": _verify,

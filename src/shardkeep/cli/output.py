@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from shardkeep.errors import counted as counted
 from shardkeep.progress import Bar, Progress
 from shardkeep.values import show
 
@@ -86,6 +87,12 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def message_of(error: Exception) -> str:
+    """What an error says, safe to print. The library speaks of its arguments; here they are options."""
+    text = str(error).replace("pass overwrite=True", "pass --overwrite").replace("say prefix= one", "say --prefix, one")
+    return "\n".join(plain(line) for line in text.split("\n"))
+
+
 def human(nbytes: int) -> str:
     """Bytes for people.
 
@@ -98,14 +105,6 @@ def human(nbytes: int) -> str:
     while size >= 999.95 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {_UNITS[unit]}"
-
-
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """
-    >>> counted(1, "leaf", "leaves"), counted(1200, "file")
-    ('1 leaf', '1,200 files')
-    """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def age(moment: datetime.datetime | None, now: datetime.datetime | None = None) -> str:

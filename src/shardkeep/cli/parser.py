@@ -5,6 +5,8 @@ from typing import Any
 
 from shardkeep._version import __version__
 
+ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
 _CODES = """exit codes:
   0    all is well (diff: equal; clean: nothing is left)
   1    findings (verify: damage; diff: differences; clean: left-overs remain)
@@ -87,10 +89,11 @@ def _add_verify(commands: Any) -> None:
         "verify",
         "check every stored byte against its digest",
         "Each bad leaf and file is named. Arrays of other programs carry no digests: of these it is\n"
-        "checked that all files are there and have their size.",
-        "  shardkeep verify runs/exp1/step_100 && echo good",
+        "checked that all files are there and have their size. Of several paths all are checked, also\n"
+        "after one that is bad or cannot be opened; the exit code is that of the worst.",
+        "  shardkeep verify runs/exp1/step_*",
     )
-    command.add_argument("path", metavar="PATH")
+    command.add_argument("paths", metavar="PATH", nargs="+")
     _add_choice(command, match=False)
 
 
@@ -121,8 +124,9 @@ def _add_convert(commands: Any) -> None:
         "Structure, plain values and metadata are kept. DST ending in .safetensors gives plain files\n"
         "with whole arrays under Hugging Face names, any other DST a checkpoint directory. Memory stays\n"
         "bounded: arrays are mapped from SRC or, where they must be decoded, cast or put together, made\n"
-        "in an unnamed file beside DST. Several prefixes are written one after another, each whole.",
-        "  shardkeep convert runs/exp1/step_100 export/model.safetensors --dtype bfloat16 --prefix model",
+        "in an unnamed file beside DST. Several prefixes are written one after another, each whole.\n\n"
+        "--match, --subtree and --rename are applied in this order. Keys are joined with /, as in 'params/dense'.",
+        "  shardkeep convert runs/exp1/step_100 export/model.safetensors --subtree params --dtype bfloat16",
     )
     command.add_argument("source", metavar="SRC")
     command.add_argument("destination", metavar="DST")
@@ -130,6 +134,14 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("--compression", choices=("zstd",), help="with --format tensorstore")
     command.add_argument("--dtype", metavar="D", help="cast arrays of its own kind (floats with bfloat16, …)")
     _add_choice(command)
+    command.add_argument("--subtree", metavar="KEY", help="only what lies below this key, named from there")
+    command.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="replace what a regular expression finds in keys; may be repeated; structure becomes nested dicts",
+    )
     command.add_argument("--max-shard-size", metavar="S", help="of .safetensors files, for example 5GB (the default)")
     command.add_argument("--overwrite", action="store_true", help="replace what is at DST")
 
@@ -163,7 +175,6 @@ def _add_clean(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number, at least 1, not {text!r}")
+    return int(text)

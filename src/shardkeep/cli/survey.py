@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,11 +16,10 @@ from shardkeep.errors import (
     NewerFormatError,
     ShardkeepError,
 )
-from shardkeep.exchange import INDEX, SUFFIX, Exchange
+from shardkeep.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.formats.eformer import INDEX as EFORMER_INDEX
 from shardkeep.formats.zarr import ZARRAY, describe
 from shardkeep.manifest import MANIFEST, Manifest
-from shardkeep.naming import base_of_shard
 from shardkeep.opening import find
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL, LocalStore
@@ -30,7 +28,6 @@ from shardkeep.stores.places import location, sibling, store_at
 State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
 Kind = Literal["directory", "exchange", "eformer", "safetensors"]
 
-_OURS = re.compile(r"[0-9a-f]{32}-[0-9]{5}\.safetensors")  # data of a checkpoint directory
 _DEEPEST = 64
 
 
@@ -165,15 +162,9 @@ class _Walk:
 
 def _exchange_files(where: str, name: str, inside: list[str]) -> Iterator[Found]:
     """Safetensors files by what their names have in common, and saves of such that left only their control files."""
-    bases: dict[str, None] = {}
-    for child in inside:
-        if child.startswith(".") and child.endswith(f"{SUFFIX}.shardkeep"):
-            bases[child[1 : -len(f"{SUFFIX}.shardkeep")]] = None
-        elif child.endswith((SUFFIX, INDEX)) and not child.startswith(".") and not _OURS.fullmatch(child):
-            whole = base_of_shard(child)
-            # Shards without their index are single files to everyone.
-            bases[whole if child.endswith(INDEX) or whole + INDEX in inside else child.removesuffix(SUFFIX)] = None
-    for base in bases:
+    control = f"{SUFFIX}.shardkeep"
+    left = [child[1 : -len(control)] for child in inside if child.startswith(".") and child.endswith(control)]
+    for base in dict.fromkeys([*left, *exchange_bases(inside)]):
         file = base + SUFFIX
         yield look(sibling(where, f"{where}/{file}"), f"{name}/{file}" if name else file)
 

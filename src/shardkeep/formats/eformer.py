@@ -14,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from shardkeep.digests import digest
-from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError
+from shardkeep.errors import IncompleteCheckpointError, IntegrityError
 from shardkeep.formats.pickles import Record, decode_pickle, is_plain_within, plain_value
 from shardkeep.formats.tensorstore import zarr_dtype
 from shardkeep.formats.zarr import ZARRAY, describe, file_names
-from shardkeep.manifest import DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix
+from shardkeep.manifest import MANIFEST, DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix, no_duplicates
 from shardkeep.naming import prefix_directory
 from shardkeep.nodes import LEAF, Node, StandIn, find_class
 from shardkeep.stores.base import Store
+from shardkeep.stores.local import CONTROL
 from shardkeep.tree import Path, Skeleton, flatten, name_children, nest
 from shardkeep.values import is_plain
 
@@ -65,10 +66,10 @@ def _discover(store: Store) -> Manifest | None:
     found = store.find_directories_with(ZARRAY)
     if not found:
         return None
-    nested = [name for name in store.find_directories_with(INDEX) if name]
-    if nested:
-        listed = ", ".join(nested[:8])
-        raise CheckpointNotFoundError(f"{store.url} is not a checkpoint but holds some: load one of {listed}")
+    above = {name[:i] for name in found for i, c in enumerate(name) if c == "/"}
+    # Arrays of a checkpoint below, or of a save of ours into a place below that never finished, are not this one's.
+    if any(not {MANIFEST, CONTROL, INDEX}.isdisjoint(store.children(name)) for name in sorted(above)):
+        return None
     log.warning("shardkeep: %s has no index; %d zarr arrays were found by looking", store.url, len(found))
     return _manifest(store, {"": found}, digest("\n".join(found).encode()))
 
@@ -252,7 +253,7 @@ def _paths(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _read_json(store: Store, name: str) -> dict[str, Any] | None:
     try:
-        data = json.loads(store.read(name))
+        data = json.loads(store.read(name), object_pairs_hook=no_duplicates)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ import zstandard
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError, MissingDataError
-from shardkeep.manifest import StoredLeaf
+from shardkeep.manifest import StoredLeaf, no_duplicates
 from shardkeep.memory import Array
 from shardkeep.reading import Target
 from shardkeep.stores.base import Store
@@ -80,7 +80,7 @@ def describe(store: Store, directory: str) -> ZarrArray:
     name = _join(directory, ZARRAY)
     where = store.locate(name)
     try:
-        data = json.loads(store.read(name))
+        data = json.loads(store.read(name), object_pairs_hook=no_duplicates)
         shape, chunks = tuple(data["shape"]), tuple(data["chunks"])
         dtype = _dtype(data["dtype"])
         compressor = data["compressor"]["id"] if data.get("compressor") else None

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkeep.choosing import Request
+from shardkeep.errors import an
 from shardkeep.loading import load_request
 from shardkeep.manager import as_dict, checked_chunk_size, refuse_unsaid_layout
 from shardkeep.opening import new_target
@@ -74,7 +75,7 @@ def tree_serialize_leaves(
     elif hasattr(manager, "serialize"):
         _hand_overs.setdefault(manager, _HandOver()).add(manager, start_save(request))
     else:
-        raise TypeError(f"manager must be an AsyncCheckpointManager or JAX's own, not a {type(manager).__name__}")
+        raise TypeError(f"manager must be an AsyncCheckpointManager or JAX's own, not {an(type(manager).__name__)}")
 
 
 class _HandOver:

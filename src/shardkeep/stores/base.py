@@ -43,6 +43,18 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
         """Put `buffers` one after another at `offset`. May be called from several threads."""
         ...
 
+    def at(self, offset: int) -> "Filling":
+        """For many bytes at `offset`: they are collected, and written when it is left."""
+        ...
+
+
+class Filling(AbstractContextManager["Filling"], Protocol):
+    """Bytes on their way to one place of a file."""
+
+    def add(self, data: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Take at most 16 MiB; gives the copy that will be written, valid until the next call."""
+        ...
+
 
 class Held(Protocol):
     """A record that tells others its save is alive, until it is released."""
@@ -109,8 +121,8 @@ class Store(Protocol):
 
     def open(self, name: str) -> StoredFile: ...
 
-    def create(self, name: str) -> NewFile:
-        """Begin a file that must not exist yet."""
+    def create(self, name: str, size: int) -> NewFile:
+        """Begin a file of `size` bytes that must not exist yet."""
         ...
 
     def write_new(self, name: str, total: int, buffers: Iterable["memoryview"]) -> None:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardkeep.errors import ConflictError, IntegrityError
-from shardkeep.stores.mapping import LocalFile, is_mappable
+from shardkeep.stores.mapping import MAPPABLE, LocalFile, file_system
+from shardkeep.stores.newfile import DIRECT, DIRECT_FROM, LocalNewFile, write_at
 
 CONTROL = ".shardkeep"
-_MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
-_MAX_BUFFERS = 1024
 _FEW_FILES = 8
 _MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
@@ -51,7 +50,6 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
-        self._mappable: bool | None = None
         self.remote = False
         self.concurrency = None
         self.object_limit = None
@@ -109,20 +107,36 @@ class LocalStore:
     def _real_root(self) -> str:
         return os.path.realpath(self._root).rstrip(os.sep) + os.sep
 
+    @cached_property
+    def _file_system(self) -> str:
+        return file_system(self._root)
+
     @property
     def mappable(self) -> bool:
-        if self._mappable is None:
-            self._mappable = is_mappable(self._root)
-        return self._mappable
+        return self._file_system in MAPPABLE
 
-    def create(self, name: str) -> "LocalNewFile":
+    @property
+    def direct(self) -> bool:
+        """Whether large files are written past the page cache."""
+        return self._file_system in DIRECT
+
+    def create(self, name: str, size: int) -> LocalNewFile:
+        return LocalNewFile(self._place_for(name), size, self.direct)
+
+    def _place_for(self, name: str) -> str:
+        """Where a new file goes, its directory made; never behind a link that leads out of the checkpoint."""
         path = self.locate(name)
+        if "/" in name and not self._is_inside(path):
+            raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
         make_directories(os.path.dirname(path))
-        return LocalNewFile(path)
+        return path
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
-        path = self.locate(name)
-        make_directories(os.path.dirname(path))
+        path = self._place_for(name)
+        if total >= DIRECT_FROM and self.direct:
+            with LocalNewFile(path, total, direct=True) as file:
+                file.write_all(buffers)
+            return
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_at(descriptor, 0, list(buffers), path)
@@ -217,7 +231,8 @@ class LocalStore:
                 return True
             while name := os.path.dirname(name):
                 directories.add(name)
-        return any(os.path.lexists(self.locate(d)) and not os.path.isdir(self.locate(d)) for d in directories)
+        places = [self.locate(directory) for directory in directories]
+        return any(os.path.islink(p) or (os.path.lexists(p) and not os.path.isdir(p)) for p in places)
 
     def find_directories_with(self, name: str) -> list[str]:
         found: list[str] = []
@@ -231,6 +246,9 @@ class LocalStore:
     def lock(self, seconds: float) -> Generator[None]:
         path = self.locate(f"{self.control}/lock")
         deadline = time.monotonic() + seconds
+        for part in (self.control, self.saves, f"{self.control}/claims", f"{self.control}/lock"):
+            if os.path.islink(self.locate(part)):  # files are made and removed there: it must be there
+                raise IntegrityError(f"{self.locate(part)} is a symbolic link, which shardkeep never makes; remove it")
         while True:
             make_directories(os.path.dirname(path))
             try:
@@ -300,26 +318,6 @@ class LocalStore:
         return stats.f_bavail * stats.f_frsize
 
 
-class LocalNewFile:
-    """A file being written at its final name, which nothing else uses."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        write_at(self._descriptor, offset, buffers, self.path)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def __enter__(self) -> "LocalNewFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 @dataclass(slots=True)
 class LocalHeld:
     """A locked record file. The lock goes with the process, however it ends."""
@@ -358,28 +356,6 @@ def _open_plain(path: str) -> int:
         os.close(descriptor)
         raise IntegrityError(f"{path} is not a plain file")
     return descriptor
-
-
-def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:
-    """Write all of `buffers` at `offset`, however little the system takes at a time."""
-    pending = [b for b in buffers if len(b)]
-    while pending:
-        batch: list[memoryview] = []
-        total = 0
-        for buffer in pending[:_MAX_BUFFERS]:
-            batch.append(buffer[: _MAX_WRITE - total])
-            total += len(batch[-1])
-            if total >= _MAX_WRITE:
-                break
-        try:
-            count = os.pwritev(descriptor, batch, offset)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-        offset += count
-        while pending and count >= len(pending[0]):
-            count -= len(pending.pop(0))
-        if count:
-            pending[0] = pending[0][count:]
 
 
 def make_directories(path: str) -> None:

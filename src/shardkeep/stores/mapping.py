@@ -11,7 +11,8 @@ import numpy as np
 
 _MAX_READ = 1 << 30
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
-_MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
+# Where another machine cannot change files that are mapped.
+MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 
 
 class LocalFile:
@@ -64,12 +65,12 @@ class LocalMapping:
                 raise OSError(errno.EIO, "Input/output error", self._path) from error
 
 
-def is_mappable(directory: str) -> bool:
-    """Whether files there may be mapped: only on file systems where another machine cannot change them."""
+def file_system(directory: str) -> str:
+    """The kind of file system a directory is on; nothing if nobody knows."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return False
+        return ""
     real = os.path.realpath(directory)
     best, kind = "", ""
     for line in mounts:
@@ -78,4 +79,4 @@ def is_mappable(directory: str) -> bool:
         inside = point == "/" or real == point or real.startswith(point + "/")
         if inside and len(point) >= len(best):
             best, kind = point, fields[2]
-    return kind in _MAPPABLE
+    return kind

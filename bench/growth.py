@@ -1,0 +1,89 @@
+"""How the cost of our saves and loads grows with the number of arrays and with bytes, and what a rotation costs.
+
+python bench/growth.py leaves|bytes|rotation|import CONTENDER DIRECTORY
+"""
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LEAVES = (10, 1_000, 5_000, 20_000)
+MEBIBYTES = (1, 64, 512, 2048, 4096)
+
+
+def grow(by: str, name: str, where: Path) -> dict[str, Any]:
+    """(arrays, bytes, seconds to save, seconds to load), each the best of three: it is the growth that is asked for."""
+    import jax
+    import jax.numpy as jnp
+    from contenders import CONTENDERS, clocked
+
+    contender = CONTENDERS[name]()
+    points: list[list[float]] = []
+    contender.save(where / "first", {"w": jnp.ones(8)})
+    for size in LEAVES if by == "leaves" else MEBIBYTES:
+        count, elements = (size, 256) if by == "leaves" else (10, (size << 20) // 40)
+        build = (
+            jax.jit(lambda n=count, e=elements: {f"w{i}": jnp.full((e,), i, jnp.float32) for i in range(n)})
+            if (count <= 10)
+            else (lambda n=count, e=elements: {f"w{i}": jnp.full((e,), i, jnp.float32) for i in range(n)})
+        )
+        tree = jax.block_until_ready(build())
+        wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in tree.items()}
+        saves: list[float] = []
+        loads: list[float] = []
+        for number in range(3):
+            os.sync()
+            gc.collect()
+            path = where / f"{by}-{size}-{number}"
+            saves.append(clocked(lambda path=path, tree=tree: contender.save(path, tree))[0])
+            loads.append(
+                clocked(lambda path=path, wanted=wanted: jax.block_until_ready(contender.load(path, wanted)))[0]
+            )
+        points.append([count, count * elements * 4, min(saves), min(loads)])
+        del tree
+    return {"points": points}
+
+
+def rotate(name: str, where: Path) -> dict[str, Any]:
+    """A save, the one before deleted, a save, …: median and largest of twenty."""
+    import jax.numpy as jnp
+    from contenders import CONTENDERS, clocked
+
+    contender = CONTENDERS[name]()
+    tree = {f"w{i}": jnp.full((64, 1024), i, jnp.float32) for i in range(200)}
+    seconds: list[float] = []
+    for number in range(21):
+        path = where / f"step_{number}"
+        seconds.append(clocked(lambda path=path: contender.save(path, tree))[0])
+        if number:
+            contender.delete(where / f"step_{number - 1}")
+    return {"median": statistics.median(seconds[1:]), "largest": max(seconds[1:])}
+
+
+def imported(name: str) -> dict[str, Any]:
+    """Seconds that an import takes on top of JAX."""
+    import jax
+
+    jax.devices()
+    module = {"shardkeep": "shardkeep", "Orbax": "orbax.checkpoint"}[name]
+    started = time.perf_counter()
+    __import__(module)
+    return {"import": time.perf_counter() - started}
+
+
+def main() -> None:
+    what, name, where = sys.argv[1:]
+    if what in ("leaves", "bytes"):
+        found = grow(what, name, Path(where))
+    else:
+        found = rotate(name, Path(where)) if what == "rotation" else imported(name)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

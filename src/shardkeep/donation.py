@@ -1,0 +1,92 @@
+"""Whether the training loop gives its arrays away, and a copy of them for saves in the background if it does.
+
+A snapshot of views costs nothing, until the loop donates the arrays: then XLA has to find fresh memory for the next
+state, whose first touch takes far longer than a copy. So it is watched whether arrays are donated while they are being
+saved. From then on they are copied, into memory that is kept from save to save, and given to XLA at once.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from shardkeep.memory import Array, Shard, aligned_empty
+from shardkeep.workers import Crew, Task
+
+_COPY_FROM = 64 << 20  # below, fresh memory is found fast enough
+_WATCHED = 4
+_WATCHED_BYTES = 4 << 20
+_PART = 16 << 20
+_ALIGN = 64
+
+
+class Donations:
+    """What was seen of the loop so far, and the memory for its copies."""
+
+    def __init__(self) -> None:
+        self.expected = False
+        self._free: Array | None = None
+        self._lock = threading.Lock()
+
+    def watch(self, arrays: Iterable[jax.Array]) -> list[jax.Array]:
+        """A few small ones, to be looked at again when the save is done. They are always copied: of an array that is
+        viewed nobody can tell whether it was donated."""
+        chosen: list[jax.Array] = []
+        left = _WATCHED_BYTES
+        for array in sorted((a for a in arrays if 0 < a.nbytes <= left), key=lambda a: a.nbytes)[:_WATCHED]:
+            left -= array.nbytes
+            if left >= 0:
+                chosen.append(array)
+        return chosen
+
+    def learn(self, watched: Sequence[jax.Array]) -> None:
+        """Were they donated? What the next save does follows."""
+        if watched:
+            self.expected = any(array.is_deleted() for array in watched)
+        if not self.expected:
+            with self._lock:
+                self._free = None
+
+    def settle(self, shards: Sequence[Shard], crew: Crew) -> tuple[tuple[Shard, ...], Array | None]:
+        """Shards that nobody can change or takes away, and the memory of those that were copied, for `give_back`."""
+        all_of_them = self.expected and sum(shard.data.nbytes for shard in shards) >= _COPY_FROM
+        copied = [shard.data for shard in shards if all_of_them or not shard.stable]
+        if not copied:
+            return tuple(shards), None
+        memory = self._take(sum(_room(data.nbytes) for data in copied))
+        tasks: list[Task] = []
+        settled: list[Shard] = []
+        start = 0
+        for shard in shards:
+            if shard.stable and not all_of_them:
+                settled.append(shard)
+                continue
+            raw, target = shard.data.reshape(-1).view(np.uint8), memory[start : start + shard.data.nbytes]
+            settled.append(Shard(target.view(shard.data.dtype).reshape(shard.data.shape), stable=True))
+            for at in range(0, raw.size, _PART):
+                tasks.append(partial(np.copyto, target[at : at + _PART], raw[at : at + _PART]))
+            start += _room(raw.size)
+        crew.run(tasks)
+        return tuple(settled), memory
+
+    def _take(self, total: int) -> Array:
+        with self._lock:
+            memory, self._free = self._free, None
+        if memory is not None and total <= memory.size <= 2 * total:
+            return memory
+        return aligned_empty(total)
+
+    def give_back(self, memory: Array | None) -> None:
+        """For the next save: one piece of memory is kept, as long as donations are expected."""
+        with self._lock:
+            if memory is not None and self.expected:
+                self._free = memory
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+donations = Donations()

@@ -1,0 +1,112 @@
+"""Saves of a loop that gives its arrays away."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardkeep
+from shardkeep import donation
+from shardkeep.donation import Donations, donations
+from shardkeep.memory import Shard
+from shardkeep.stores.places import store_at
+from shardkeep.workers import Crew
+from support import assert_same, bits, mesh_of, pattern
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was seen yet, and small arrays count."""
+    monkeypatch.setattr(donation, "_COPY_FROM", 1 << 10)
+    donations.learn([])
+    monkeypatch.setattr(donations, "expected", False)
+
+
+def state(number: int) -> dict[str, Any]:
+    sharded = jax.device_put(pattern(np.float32, (64, 64), number), NamedSharding(mesh_of(4, 2), PartitionSpec("a")))
+    return {
+        "w": sharded,
+        "b": jnp.asarray(pattern(np.float32, (100,), number)),
+        "step": jnp.int32(number),
+        "empty": jnp.zeros((0, 3)),
+        "key": jax.random.key(number),
+    }
+
+
+step = jax.jit(lambda tree: {**tree, "w": tree["w"] + 1, "step": tree["step"] + 1}, donate_argnums=0)
+
+
+def saved_while_donated(path: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """A save that cannot go on before the next step has taken the arrays; gives what the step made of them."""
+    with store_at(str(path)).lock(5):
+        pending = shardkeep.save_async(path, tree)
+        tree = jax.block_until_ready(step(tree))
+    pending.wait()
+    return tree
+
+
+def test_a_donating_loop_is_noticed_and_its_saves_stay_exact(tmp_path: Path) -> None:
+    tree = state(0)
+    kept: list[Any] = []
+    for number in range(4):
+        kept.append({name: np.array(value) for name, value in tree.items() if name != "key"})
+        tree = saved_while_donated(tmp_path / str(number), tree)
+        assert donations.expected
+    for number, expected in enumerate(kept):
+        loaded = shardkeep.load(tmp_path / str(number))
+        assert bits(jax.random.key_data(loaded.pop("key"))) == bits(jax.random.key_data(jax.random.key(0)))
+        assert {name: bits(value) for name, value in loaded.items()} == {n: bits(v) for n, v in expected.items()}
+
+
+def test_its_memory_is_used_again_and_let_go_when_the_loop_stops_donating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(donation, "aligned_empty", lambda n: taken.append(n) or np.empty(n, np.uint8))
+    tree = state(0)
+    for number in range(4):
+        tree = saved_while_donated(tmp_path / str(number), tree)
+    assert len(taken) == 2, "a little for the few that are watched, then for all, which is used again and again"
+    assert donations._free is not None
+    shardkeep.save_async(tmp_path / "kept", tree).wait()
+    assert not donations.expected
+    assert donations._free is None
+    shardkeep.save_async(tmp_path / "views", tree).wait()
+    assert taken[2:] == taken[:1]
+
+
+def test_two_saves_at_once_do_not_share_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(donations, "expected", True)
+    trees = [{"w": jnp.asarray(pattern(np.float32, (512, 512), i))} for i in range(4)]
+    expected = [bits(tree["w"]) for tree in trees]
+    pending = [shardkeep.save_async(tmp_path / str(i), tree) for i, tree in enumerate(trees)]
+    for one in pending:
+        one.wait()
+    assert [bits(shardkeep.load(tmp_path / str(number))["w"]) for number in range(4)] == expected
+
+
+def test_what_could_change_is_copied_and_what_could_not_is_not() -> None:
+    data = [pattern(np.float32, (8, 8)), pattern(np.int16, (5,)), np.zeros((0, 2), np.int8), np.array(7, np.int64)]
+    shards = [Shard(array, stable=number % 2 == 0) for number, array in enumerate(data)]
+    with Crew() as crew:
+        settled, memory = Donations().settle(shards, crew)
+        assert memory is not None
+        assert [one.data is array for one, array in zip(settled, data, strict=True)] == [True, False, True, False]
+        everything = Donations()
+        everything.expected = True
+        copied, _ = everything.settle([*shards, Shard(np.ones(1000), stable=True)], crew)
+    assert not any(one.data is array for one, array in zip(copied, data, strict=False))
+    for one, array in zip(copied, data, strict=False):
+        assert_same(one.data, array)
+        assert one.stable
+
+
+def test_little_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(donation, "_WATCHED_BYTES", 100)
+    arrays = [jnp.ones(n) for n in (0, 1, 20, 4, 30, 1000)]
+    assert [a.size for a in donations.watch(arrays)] == [1, 4, 20]
+    assert donations.watch(arrays[5:]) == []
