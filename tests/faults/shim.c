@@ -2,7 +2,8 @@
 
    Preloaded into a process, it counts calls that change something below one directory (or, for reads, that read
    from it). At call number k it kills the process, tears the write and kills it, interrupts it (SIGINT), makes the
-   call fail with an errno, or pauses until a file appears. Nothing happens before shim_arm is called. */
+   call fail with an errno, or pauses until a file appears (STEP: at that call and each one after it, with a file
+   for each). Nothing happens before shim_arm is called. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -19,7 +20,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OFF, COUNT, KILL, TORN, INTERRUPT, FAIL, PAUSE };
+enum { OFF, COUNT, KILL, TORN, INTERRUPT, FAIL, PAUSE, STEP };
 
 static char root[PATH_MAX], ops[256], pause_at[PATH_MAX];
 static size_t root_length;
@@ -64,11 +65,12 @@ static void die(void) {
     for (;;) pause();
 }
 
-static void wait_for_go(void) {
-    char path[PATH_MAX + 8];
-    snprintf(path, sizeof path, "%s.reached", pause_at);
+static void wait_for_go(int step) {
+    char path[PATH_MAX + 32], number[16] = "";
+    if (step) snprintf(number, sizeof number, ".%d", step);
+    snprintf(path, sizeof path, "%s%s.reached", pause_at, number);
     close(syscall(SYS_open, path, O_CREAT | O_WRONLY, 0644));
-    snprintf(path, sizeof path, "%s.go", pause_at);
+    snprintf(path, sizeof path, "%s%s.go", pause_at, number);
     while (syscall(SYS_access, path, F_OK) != 0) usleep(2000);
 }
 
@@ -77,13 +79,15 @@ static int strike(const char *op, int is_inside) {
     int how = atomic_load(&mode);
     if (how == OFF || !is_inside || !counted(op)) return 0;
     int mine = atomic_fetch_add(&counter, 1) + 1;
-    if (mine != target && !(repeats && mine > target && (how == FAIL || how == INTERRUPT))) return 0;
+    int later = mine > target && (how == STEP || (repeats && (how == FAIL || how == INTERRUPT)));
+    if (mine != target && !later) return 0;
     switch (how) {
     case KILL: die(); return 0;
     case TORN: return 2;
     case INTERRUPT: return 3;
     case FAIL: errno = code; return 1;
-    case PAUSE: wait_for_go(); return 0;
+    case PAUSE: wait_for_go(0); return 0;
+    case STEP: wait_for_go(mine); return 0;
     default: return 0;
     }
 }

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import errno as errnos
+import importlib
 import json
 import os
 import select
@@ -23,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CHANGES = "create,write,fsync,rename,unlink,rmdir,mkdir"
-MODES = {"count": 1, "kill": 2, "torn": 3, "interrupt": 4, "fail": 5, "pause": 6}
+MODES = {"count": 1, "kill": 2, "torn": 3, "interrupt": 4, "fail": 5, "pause": 6, "step": 7}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Fault:
     errno: int = errnos.EIO
     again: bool = False  # a failing call keeps failing from then on
     calls: str = CHANGES
-    pause: str = ""  # where `<pause>.reached` appears, and `<pause>.go` is waited for
+    pause: str = ""  # where `<pause>.reached` appears, and `<pause>.go` is waited for; "step": `<pause>.<call>.…`
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Outcome:
     """How a process ended: `signal` if it was killed, `error` (type, its bases, message) if the action raised."""
 
     signal: int = 0
+    code: int = 0  # what a program ended with
     calls: int = 0  # how many calls were counted
     value: Any = None
     error: str = ""
@@ -67,9 +69,9 @@ def shim() -> Path:
 
 
 class Spawner:
-    """Starts processes that share what was imported before; close it at the end."""
+    """Starts processes that share what was imported before, the module of their `actions`; close it at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, actions: str = "faults.states") -> None:
         env = {
             **os.environ,
             "LD_PRELOAD": str(shim()),
@@ -81,14 +83,19 @@ class Spawner:
             "PYTHONWARNINGS": "ignore",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "faults.spawner"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "faults.spawner", actions],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
-    def start(self, action: str, fault: Fault | None = None, uid: int | None = None, **arguments: Any) -> "Child":
-        """Begin an action in a process of its own."""
-        pid, report = self._ask(
-            {"action": action, "fault": vars(fault) if fault else None, "uid": uid, "arguments": arguments}
-        )
+    def start(
+        self, action: str, fault: Fault | None = None, uid: int | None = None, program: bool = False, **arguments: Any
+    ) -> "Child":
+        """Begin an action in a process of its own; as a `program` it ends as programs do, and only its log is told."""
+        request = {"action": action, "fault": vars(fault) if fault else None, "uid": uid, "arguments": arguments}
+        pid, report = self._ask({**request, "program": program})
         return Child(self, pid, report)
 
     def run(self, action: str, fault: Fault | None = None, uid: int | None = None, **arguments: Any) -> Outcome:
@@ -112,7 +119,8 @@ class Spawner:
         Path(report).unlink()
         told = json.loads(text.splitlines()[-1]) if text.startswith("{") else {"log": text}
         told["bases"] = tuple(told.get("bases", ()))
-        return Outcome(signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, **told)
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
+        return Outcome(signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, code=code, **told)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -138,6 +146,15 @@ class Child:
     def wait(self, seconds: float = 60) -> Outcome:
         return self._spawner.wait(self.pid, self._report, seconds)
 
+    def ended(self, seconds: float) -> bool:
+        """Whether it has ended, or does so within that time."""
+        deadline = time.monotonic() + seconds
+        while not (ended := Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        return ended
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -161,7 +178,8 @@ class Pause:
 
 def _main() -> None:
     """The spawning process: a request on each line of standard input, an answer on each line of standard output."""
-    from faults import states  # imported before the first fork, once for all
+    _, actions = sys.argv if len(sys.argv) > 1 else ("", "faults.states")
+    states = importlib.import_module(actions)  # before the first fork, once for all
 
     library = ctypes.CDLL(os.environ["SHARDKEEP_SHIM"])
     answers = os.fdopen(os.dup(1), "w")
@@ -173,6 +191,8 @@ def _main() -> None:
         else:
             descriptor, report = tempfile.mkstemp(prefix="shardkeep-report-")
             pid = os.fork()
+            if pid == 0 and request["program"]:
+                return _program(request, descriptor, library, states)
             if pid == 0:
                 _child(request, descriptor, library, states)
             os.close(descriptor)
@@ -207,17 +227,7 @@ def _child(request: Any, descriptor: int, library: ctypes.CDLL, states: Any) -> 
             os.setgroups([])
             os.setgid(request["uid"])
             os.setuid(request["uid"])
-        fault = request["fault"]
-        if fault:
-            library.shim_arm(
-                os.fsencode(os.path.realpath(fault["root"])),
-                fault["calls"].encode(),
-                MODES[fault["mode"]],
-                fault["at"],
-                fault["errno"],
-                int(fault["again"]),
-                os.fsencode(fault["pause"]),
-            )
+        _arm(request["fault"], library)
         told["value"] = getattr(states, request["action"])(**request["arguments"])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except BaseException as error:  # noqa: BLE001  (all of it is reported)
@@ -229,6 +239,29 @@ def _child(request: Any, descriptor: int, library: ctypes.CDLL, states: Any) -> 
     told |= {"calls": library.shim_count(), "log": log.read().decode(errors="replace")}
     os.write(descriptor, json.dumps(told).encode())
     os._exit(0)
+
+
+def _program(request: Any, descriptor: int, library: ctypes.CDLL, states: Any) -> None:
+    """Run one action as a program does: what it raises ends it, and the interpreter is left in the usual way."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    _arm(request["fault"], library)
+    getattr(states, request["action"])(**request["arguments"])
+
+
+def _arm(fault: Any, library: ctypes.CDLL) -> None:
+    if fault:
+        library.shim_arm(
+            os.fsencode(os.path.realpath(fault["root"])),
+            fault["calls"].encode(),
+            MODES[fault["mode"]],
+            fault["at"],
+            fault["errno"],
+            int(fault["again"]),
+            os.fsencode(fault["pause"]),
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 import resource
+import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -12,6 +15,9 @@ import ml_dtypes
 import numpy as np
 
 import shardkeep
+from multiprocess.inside import arrays_of, mesh_over, values_of
+from shardkeep import processes
+from shardkeep.cli.main import main
 from shardkeep.memory import budget
 
 for _name in shardkeep.__all__:  # imported now: children are under fault, or another user
@@ -108,6 +114,16 @@ def save_in_turn(path: str, kind: str, first: int, count: int, variants: list[di
         shardkeep.save(path, make(kind, number), overwrite=True, **arguments)
 
 
+def save_together(index: int, port: int, path: str, number: int, format: Any) -> None:
+    """Save as one of two JAX processes, over what is there; one that died is given up after two seconds."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    place = f"127.0.0.1:{port}"
+    jax.distributed.initialize(place, 2, index, coordinator_bind_address=place)
+    tree = arrays_of(values_of(number), mesh_over((2, 2)), 1)
+    processes.SILENCE = 2.0
+    shardkeep.save(path, tree, format=format, overwrite=True)
+
+
 def load(path: str, kind: str, number: int, **arguments: Any) -> None:
     assert same(shardkeep.load(path, **arguments), make(kind, number)), "what was loaded is another state"
 
@@ -143,6 +159,18 @@ def load_within(path: str, gigabytes: int) -> None:
     """Load with little memory to be had."""
     resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
     shardkeep.load(path)
+
+
+def with_few_files(act: str, spare: int, **arguments: Any) -> None:
+    """Save or load when only `spare` more files may be open."""
+    lowest = os.open(os.devnull, os.O_RDONLY)  # the number that the next file gets
+    os.close(lowest)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+    try:
+        globals()[act](**arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def save_with_few_threads(path: str, how: str, spare: int) -> dict[str, int]:
@@ -182,6 +210,36 @@ def load_layer(path: str, fields: dict[str, int]) -> list[Any]:
     _layer(fields)
     loaded = shardkeep.load(path)["d"]
     return [type(loaded).__name__, *(list(np.shape(getattr(loaded, name, None))) for name in ("kernel", "bias"))]
+
+
+def end_during_save(path: str, kind: str, number: int, how: str, pause: str, **arguments: Any) -> None:
+    """A program that ends while its save stops at a call, which goes on only when the main thread is no more."""
+    pending = shardkeep.save_async(path, make(kind, number), **arguments)
+    if how == "fail":
+        return
+    while not (pending.done() or os.path.exists(f"{pause}.reached")):
+        time.sleep(0.001)
+    threading.Thread(target=_go_on, args=(pause,), daemon=True).start()
+    if how == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "exit":
+        sys.exit(3)
+    elif how == "raise":
+        raise RuntimeError("mine")
+    elif how == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        pending.wait()
+
+
+def _go_on(pause: str) -> None:
+    threading.main_thread().join()
+    with open(f"{pause}.go", "w"):
+        pass
+
+
+def command(arguments: list[str]) -> int:
+    """The command line; its output is in the log."""
+    return main(arguments)
 
 
 def fail_then_delete(path: str, kind: str, number: int) -> None:

@@ -127,7 +127,12 @@ SCENARIOS = {
 
 
 class Violation(AssertionError):
-    """A promise did not hold after a fault."""
+    """A promise did not hold after a fault; all that were `found` broken, at so many `points`."""
+
+    def __init__(self, message: str, found: tuple[str, ...] = (), points: int = 1) -> None:
+        super().__init__("\n".join([message, *found]))
+        self.found = found or (message,)
+        self.points = points
 
 
 def sweep(
@@ -176,7 +181,7 @@ def sweep(
         shutil.rmtree(place)
     shutil.rmtree(room)
     if violations:
-        raise Violation("\n".join([f"{scenario.name}: {len(violations)} promises broken", *violations]))
+        raise Violation(f"{scenario.name}: {len(violations)} promises broken", tuple(violations), struck)
     return struck
 
 

@@ -1,0 +1,326 @@
+"""Checkpoints whose files are to be made hostile: which file, how its bytes are opened, and how they are closed again
+so that seals and lengths are right and the reader gets to see what is inside.
+"""
+
+import base64
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+import zstandard
+
+import shardkeep
+from faults.mutate import NASTY, PICKLED
+from shardkeep.digests import digest, seal
+from shardkeep.directory import Directory
+from shardkeep.exchange import Exchange
+from shardkeep.formats import eformer, zarr
+from shardkeep.formats.pickles import decode_pickle, plain_value
+from shardkeep.formats.zarr import describe
+from shardkeep.memory import aligned_empty
+from shardkeep.reading import Source, unpack
+from support import Dense, Keyed, Point
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
+Files = dict[str, bytes]
+_ZEROS = b"0" * 32
+
+
+class Escape(BaseException):
+    """A name that leaves the checkpoint was asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small checkpoint; `start` is the part of it that changes, `close` makes files of a changed one."""
+
+    name: str
+    files: Files
+    start: bytes
+    close: Callable[[bytes], Files]
+    words: Sequence[bytes] = tuple(NASTY)
+    is_json: bool = True
+    target: str = ""  # what is loaded, inside; "" for the directory
+    parse: Callable[[bytes], object] | None = None  # what reads just this part
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is one of eFormer's, of which there are many."""
+        return ": " in self.name
+
+    def read(self, text: bytes) -> None:
+        """All that a load does before data are read, in memory; chunks that are compressed are unpacked."""
+        if self.parse is not None:
+            self.parse(text)
+            return
+        store = MemoryStore({**self.files, **self.close(text)})
+        target: Any = Exchange(store, "model") if self.target else Directory(store)  # type: ignore[arg-type]
+        manifest = target.read()
+        for tree in manifest.trees.values():
+            if len(text) % 4 == 0:  # it takes longer than all the rest
+                tree.skeleton.rebuild([0] * len(tree.leaves))
+            source = Source(store, tree.files, tree.compression)  # type: ignore[arg-type]
+            for leaf in tree.leaves:
+                for piece in leaf.pieces:
+                    if piece.stored is not None and piece.length < 1 << 20:
+                        with source.open(piece.file, leaf.key) as file:
+                            memory, record = aligned_empty(piece.length), tree.files[piece.file]
+                            unpack(file, piece, record, memory, tree.compression, leaf.key, "x")
+
+
+class MemoryStore:
+    """The reading half of a Store over a dict. It refuses what a file system would, and tells who wants to leave."""
+
+    def __init__(self, files: Files) -> None:
+        self.url, self.control, self.saves = "memory", ".shardkeep", ".shardkeep/saves"
+        self.remote, self.mappable, self.concurrency, self.object_limit = False, False, None, None
+        self._files = files
+
+    def locate(self, name: str) -> str:
+        return f"memory/{name}"
+
+    def _checked(self, name: str) -> str:
+        if b"\0" in os.fsencode(name):
+            raise ValueError("embedded null byte")
+        if name.startswith("/") or ".." in name.split("/"):
+            raise Escape(name)
+        return name
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self._files[self._checked(name)]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+    def size(self, name: str) -> int | None:
+        found = self._files.get(self._checked(name))
+        return None if found is None else len(found)
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
+        return {name: self.size(name) for name in names}
+
+    identity = size
+
+    def open(self, name: str) -> "_MemoryFile":
+        return _MemoryFile(self.read(name))
+
+    def children(self, name: str) -> list[str]:
+        start = f"{self._checked(name)}/" if name else ""
+        return sorted({n[len(start) :].split("/")[0] for n in self._files if n.startswith(start)})
+
+    def find_directories_with(self, name: str) -> list[str]:
+        return sorted(os.path.dirname(n) for n in self._files if os.path.basename(n) == name)
+
+
+class _MemoryFile:
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size = data, len(data)
+
+    def read_into(self, offset: int, buffer: Any) -> None:
+        part = self._data[offset : offset + buffer.size]
+        if len(part) < buffer.size:
+            raise EOFError("it ends before that")
+        buffer[:] = np.frombuffer(part, np.uint8)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> "_MemoryFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def cases() -> list[Case]:
+    """All of them, made anew: our own formats, and what other programs write."""
+    with tempfile.TemporaryDirectory() as room:
+        own = _own(Path(room))
+        foreign = _foreign(Path(room))
+    return [*own, *foreign, *_eformer()]
+
+
+def _tree() -> Any:
+    return {
+        "point": Point(np.arange(3, dtype=np.float32), [1, 2.5, "x", b"y", 1j, None]),
+        "keyed": Keyed(np.int8(3), ()),
+        "dense": Dense(jnp.ones((2, 3)), np.zeros(3), "n"),
+        "key": jax.random.key(1),
+        1: {(0, "k"): np.zeros((0, 5))},
+    }
+
+
+def _files(room: Path) -> Files:
+    return {
+        str(p.relative_to(room)): p.read_bytes() for p in room.rglob("*") if p.is_file() and ".shardkeep" not in str(p)
+    }
+
+
+def _own(room: Path) -> Iterator[Case]:
+    zarr = {"format": "tensorstore", "compression": "zstd"}
+    for name, arguments in {"safetensors": {}, "zstd": zarr}.items():
+        shardkeep.save(room / name, _tree(), metadata={"a": [1, None]}, **arguments)  # type: ignore[arg-type]
+        shardkeep.save(room / name, {"w": jnp.ones(3)}, prefix="a.b", **arguments)  # type: ignore[arg-type]
+        files = _files(room / name)
+        yield Case(f"manifest, {name}", files, files["manifest.json"], lambda t: {"manifest.json": reseal(t)})
+    shardkeep.save(room / "chunk", {"w": np.arange(500, dtype=np.uint16)}, **zarr)  # type: ignore[arg-type]
+    files = _files(room / "chunk")
+    yield Case("zstd chunk", files, files["w/0"], _with_chunk(files), _frames(), is_json=False)
+
+    shardkeep.save(room / "single" / "model.safetensors", _tree())
+    files = _files(room / "single")
+    whole = files["model.safetensors"]
+    length = 8 + struct.unpack("<Q", whole[:8])[0]
+    header, data = whole[8:length].rstrip(), whole[length:]
+    inner = json.loads(header)["__metadata__"]["shardkeep"]
+
+    def pack(text: bytes) -> Files:
+        text = text.ljust(length - 8)
+        return {"model.safetensors": reseal(struct.pack("<Q", len(text)) + text + data, len(text) + 8)}
+
+    def embed(text: bytes) -> Files:
+        return pack(header.replace(json.dumps(inner).encode(), _as_string(reseal(text))))
+
+    yield Case("exchange header", files, header, pack, target="model.safetensors")
+    yield Case("exchange manifest", files, inner.encode(), embed, target="model.safetensors")
+
+    shardkeep.save(room / "several" / "model.safetensors", _tree(), max_shard_size=16)
+    files = _files(room / "several")
+    name = "model.safetensors.index.json"
+    index = files[name]
+    within = json.loads(index)["metadata"]["shardkeep"]
+    yield Case("exchange index", files, index, lambda t: {name: reseal(t)}, target=name)
+
+    def nest(text: bytes) -> Files:
+        return {name: reseal(index.replace(json.dumps(within).encode(), _as_string(reseal(text))))}
+
+    yield Case("manifest in an index", files, within.encode(), nest, target=name)
+
+
+def _foreign(room: Path) -> Iterator[Case]:
+    (room / "hf").mkdir()
+    tensors = {"a.b": np.ones((2, 4), np.float32), "c": np.arange(5, dtype=np.int8), "d": np.zeros((0, 2), np.float16)}
+    safetensors.numpy.save_file(tensors, room / "hf" / "model.safetensors", metadata={"format": "pt", "dtypes": "{}"})
+    files = _files(room / "hf")
+    whole = files["model.safetensors"]
+    length = 8 + struct.unpack("<Q", whole[:8])[0]
+    header, data = whole[8:length], whole[length:]
+
+    def pack(text: bytes) -> Files:
+        return {"model.safetensors": struct.pack("<Q", len(text)) + text + data}
+
+    yield Case("safetensors header", files, header, pack, target="model.safetensors")
+    yield Case(
+        "safetensors file", files, whole, lambda t: {"model.safetensors": t}, is_json=False, target="model.safetensors"
+    )
+    files = {p.name: p.read_bytes() for p in (FIXTURES / "safetensors_sharded").glob("model*")}
+    name = "model.safetensors.index.json"
+    yield Case("safetensors index", files, files[name], lambda t: {name: t}, target=name)
+
+
+def _eformer() -> Iterator[Case]:
+    for fixture in ("ts_plain", "ts_two_prefixes", "index_v1_0", "index_v2_0", "pytree_builtins", "pytree_optax"):
+        files = _files(FIXTURES / fixture / "ckpt")
+        for name in sorted(files):
+            if name.endswith("_index.json") or (name.endswith(".json") and fixture in ("ts_plain", "pytree_builtins")):
+                yield Case(f"{fixture}: {name}", files, files[name], lambda t, n=name: {n: t})
+            if name.endswith("_structure.json"):
+                yield from _pickles(fixture, name, files)
+    files = _files(FIXTURES / "ts_plain" / "ckpt")
+    yield Case(
+        "zarr description",
+        files,
+        files["w/.zarray"],
+        lambda t: {"w/.zarray": t},
+        parse=lambda t: describe(MemoryStore({"w/.zarray": t}), "w"),  # type: ignore[arg-type]
+    )
+    chunk: dict[str, Any] = {"words": _frames(), "is_json": False, "parse": lambda t: zarr._zstd_size(t, 48)}
+    yield Case("zarr chunk", files, files["w/0.0"], lambda t: {"w/0.0": t}, **chunk)
+
+
+def _pickles(fixture: str, name: str, files: Files) -> Iterator[Case]:
+    """The pickles inside a structure: that of the tree, and one of a value."""
+    structure = json.loads(files[name])
+    payload = structure["nonarray_payload"]
+
+    def with_tree(text: bytes) -> dict[str, Any]:
+        return {**structure, "treedef_b64": base64.b64encode(text).decode()}
+
+    def with_value(text: bytes) -> dict[str, Any]:
+        first = next(iter(payload))
+        return {**structure, "nonarray_payload": {**payload, first: base64.b64encode(text).decode()}}
+
+    start = base64.b64decode(structure["treedef_b64"])
+    what: dict[str, Any] = {"words": PICKLED, "is_json": False}
+    yield Case(
+        f"{fixture}: the pickled tree of {name}",
+        files,
+        start,
+        lambda t: {name: json.dumps(with_tree(t)).encode()},
+        **what,
+        parse=lambda t: eformer._structured(with_tree(t), name),
+    )
+    if payload:
+        yield Case(
+            f"{fixture}: a pickled value of {name}",
+            files,
+            base64.b64decode(next(iter(payload.values()))),
+            lambda t: {name: json.dumps(with_value(t)).encode()},
+            **what,
+            parse=lambda t: plain_value(decode_pickle(t, name)),
+        )
+
+
+def reseal(document: bytes, length: int | None = None) -> bytes:
+    """The document with its seal made right, if there is a place for one; `length`: as far as it is sealed."""
+    sealed, rest = document[:length], b"" if length is None else document[length:]
+    at = sealed.find(b'digest":"', 0, 200) + 9
+    if at < 9 or len(sealed) < at + 32:
+        return document
+    return seal(sealed[:at] + _ZEROS + sealed[at + 32 :]) + rest
+
+
+def _as_string(text: bytes) -> bytes:
+    """Bytes as a JSON string; what is no UTF-8 becomes lone surrogates."""
+    return json.dumps(text.decode("utf-8", "surrogateescape")).encode()
+
+
+def _with_chunk(files: Files) -> Callable[[bytes], Files]:
+    """A manifest that agrees with whatever lies in the chunk."""
+    manifest = json.loads(files["manifest.json"])
+    record = next(file for file in manifest["trees"][""]["files"] if file[0] == "w/0")
+    (piece,) = manifest["trees"][""]["leaves"][0]["pieces"]
+
+    def close(text: bytes) -> Files:
+        record[1:] = [len(text), len(text), digest(text)]
+        piece["stored"] = len(text)
+        return {"w/0": text, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
+
+    return close
+
+
+def _frames() -> list[bytes]:
+    """Frames and parts of frames: bombs, huge windows, frames to be skipped, other sizes."""
+    plain = [zstandard.compress(bytes(n)) for n in (0, 1, 999, 1000, 1001)]
+    large = zstandard.ZstdCompressor(level=1).compressobj()
+    plain.append(b"".join(large.compress(bytes(8 << 20)) for _ in range(64)) + large.flush())  # half a gigabyte
+    window = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters(window_log=27, enable_ldm=True)
+    ).compressobj()
+    open_end = window.compress(bytes(1000)) + window.flush()
+    return [
+        *plain,
+        open_end,
+        b"\x28\xb5\x2f\xfd",
+        b"\x50\x2a\x4d\x18\x04\0\0\0abcd",
+        b"\x28\xb5\x2f\xfd\xe4" + b"\xff" * 8,
+    ]
