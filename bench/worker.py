@@ -5,6 +5,7 @@ python bench/worker.py CONTENDER WORKLOAD DIRECTORY TIMES|MEMORY
 
 import gc
 import json
+import mmap
 import os
 import statistics
 import sys
@@ -17,12 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from contenders import CONTENDERS, clocked
 from trees import WORKLOADS, Workload, builder, mesh_of, nbytes_of, stepper, template
 
 IDLE_STEPS = 8
 STALLED_STEPS = 5
 BACK_TO_BACK = 3.0  # seconds
+TOUCHED = 1 << 30
 
 
 def warm_up(contender: Any, where: Path) -> None:
@@ -53,9 +56,28 @@ def out_of_cache(path: Path) -> None:
         os.close(descriptor)
 
 
+def settle() -> None:
+    """What was written before is on the disk, and what XLA needed to make the tree is freed."""
+    os.sync()
+    gc.collect()
+    time.sleep(1)
+    touch_memory()
+
+
+def touch_memory() -> None:
+    """A virtual machine gets memory that was not used for a while from its host, slowly: so it is used just before."""
+    for huge in (True, False):
+        pages = mmap.mmap(-1, TOUCHED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        memory: Any = np.frombuffer(pages, np.uint8)
+        memory[::4096] = 0
+        del memory
+
+
 def loaded(contender: Any, path: Path, wanted: Any, verify: bool = True) -> float:
     """Seconds until all arrays are there."""
     gc.collect()
+    touch_memory()
     return clocked(lambda: jax.block_until_ready(contender.load(path, wanted, verify)))[0]
 
 
@@ -64,8 +86,7 @@ def times(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
     fresh = builder(workload)
     path = where / "durable"
     tree = fresh(1)
-    os.sync()
-    gc.collect()
+    settle()
     found["durable"] = clocked(partial(contender.save, path, tree))[0]
     files = files_below(path)
     found["files"], found["bytes"] = len(files), sum(file.stat().st_size for file in files)
@@ -80,6 +101,7 @@ def times(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
         found["onto (8, 1)"] = loaded(contender, path, template(workload, mesh_of(8, 1)))
         found["onto (4, 2) swapped"] = loaded(contender, path, template(workload, mesh_of(4, 2), swapped=True))
         found["one layer"] = loaded(contender, path, template(workload, match="layers.1."))
+    gc.collect()  # what is mapped stays in the cache
     out_of_cache(path)
     found["cold"] = loaded(contender, path, wanted)
     if contender.start(where / "first-async", {"w": jnp.ones(8)}) is not None:
@@ -100,18 +122,18 @@ def in_the_background(contender: Any, fresh: Any, workload: Workload, where: Pat
         seconds, (state, work) = clocked(lambda: jax.block_until_ready(step(state, work)))
         return seconds
 
-    os.sync()
+    settle()
     found: dict[str, float] = {}
     idle = statistics.median(one() for _ in range(IDLE_STEPS))
     calls: list[float] = []
     stalls: list[float] = []
-    for number in range(3):
+    for number in range(5):
         called, wait = clocked(lambda number=number: contender.start(where / f"stall-{number}", state))
         steps = [one() for _ in range(STALLED_STEPS)]
         wait()
         calls.append(called)
         stalls.append(called + sum(steps) - STALLED_STEPS * idle)
-        for _ in range(2):
+        for _ in range(5):
             one()
     found["call, first"], found["call"] = calls[0], statistics.median(calls[1:])
     found["stall, first"], found["stall"] = stalls[0], statistics.median(stalls[1:])

@@ -20,6 +20,7 @@ _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
 _ALIGN = 64
+_PAGE = 4096
 
 
 class Donations:
@@ -28,7 +29,9 @@ class Donations:
     def __init__(self) -> None:
         self.expected = False
         self._free: Array | None = None
+        self._wanted = 0
         self._lock = threading.Lock()
+        self._preparing = threading.Lock()
 
     def watch(self, arrays: Iterable[jax.Array]) -> list[jax.Array]:
         """A few small ones, to be looked at again when the save is done. They are always copied: of an array that is
@@ -41,12 +44,13 @@ class Donations:
                 chosen.append(array)
         return chosen
 
-    def learn(self, watched: Sequence[jax.Array]) -> None:
-        """Were they donated? What the next save does follows."""
+    def learn(self, watched: Sequence[jax.Array], shards: Sequence[Shard] = ()) -> None:
+        """Were they donated, while these were saved? What the next save does follows."""
         if watched:
             self.expected = any(array.is_deleted() for array in watched)
-        if not self.expected:
-            with self._lock:
+        self._wanted = sum(_room(shard.data.nbytes) for shard in shards) if self.expected else 0
+        with self._lock:
+            if not self.expected:
                 self._free = None
 
     def settle(self, shards: Sequence[Shard], crew: Crew) -> tuple[tuple[Shard, ...], Array | None]:
@@ -72,16 +76,26 @@ class Donations:
         return tuple(settled), memory
 
     def _take(self, total: int) -> Array:
-        with self._lock:
+        with self._preparing, self._lock:
             memory, self._free = self._free, None
+            self._wanted = 0
         if memory is not None and total <= memory.size <= 2 * total:
             return memory
         return aligned_empty(total)
 
+    def prepare(self) -> None:
+        """Have the memory for the next save ready, so that it does not wait for its first touch."""
+        with self._preparing:
+            wanted, self._wanted = self._wanted, 0
+            if wanted >= _COPY_FROM and self._free is None:
+                memory = aligned_empty(wanted)
+                memory[::_PAGE] = 0
+                self.give_back(memory)
+
     def give_back(self, memory: Array | None) -> None:
         """For the next save: one piece of memory is kept, as long as donations are expected."""
         with self._lock:
-            if memory is not None and self.expected:
+            if memory is not None and memory.size >= _COPY_FROM and self.expected:
                 self._free = memory
 
 

@@ -52,11 +52,11 @@ class PendingSave:
         """What the save took; None until it has ended well."""
         return self._report
 
-    def start(self, work: Callable[[], SaveReport]) -> None:
-        """Run `work` on a thread of its own, which keeps the program alive until it is done."""
-        threading.Thread(target=self._run, args=(work,), name="shardkeep-save", daemon=False).start()
+    def start(self, work: Callable[[], SaveReport], after: Callable[[], None] = lambda: None) -> None:
+        """Run `work` on a thread of its own, which keeps the program alive until it is done; then `after`."""
+        threading.Thread(target=self._run, args=(work, after), name="shardkeep-save", daemon=False).start()
 
-    def _run(self, work: Callable[[], SaveReport]) -> None:
+    def _run(self, work: Callable[[], SaveReport], after: Callable[[], None]) -> None:
         try:
             self._report = work()
         except BaseException as error:  # noqa: BLE001  (raised by wait)
@@ -67,6 +67,7 @@ class PendingSave:
         del work  # the error's traceback keeps this frame, which must not keep the snapshot
         self.mention_exit(ended=True)
         self._finished.set()
+        after()
 
     def mention_exit(self, ended: bool = False) -> None:
         """Say once that the program is being kept alive, and once that it is not any more."""

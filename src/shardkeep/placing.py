@@ -29,6 +29,7 @@ from shardkeep.workers import Crew
 
 log = logging.getLogger("shardkeep")
 
+_SMALL = 1 << 20  # a piece of which every shard is cut when it is in memory
 _SENT = 64 << 20  # how much is sent to other processes at a time
 
 
@@ -121,9 +122,12 @@ def _regions(w: Wanted) -> list[Region]:
     """The regions of a leaf that this process needs, each once."""
     assert w.stored.spec is not None
     shape = w.stored.spec.shape
-    if w.place.sharding is None or w.shape is not None or _stays_on_host(w):
+    sharding = w.place.sharding
+    if sharding is None or isinstance(sharding, SingleDeviceSharding) or w.shape is not None or _stays_on_host(w):
         return [Region.whole(shape)]
-    indices = w.place.sharding.addressable_devices_indices_map(shape)
+    if len(w.stored.pieces) == 1 and w.stored.pieces[0].length <= _SMALL:  # read and checked as a whole in any case
+        return [Region.whole(shape)]
+    indices = sharding.addressable_devices_indices_map(shape)
     return list(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
 
 
@@ -169,6 +173,9 @@ def _reshaped(array: Array, w: Wanted) -> Array:
 def _assemble(target: Target, sharding: Sharding) -> jax.Array:
     assert target.leaf.spec is not None
     shape = target.leaf.spec.shape
+    if len(target.regions) == 1:
+        whole = _array(target)
+        return jax.make_array_from_callback(shape, sharding, whole.__getitem__, dtype=whole.dtype)
     by_region: dict[Region, Any] = dict(zip(target.regions, target.arrays, strict=True))
 
     def data(index: Any) -> Any:

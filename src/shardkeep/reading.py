@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import zstandard
@@ -20,6 +20,7 @@ from shardkeep.workers import Crew, Task
 _MAP_FROM = 1 << 20  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
+_SLAB = 32 << 20  # arrays that are made together share so much memory at most
 _ALIGN = 64
 _REQUEST = 1 << 20  # a request to a bucket costs about as much as reading this
 
@@ -33,11 +34,18 @@ class Source:
     compression: str | None = None
     verify: bool = True
     mapped: bool = True
+    places: dict[int, str] = field(default_factory=dict[int, str])
+
+    def where(self, number: int) -> str:
+        """A file of the tree, for messages."""
+        if number not in self.places:
+            self.places[number] = self.store.locate(self.files[number].name)
+        return self.places[number]
 
     def open(self, number: int, key: str) -> StoredFile:
         """A file of the tree, present and of the right size."""
         record = self.files[number]
-        where = self.store.locate(record.name)
+        where = self.where(number)
         try:
             file = self.store.open(record.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -56,6 +64,15 @@ class Target:
     regions: Sequence[Region]
     own: bool
     arrays: list[Array | None]
+
+    def nbytes(self, number: int) -> int:
+        assert self.leaf.spec is not None
+        return self.regions[number].size * self.leaf.spec.dtype.itemsize
+
+    def take(self, number: int, memory: Array) -> None:
+        """Use this memory for one of the regions."""
+        assert self.leaf.spec is not None
+        self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
 
 
 def read_targets(
@@ -161,7 +178,7 @@ class _Unit:
 
     def read(self, first: int, last: int) -> None:
         """Bring blocks into memory and check them."""
-        key = self.target.leaf.key
+        key, where = self.target.leaf.key, self._source.where(self.piece.file)
         start, end = first * BLOCK, min(last * BLOCK, self.piece.length)
         if self.mapping:
             low = self.piece.offset - self.mapping[1]
@@ -170,19 +187,16 @@ class _Unit:
             with self._source.open(self.piece.file, key) as file:
                 if self.piece.stored is not None:
                     record = self._source.files[self.piece.file]
-                    unpack(file, self.piece, record, self.memory, self._source.compression, key, self._where())
+                    unpack(file, self.piece, record, self.memory, self._source.compression, key, where)
                 else:
-                    _read_exactly(file, self.piece.offset + start, self.memory[start:end], self._where())
+                    _read_exactly(file, self.piece.offset + start, self.memory[start:end], where)
         if self._source.verify:
-            check_blocks(self.piece, first, last, self.memory[start:end], key, self._where())
+            check_blocks(self.piece, first, last, self.memory[start:end], key, where)
         self._progress(end - start)
 
     @property
     def is_far(self) -> bool:
         return self._source.store.remote
-
-    def _where(self) -> str:
-        return self._source.store.locate(self._source.files[self.piece.file].name)
 
     def lying(self, common: Region) -> Array:
         """A part of the piece as it lies in memory."""
@@ -193,12 +207,14 @@ class _Unit:
             return whole
         return whole[(*common.within(self.piece.region).slices, ...)]
 
-    def usable_as_it_lies(self, number: int, common: Region) -> bool:
-        """Whether JAX (or, where the target must own its memory, the user) can have this part without a copy."""
+    def usable_as_it_lies(self, number: int, common: Region) -> Array | None:
+        """This part without a copy, if JAX (or, where the target must own its memory, the user) can have it so."""
+        if common != self.target.regions[number]:
+            return None
         lying = self.lying(common)
         private = self.mapping is None and len(self.fetch.targets) == 1
-        aligned = lying.flags.c_contiguous and lying.ctypes.data % _ALIGN == 0
-        return aligned and common == self.target.regions[number] and (private or not self.target.own)
+        aligned = lying.flags.c_contiguous and lying.__array_interface__["data"][0] % _ALIGN == 0
+        return lying if aligned and (private or not self.target.own) else None
 
     def copy_to(self, number: int, common: Region) -> None:
         filled = self.target.arrays[number]
@@ -239,24 +255,34 @@ def _read_all(ranges: list[tuple[_Unit, int, int]]) -> Task:
 
 def _deliveries(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> list[Task]:
     """Hand over what is usable as it lies; the rest are copies, into memory made before several threads write it."""
-    copies: list[Task] = []
+    copied: list[tuple[_Unit, int, Region]] = []
     for unit in units:
         for number, common in unit.fetch.targets:
-            if (unit.fetch.leaf, number) in alone and unit.usable_as_it_lies(number, common):
-                unit.target.arrays[number] = unit.lying(common)
+            lying = unit.usable_as_it_lies(number, common) if (unit.fetch.leaf, number) in alone else None
+            if lying is not None:
+                unit.target.arrays[number] = lying
             else:
-                _allocate(unit.target, number)
-                copies.append(lambda u=unit, n=number, c=common: u.copy_to(n, c))
-    return copies
+                copied.append((unit, number, common))
+    _allocate([(unit.target, number) for unit, number, _ in copied])
+    return [lambda u=unit, n=number, c=common: u.copy_to(n, c) for unit, number, common in copied]
 
 
-def _allocate(target: Target, number: int) -> None:
-    spec = target.leaf.spec
-    assert spec is not None
-    if target.arrays[number] is None:
-        region = target.regions[number]
-        memory = aligned_empty(region.size * spec.dtype.itemsize)
-        target.arrays[number] = memory.view(spec.dtype).reshape(region.shape)
+def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:
+    """Memory for regions that have none yet, small ones together: huge pages are touched many times faster."""
+    lacking = [(target, number) for target, number in wanted if target.arrays[number] is None]
+    sizes = {(id(target), number): target.nbytes(number) for target, number in lacking}
+    left = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
+    slab, start = aligned_empty(0), 0
+    for target, number in lacking:
+        if target.arrays[number] is not None:  # it was there twice
+            continue
+        size = target.nbytes(number)
+        room = -(-size // _ALIGN) * _ALIGN
+        if start + room > slab.size:
+            slab, start = aligned_empty(max(room, min(left, _SLAB))), 0
+        target.take(number, slab[start : start + size])
+        start += room
+        left -= room
 
 
 def _fill_empty(target: Target) -> None:
@@ -264,7 +290,7 @@ def _fill_empty(target: Target) -> None:
     for number, array in enumerate(target.arrays):
         if array is None:
             assert target.regions[number].size == 0
-            _allocate(target, number)
+            _allocate([(target, number)])
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

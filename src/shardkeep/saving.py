@@ -153,7 +153,7 @@ def start_save(request: SaveRequest) -> PendingSave:
         job.before, job.finished = turns.queue(os.path.realpath(job.path))
         pending = PendingSave(job.path)
         try:
-            pending.start(partial(_work, job, crew, held, pending, request.verbose))
+            pending.start(partial(_work, job, crew, held, pending, request.verbose), donations.prepare)
         except BaseException:  # no thread to be had: the save did not begin, and later ones must not wait for it
             crew.close()
             job.finished()
@@ -174,7 +174,7 @@ def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: boo
         with job.operation, crew, bar as show:
             return job.run(crew, progress)
     finally:
-        donations.learn(job.watched)
+        donations.learn(job.watched, job.snapshot.shards)
         donations.give_back(job.snapshot.memory)
         job.snapshot, job.watched = (
             _NOTHING,

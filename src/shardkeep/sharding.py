@@ -15,6 +15,9 @@ from shardkeep.tree import Path, flatten
 
 log = logging.getLogger("shardkeep")
 
+_REMEMBERED = 4096
+_fitted: dict[tuple[Sharding, tuple[int, ...], Mesh | None], Sharding] = {}  # shardings that were looked at before
+
 Rules = Sequence[tuple[str, Any]]
 _SHOWN = 8
 
@@ -109,6 +112,16 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
 
 def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
     """The sharding as it fits an array of `shape`; a named one is cut to its rank, one without devices takes `mesh`."""
+    known = _fitted.get((sharding, shape, mesh))
+    if known is None:
+        known = _check_sharding(sharding, name, shape, mesh)
+        if len(_fitted) >= _REMEMBERED:
+            _fitted.clear()
+        _fitted[sharding, shape, mesh] = known
+    return known
+
+
+def _check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
     if isinstance(sharding, NamedSharding):
         if not isinstance(sharding.mesh, Mesh):
             if mesh is None:

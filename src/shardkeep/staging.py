@@ -8,6 +8,7 @@ so they are copied: at once for a save in the background, block by block while w
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import jax
@@ -242,6 +243,7 @@ def _is_prng_key(array: jax.Array) -> bool:
     return is_prng_dtype(array.dtype)
 
 
+@lru_cache(maxsize=256)
 def is_prng_dtype(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 

@@ -13,7 +13,8 @@ Task = Callable[[], None]
 
 
 def default_size() -> int:
-    return min(max(os.cpu_count() or 2, 2), 8)
+    """One more than there are processors: while one waits for the disk, the others copy and hash."""
+    return min(max(os.cpu_count() or 2, 2) + 1, 8)
 
 
 class Crew:
