@@ -173,7 +173,7 @@ def _reshaped(array: Array, w: Wanted) -> Array:
 def _assemble(target: Target, sharding: Sharding) -> jax.Array:
     assert target.leaf.spec is not None
     shape = target.leaf.spec.shape
-    if len(target.regions) == 1:
+    if len(target.regions) == 1 and target.regions[0].shape == shape:
         whole = _array(target)
         return jax.make_array_from_callback(shape, sharding, whole.__getitem__, dtype=whole.dtype)
     by_region: dict[Region, Any] = dict(zip(target.regions, target.arrays, strict=True))
