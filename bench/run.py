@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="512 MiB and many small arrays, one round, no files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="only these workloads")
+    parser.add_argument("--write", action="store_true", help="write the results though they are not of everything")
     parser.add_argument("--contenders", nargs="*", help="only these contenders")
     given = parser.parse_args()
     plan = QUICK if given.quick else FULL
@@ -111,7 +112,7 @@ def main() -> None:
     import report
 
     report.print_rows(report.medians_of(run.found), run.found)
-    if not given.quick and not given.only:
+    if given.write or not (given.quick or given.only):
         report.write(run.found, given.rounds, (load, os.getloadavg()[0]))
 
 

@@ -25,7 +25,7 @@ def compared(three: list[_Group], lines: list[list[str]]) -> list[object]:
 
 
 def lines_of(tree: object) -> list[str]:
-    return describe(take_snapshot(flatten(tree)[1], keep=False, index=1, size=2))
+    return describe(take_snapshot(flatten(tree)[1], index=1, size=2))
 
 
 def test_alone_everything_agrees() -> None:

@@ -162,6 +162,15 @@ class Region:
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
 
 
+def is_possible(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether there can be such an array: NumPy counts in 63 bits, also where it is empty because of another axis.
+
+    >>> is_possible((0, 2**62), itemsize=4)
+    False
+    """
+    return len(shape) <= 64 and min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) * itemsize < 2**62
+
+
 def split_counts(shape: Sequence[int], itemsize: int, limit: int) -> list[int]:
     """Into how many equal parts each axis is cut so that a part has at most `limit` bytes, the first axes first.
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition
+from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition, is_possible
 from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError, an, counted
 from shardkeep.tree import Path, Skeleton, flatten, join_key, nest, to_json
@@ -366,12 +366,7 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
         raise ValueError(f"unknown kind of leaf {data['kind']!r}")
     shape = tuple(_integer(n) for n in data["shape"])
     spec = ArraySpec(shape, dtype_from_name(data["dtype"]))
-    # NumPy counts elements in 63 bits, also those of an array that is empty because of another axis.
-    if (
-        len(shape) > 64
-        or min(shape, default=0) < 0
-        or math.prod(max(n, 1) for n in shape) * spec.dtype.itemsize >= 2**62
-    ):
+    if not is_possible(shape, spec.dtype.itemsize):
         raise ValueError(f"impossible shape {shape}")
     pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
     if data["kind"] == "zarr":

@@ -288,6 +288,7 @@ def test_a_header_goes_out_and_comes_in() -> None:
         ({"w": {**_ENTRY, "shape": "23"}}, 24),
         ({"w": {**_ENTRY, "shape": [2**64, 3, 2**64]}}, 24),
         ({"w": {**_ENTRY, "shape": [1] * 100 + [6]}}, 24),
+        ({"w": {**_ENTRY, "shape": [0, 2**63 - 1], "data_offsets": [0, 0]}}, 0),
         ({"w": {**_ENTRY, "data_offsets": [24, 0]}}, 24),
         ({"w": {**_ENTRY, "data_offsets": [0]}}, 24),
         ({"w": {**_ENTRY, "data_offsets": [0, 24, 48]}}, 24),

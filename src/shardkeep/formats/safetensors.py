@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, split_counts
+from shardkeep.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.manifest import no_duplicates
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
@@ -205,7 +205,7 @@ def header_length(start: bytes, file_size: int, where: str) -> int:
 def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> int:
     start, end = entry["data_offsets"]
     shape = entry["shape"]
-    if any(type(n) is not int or n < 0 for n in (start, end, *shape)) or len(shape) > 64:
+    if any(type(n) is not int or n < 0 for n in (start, end, *shape)) or not is_possible(shape, 16):
         raise ValueError(f"impossible numbers for {name!r}")
     bits = _BITS[entry["dtype"]]
     for n in shape:

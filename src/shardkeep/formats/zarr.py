@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name
+from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import StoredLeaf, no_duplicates
 from shardkeep.memory import Array
@@ -91,8 +91,14 @@ def describe(store: Store, directory: str) -> ZarrArray:
         # SyntaxError: np.dtype evaluates shapes in the text of a dtype
         raise IntegrityError(f"{where} is not a zarr description: {error}") from error
     whole = [n for n in (*shape, *chunks) if type(n) is not int or n < 0]
-    too_large = math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**62 if not whole else True
-    if too_large or len(shape) != len(chunks) or len(shape) > 32 or 0 in chunks or separator not in (".", "/"):
+    if (
+        whole
+        or not is_possible(shape, dtype.itemsize)
+        or len(shape) != len(chunks)
+        or len(shape) > 32
+        or 0 in chunks
+        or separator not in (".", "/")
+    ):
         raise IntegrityError(f"{where} describes an impossible array")
     return ZarrArray(ArraySpec(shape, dtype), chunks, compressor, separator)
 
