@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from faults.hostile import reseal
 from shardkeep.exchange import parse_size
+from shardkeep.stores.local import LocalStore
 from support import Dense, Point, assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec
@@ -420,3 +421,23 @@ def test_a_manifest_that_is_no_text_is_damage(tmp_path: Path, size: Any) -> None
     document.write_bytes(reseal(start[:end] if size is None else start) + good[end:])
     with pytest.raises(shardkeep.IntegrityError, match=r"model\.safetensors.* is damaged"):
         shardkeep.load(target)
+
+
+def test_one_name_that_goes_while_the_other_comes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader looks for the single file, then for the index: between the two looks several files become one."""
+    path = tmp_path / "model.safetensors"
+    shardkeep.save(path, _tree(4), max_shard_size=900)
+    assert not path.exists()
+    plain = LocalStore.identity
+    switched: list[str] = []
+
+    def identity(store: LocalStore, name: str) -> Any:
+        found = plain(store, name)
+        if not switched and name == "model.safetensors":
+            switched.append(name)
+            shardkeep.save(path, _tree(4, 7), overwrite=True)
+        return found
+
+    monkeypatch.setattr(LocalStore, "identity", identity)
+    assert_same(shardkeep.load(path), _tree(4, 7))
+    assert switched

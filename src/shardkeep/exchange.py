@@ -35,6 +35,7 @@ from shardkeep.tree import Path
 
 SUFFIX = SAFETENSORS
 INDEX = SAFETENSORS_INDEX
+_LOOKS = 3  # that must find nothing before nothing is said to be there
 DEFAULT_SHARD_SIZE = 5_000_000_000
 # Two marks wherever there is one, so that damage to either cannot make our file look like another program's.
 _MARK, _SEAL, _SAVE = "shardkeep", "shardkeep_digest", "shardkeep_save"
@@ -92,15 +93,19 @@ class Exchange:
 
     def read_if_any(self) -> Manifest | None:
         """What is there; files keep their names here, so a writer may replace one while it is being read."""
-        while True:
+        nothing = 0
+        while nothing < _LOOKS:
             before = [self.store.identity(name) for name in self.documents]
             try:
                 if before[0] is not None:
                     return _read_single(self)
-                return _read_index(self) if before[1] is not None else None
+                if before[1] is not None:
+                    return _read_index(self)
+                nothing += 1  # or one went and the other came between the two looks
             except (IntegrityError, FileNotFoundError):
                 if before == [self.store.identity(name) for name in self.documents]:
                     raise
+        return None
 
     def check(self, paths: Sequence[Path]) -> None:
         """Refuse arrays that would have the same plain dotted name."""
