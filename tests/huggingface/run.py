@@ -10,10 +10,6 @@ import json
 import os
 import re
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import shardkeep
+from checks import run_checks
 from shardkeep.cli.main import main as command
 
 P = PartitionSpec
@@ -238,25 +236,7 @@ def check_a_model_goes_there_and_back(path: Path) -> None:
 def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    checks: list[tuple[str, Callable[[Path], None]]] = [
-        (name, thing) for name, thing in globals().items() if name.startswith("check_")
-    ]
-    wanted = sys.argv[1:]
-    failed = 0
-    for name, check in checks:
-        if wanted and not any(word in name for word in wanted):
-            continue
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                check(Path(directory))
-                outcome = "ok"
-            except Exception:  # noqa: BLE001  (told, and counted)
-                traceback.print_exc()
-                outcome, failed = "FAILED", failed + 1
-        print(f"{outcome:6} {time.perf_counter() - started:6.2f} s  {name.removeprefix('check_').replace('_', ' ')}")
-    print(f"{failed} of {len(checks)} failed" if failed else f"all {len(checks)} passed")
-    return 1 if failed else 0
+    return run_checks(globals())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from shardkeep.stores import base, cloud, leases, objects
 from shardkeep.stores.cloud import CloudStore
 from shardkeep.stores.credentials import Bucket
 from shardkeep.stores.places import store_at
-from shardkeep.stores.ranges import merged
 from support import assert_same, pattern, run_python
 
 
@@ -338,19 +337,6 @@ class TestLimits:
 def anonymous() -> int:
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous"))
-
-
-def test_ranges_that_lie_close_are_fetched_together() -> None:
-    kib = 1 << 10
-    assert merged([(0, 10), (20, 10), (1 << 30, 5)]) == [(0, 30), (1 << 30, (1 << 30) + 5)]
-    assert merged([(100 * kib, 10), (0, 10)]) == [(0, 10), (100 * kib, 100 * kib + 10)]
-    assert merged([(0, 50), (10, 20)]) == [(0, 50)]
-    assert merged([(5, 40 << 20)]) == [
-        (5, 5 + (16 << 20)),
-        (5 + (16 << 20), 5 + (32 << 20)),
-        (5 + (32 << 20), 5 + (40 << 20)),
-    ]
-    assert merged([]) == []
 
 
 def test_a_mapping_fetches_each_part_once(gcs: Place) -> None:
