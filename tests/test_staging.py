@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
+from shardkeep import staging
 from shardkeep.memory import MemoryBudget, aligned_empty, available_memory
 from shardkeep.staging import Snapshot, staged_bytes, take_snapshot
 from shardkeep.tree import flatten
 from shardkeep.workers import Crew
-from support import mesh_of
+from support import bits, mesh_of, pattern
 
 
 def _address(array: Any) -> int:
@@ -225,3 +226,30 @@ class TestBudget:
                 assert all(np.array_equal(a, b) for a, b in zip(loaded["b"], tree["b"], strict=True))
         finally:
             shardkeep.set_memory_budget(None)
+
+
+@pytest.mark.parametrize("devices", [range(8), [3, 1, 7, 5, 0, 2, 4, 6]])
+def test_where_the_parts_of_an_array_lie_does_not_depend_on_how_it_was_made(devices: Any) -> None:
+    """What is known of the first array of a sharding must hold for all: parts in any order, outputs of jit, copies."""
+    mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(4, 2), ("a", "b"))
+    sharding = NamedSharding(mesh, PartitionSpec("b", "a"))
+    data = pattern(np.float32, (16, 8))
+    put = jax.device_put(data, sharding)
+    parts = [jax.device_put(data[index], device) for device, index in sharding.devices_indices_map(data.shape).items()]
+    made = {
+        "put": put,
+        "in order": jax.make_array_from_single_device_arrays(data.shape, sharding, parts),
+        "in reverse": jax.make_array_from_single_device_arrays(data.shape, sharding, parts[::-1]),
+        "mixed": jax.make_array_from_single_device_arrays(data.shape, sharding, [*parts[5:], *parts[:5]]),
+        "callback": jax.make_array_from_callback(data.shape, sharding, lambda index: data[index]),
+        "jit": jax.jit(lambda x: x, out_shardings=sharding)(put),
+        "copied": jnp.copy(put),
+    }
+    for name in made:  # each of them as the one that is looked at first
+        staging._lying.clear()
+        tree = {name: made[name], **made}
+        snapshot = _snapshot(tree)
+        for leaf in snapshot.leaves:
+            for number, region in enumerate(leaf.held):
+                found = snapshot.shards[leaf.first_held + number].data
+                assert bits(found) == bits(data[region.slices]), (name, leaf.key, region)
