@@ -24,21 +24,36 @@ from typing import Any
 HERE = Path(__file__).parent
 Results = dict[tuple[str, str, str], list[float]]
 
+OURS = ("shardkeep", "shardkeep, tensorstore")
 FULL = {
-    "a512": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax", "eFormer", "torch DCP"),
-    "b512": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax", "eFormer"),
-    "f": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax", "eFormer"),
-    "c": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax", "eFormer", "torch DCP"),
-    "c-mesh": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax"),
-    "a2048": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax"),
-    "b2048": ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax"),
+    "a512": (*OURS, "Orbax", "safetensors.flax", "torch DCP"),
+    "b512": (*OURS, "Orbax", "safetensors.flax", "eFormer"),
+    "f": (*OURS, "Orbax", "safetensors.flax"),
+    "c": (*OURS, "Orbax", "safetensors.flax", "eFormer"),
+    "c-mesh": (*OURS, "Orbax", "safetensors.flax"),
+    "a2048": ("shardkeep", "Orbax", "safetensors.flax"),
+    "b2048": ("shardkeep", "Orbax", "safetensors.flax"),
 }
-QUICK = dict.fromkeys(("a512", "b512", "c"), ("shardkeep", "shardkeep, tensorstore", "Orbax", "safetensors.flax"))
+QUICK = {
+    "a512": ("shardkeep", "Orbax", "safetensors.flax"),
+    "b512": (*OURS, "Orbax", "safetensors.flax"),
+    "c": ("shardkeep", "Orbax", "safetensors.flax"),
+}
+WITHOUT_LOOP = ("a2048", "b2048")  # saves and loads only: it is the same loop, four times as long
+MEMORY = ("a512", "b512", "f")
 LIMITS = {"a512": 512, "b512": 512, "f": 512, "a2048": 2048, "b2048": 2048}
 
 
 def run_program(name: str, *arguments: str, timeout: float = 900) -> dict[str, Any]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_COMPILATION_CACHE_DIR": str(
+            Path(tempfile.gettempdir()) / "shardkeep-bench-compiled"
+        ),  # of trees and steps
+        "PYTHONWARNINGS": "ignore",
+    }
     command = [sys.executable, str(HERE / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
     if done.returncode != 0:
@@ -70,9 +85,13 @@ def measure(run: Run, plan: dict[str, tuple[str, ...]], rounds: int) -> None:
             if workload in LIMITS:
                 run.add(workload, "limits", "limits.py", str(LIMITS[workload]), "HERE")
             for contender in contenders:
-                run.add(workload, contender, "worker.py", contender, workload, "HERE", "times")
-    for workload, contenders in plan.items():
-        for contender in contenders:
+                what = "short" if workload in WITHOUT_LOOP else "times"
+                run.add(workload, contender, "worker.py", contender, workload, "HERE", what)
+
+
+def measure_memory(run: Run, plan: dict[str, tuple[str, ...]]) -> None:
+    for workload in MEMORY:
+        for contender in plan.get(workload, ()):
             run.add(workload, contender, "worker.py", contender, workload, "HERE", "memory")
 
 
@@ -105,6 +124,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     try:
         measure(run, plan, 1 if given.quick else given.rounds)
+        if not given.quick:
+            measure_memory(run, plan)
         if not given.quick and not given.only:
             measure_growth(run)
     finally:

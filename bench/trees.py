@@ -89,9 +89,8 @@ def template(workload: Workload, mesh: Mesh | None = None, swapped: bool = False
 def builder(workload: Workload) -> Callable[[int], Tree]:
     """Makes the tree as the output of a jitted function, new every time: nothing of it is cached by JAX."""
     wanted = template(workload)
-    noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)  # as hard to compress as weights
-    shardings = {name: each.sharding for name, each in wanted.items()}
     if workload.kind == "many":  # so many outputs compile fast only if there is nothing to do
+        noise = np.random.default_rng(0).standard_normal(1 << 13, np.float32)
         base = {
             name: jax.device_put(np.roll(noise, number)[:4096].reshape(64, 64), each.sharding)
             for number, (name, each) in enumerate(wanted.items())
@@ -99,16 +98,28 @@ def builder(workload: Workload) -> Callable[[int], Tree]:
         add = jax.jit(lambda tree, seed: {name: value + seed for name, value in tree.items()})
         return lambda seed: jax.block_until_ready(add(base, jnp.float32(seed)))
 
-    def build(noise: Any, seed: Any) -> Tree:
-        tree: Tree = {}
-        for number, (name, each) in enumerate(wanted.items()):
-            size = int(np.prod(each.shape))
-            some = jnp.tile(noise, -(-size // noise.size))[:size] if size > noise.size else noise[:size]
-            tree[name] = (some.reshape(each.shape) * (1 + number / 7) + seed).astype(each.dtype)
-        return tree
+    def build(seed: Any) -> Tree:
+        return {
+            name: (_noise(each.shape) * (seed + number)).astype(each.dtype)
+            for number, (name, each) in enumerate(wanted.items())
+        }
 
-    jitted = jax.jit(build, out_shardings=shardings)
-    return lambda seed: jax.block_until_ready(jitted(noise, jnp.float32(seed)))
+    jitted = jax.jit(build, out_shardings={name: each.sharding for name, each in wanted.items()})
+    return lambda seed: jax.block_until_ready(jitted(jnp.float32(seed)))
+
+
+def _noise(shape: tuple[int, ...]) -> Any:
+    """As hard to compress as weights, and made on each device alone: the places of the elements, well mixed."""
+    places: Any = sum(
+        jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(factor)
+        for axis, factor in zip(range(len(shape)), (0x9E3779B1, 0x85157AF5), strict=False)
+    )
+    mixed = places ^ (places >> 15)
+    mixed = mixed * np.uint32(0x85EBCA77)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE3D)
+    mixed = mixed ^ (mixed >> 16)
+    uniform = jax.lax.bitcast_convert_type(mixed >> 9 | np.uint32(0x3F800000), jnp.float32) - 1.5
+    return uniform * jnp.abs(uniform)
 
 
 def stepper() -> Callable[[Tree, Any], tuple[Tree, Any]]:

@@ -1,6 +1,6 @@
 """One contender, one tree, one round: everything about it, in a process of its own, as one line of JSON.
 
-python bench/worker.py CONTENDER WORKLOAD DIRECTORY TIMES|MEMORY
+python bench/worker.py CONTENDER WORKLOAD DIRECTORY times|short|memory
 """
 
 import gc
@@ -22,8 +22,9 @@ import numpy as np
 from contenders import CONTENDERS, clocked
 from trees import WORKLOADS, Workload, builder, mesh_of, nbytes_of, stepper, template
 
-IDLE_STEPS = 8
+IDLE_STEPS = 5
 STALLED_STEPS = 5
+SAVES = 3  # the first is a figure of its own
 BACK_TO_BACK = 3.0  # seconds
 TOUCHED = 1 << 30
 
@@ -36,6 +37,13 @@ def warm_up(contender: Any, where: Path) -> None:
     contender.load(where / "tiny", abstract)
     if (wait := contender.start(where / "tiny-async", tiny)) is not None:
         wait()
+
+
+def saves_in_background(contender: Any, where: Path) -> bool:
+    wait = contender.start(where / "first-async", {"w": jnp.ones(8)})
+    if wait is not None:
+        wait()
+    return wait is not None
 
 
 def files_below(path: Path) -> list[Path]:
@@ -66,12 +74,10 @@ def settle() -> None:
 
 def touch_memory() -> None:
     """A virtual machine gets memory that was not used for a while from its host, slowly: so it is used just before."""
-    for huge in (True, False):
-        pages = mmap.mmap(-1, TOUCHED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-        memory: Any = np.frombuffer(pages, np.uint8)
-        memory[::4096] = 0
-        del memory
+    pages = mmap.mmap(-1, TOUCHED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory: Any = np.frombuffer(pages, np.uint8)
+    memory[::4096] = 0
 
 
 def loaded(contender: Any, path: Path, wanted: Any, verify: bool = True) -> float:
@@ -82,6 +88,14 @@ def loaded(contender: Any, path: Path, wanted: Any, verify: bool = True) -> floa
 
 
 def times(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
+    found = short(contender, workload, where)
+    if saves_in_background(contender, where):
+        found |= in_the_background(contender, builder(workload), workload, where)
+    return found
+
+
+def short(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
+    """One durable save, and the loads of it."""
     found: dict[str, float] = {}
     fresh = builder(workload)
     path = where / "durable"
@@ -104,8 +118,6 @@ def times(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
     gc.collect()  # what is mapped stays in the cache
     out_of_cache(path)
     found["cold"] = loaded(contender, path, wanted)
-    if contender.start(where / "first-async", {"w": jnp.ones(8)}) is not None:
-        found |= in_the_background(contender, fresh, workload, where)
     return found
 
 
@@ -127,13 +139,13 @@ def in_the_background(contender: Any, fresh: Any, workload: Workload, where: Pat
     idle = statistics.median(one() for _ in range(IDLE_STEPS))
     calls: list[float] = []
     stalls: list[float] = []
-    for number in range(5):
+    for number in range(SAVES):
         called, wait = clocked(lambda number=number: contender.start(where / f"stall-{number}", state))
         steps = [one() for _ in range(STALLED_STEPS)]
         wait()
         calls.append(called)
         stalls.append(called + sum(steps) - STALLED_STEPS * idle)
-        for _ in range(5):
+        for _ in range(2):
             one()
     found["call, first"], found["call"] = calls[0], statistics.median(calls[1:])
     found["stall, first"], found["stall"] = stalls[0], statistics.median(stalls[1:])
@@ -142,7 +154,7 @@ def in_the_background(contender: Any, fresh: Any, workload: Workload, where: Pat
     begun = time.perf_counter()
     wait, count, saves = None, 0, 0
     running: threading.Thread | None = None
-    while time.perf_counter() - begun < BACK_TO_BACK or saves < 2:
+    while time.perf_counter() - begun < BACK_TO_BACK:
         if running is None or not running.is_alive():
             wait = contender.start(where / f"beside-{saves}", state)
             running = threading.Thread(target=wait)
@@ -200,7 +212,7 @@ def memory(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
         tree = jax.block_until_ready(contender.load(where / "durable", template(workload)))
     found["load memory"] = sampler.growth / total
     del tree
-    if contender.start(where / "first-async", {"w": jnp.ones(8)}) is None:
+    if not saves_in_background(contender, where):
         return found
     step, work = stepper(), jnp.eye(1024, dtype=jnp.float32) * 0.5
     state = fresh(2)
@@ -223,7 +235,7 @@ def main() -> None:
     name, workload, where, what = sys.argv[1:]
     contender = CONTENDERS[name]()
     warm_up(contender, Path(where))
-    measure: Callable[..., dict[str, float]] = {"times": times, "memory": memory}[what]
+    measure: Callable[..., dict[str, float]] = {"times": times, "short": short, "memory": memory}[what]
     print(json.dumps(measure(contender, WORKLOADS[workload], Path(where))), flush=True)
 
 

@@ -48,6 +48,16 @@ class TestReading:
         state = {"c": jnp.arange(3), "b": 1, "a": np.arange(2.0), "e": jnp.zeros((0, 2)), "d": "text"}
         assert_same(read(store, saved(store, state), in_flight=in_flight), state)
 
+    def test_rows_for_several_devices_are_read_as_one(self, store: LocalStore) -> None:
+        """Whatever the pieces are, the devices get their rows of one array in memory: as many copies as pieces."""
+        state = {"w": jax.device_put(pattern(np.float32, (512, 1024)), NamedSharding(mesh_of(2, 4), P("a", "b")))}
+        tree = saved(store, state)
+        assert len(tree.leaves[0].pieces) == 8
+        loaded = read(store, tree, shardings={"w": NamedSharding(MESH, P("a"))})["w"]
+        places = [shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards]
+        assert np.diff(places).tolist() == [512 * 1024 * 4 // 8] * 7
+        assert bits(loaded) == bits(state["w"])
+
     def test_no_leaves_are_no_values(self, store: LocalStore) -> None:
         assert read_leaves(store, saved(store, {"a": jnp.ones(2)}), [], Request()) == []
 

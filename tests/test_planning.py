@@ -87,6 +87,13 @@ def test_one_part_wanted_by_several_targets_is_read_once() -> None:
     assert fetch.parts == [Region((0, 0), (2, 4))]
 
 
+def test_a_piece_wanted_as_it_is_by_several_targets_goes_to_each() -> None:
+    region = Region((0, 0), (2, 4))
+    stored = _stored((4, 4), [region, Region((2, 0), (2, 4))])
+    (fetch,) = plan_read(0, stored, [region, region])
+    assert fetch.targets == ((0, region), (1, region))
+
+
 def test_empty_arrays_are_not_read() -> None:
     assert plan_read(0, _stored((0, 4), [Region.whole((0, 4))]), [Region.whole((0, 4))]) == []
 

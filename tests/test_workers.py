@@ -1,11 +1,12 @@
 """A crew of threads: every task once, the first error raised, nothing left running."""
 
+import gc
 import threading
 import time
 
 import pytest
 
-from shardkeep.workers import Crew, default_size
+from shardkeep.workers import Crew, collector, default_size
 from support import run_python
 
 
@@ -150,3 +151,46 @@ except ZeroDivisionError:
 """,
         timeout=20,
     )
+
+
+class TestCollector:
+    def test_it_is_off_inside_and_on_again_after(self) -> None:
+        assert gc.isenabled()
+        with collector.paused():
+            assert not gc.isenabled()
+            with collector.paused():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    def test_it_stays_off_where_the_program_has_none(self) -> None:
+        gc.disable()
+        try:
+            with collector.paused():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
+    def test_an_error_ends_the_pause(self) -> None:
+        with pytest.raises(KeyError), collector.paused():
+            raise KeyError
+        assert gc.isenabled()
+
+    def test_the_last_of_several_threads_ends_it(self) -> None:
+        inside, leave = threading.Event(), threading.Event()
+
+        def pause() -> None:
+            with collector.paused():
+                inside.set()
+                leave.wait(30)
+
+        thread = threading.Thread(target=pause)
+        thread.start()
+        assert inside.wait(30)
+        with collector.paused():
+            pass
+        assert not gc.isenabled()  # the other one still has its pause
+        leave.set()
+        thread.join()
+        assert gc.isenabled()

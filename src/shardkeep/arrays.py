@@ -162,6 +162,20 @@ class Region:
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
 
 
+@lru_cache(maxsize=4096)
+def common_slices(one: Region, other: Region) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where the common part of two regions lies in each of them; nowhere if there is none.
+
+    >>> common_slices(Region((0,), (4,)), Region((3,), (5,)))
+    ((slice(3, 4, None),), (slice(0, 1, None),))
+    """
+    common = one.intersect(other)
+    if common is None:
+        nowhere = (slice(0, 0),) * len(one.shape)
+        return nowhere, nowhere
+    return common.within(one).slices, common.within(other).slices
+
+
 def is_possible(shape: Sequence[int], itemsize: int) -> bool:
     """Whether there can be such an array: NumPy counts in 63 bits, also where it is empty because of another axis.
 

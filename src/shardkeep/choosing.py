@@ -19,6 +19,7 @@ from shardkeep.sharding import Place, Rules, ShapedLeaf, check_sharding, resolve
 from shardkeep.staging import is_prng_dtype
 from shardkeep.tree import Leaf, Path, Skeleton, flatten
 from shardkeep.values import show
+from shardkeep.workers import collector
 
 log = logging.getLogger("shardkeep")
 
@@ -71,6 +72,7 @@ class Choice:
     kept: dict[int, Any]
 
 
+@collector.paused()
 def choose(tree: Tree, prefix: str, request: Request) -> Choice:
     """The leaves to read, each with its place."""
     by = _choose_by_name if request.template is None else _choose_by_template

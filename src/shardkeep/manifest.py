@@ -18,6 +18,7 @@ from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError, an, counted
 from shardkeep.tree import Path, Skeleton, flatten, join_key, nest, to_json
 from shardkeep.values import Json, decode, encode, show
+from shardkeep.workers import collector
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -225,6 +226,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+@collector.paused()
 def encode_manifest(manifest: Manifest) -> bytes:
     """The document, sealed with its own digest."""
     body = {
@@ -251,6 +253,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return seal(json.dumps(body, separators=(",", ":")).encode())
 
 
+@collector.paused()
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for a later version."""
     try:

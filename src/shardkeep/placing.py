@@ -1,6 +1,7 @@
 """From host memory to what the caller gets: arrays on their devices, then functions, callbacks and casts."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -25,7 +26,7 @@ from shardkeep.reading import Source, Target, read_targets
 from shardkeep.stores.base import Store
 from shardkeep.together import compare
 from shardkeep.values import show
-from shardkeep.workers import Crew
+from shardkeep.workers import Crew, collector
 
 log = logging.getLogger("shardkeep")
 
@@ -127,12 +128,28 @@ def _regions(w: Wanted) -> list[Region]:
         return [Region.whole(shape)]
     if len(w.stored.pieces) == 1 and w.stored.pieces[0].length <= _SMALL:  # read and checked as a whole in any case
         return [Region.whole(shape)]
+    return _needed(sharding, shape)
+
+
+@lru_cache(maxsize=1024)
+def _needed(sharding: Sharding, shape: tuple[int, ...]) -> list[Region]:
+    """What this process needs of an array of this shape: all its rows as one region, of which its devices get views."""
     indices = sharding.addressable_devices_indices_map(shape)
-    return list(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+    regions = list(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+    rows = all(region.shape[1:] == shape[1:] for region in regions)
+    return [Region.whole(shape)] if rows and sum(region.size for region in regions) == math.prod(shape) else regions
 
 
 def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request: Request) -> list[Any]:
-    """Arrays onto devices (those of one device in one call), then what is left to do for each."""
+    """Arrays onto devices, then what is left to do for each."""
+    values = _onto_devices(wanted, targets)
+    jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
+    return [_adapt(w, value, request) for w, value in zip(wanted, values, strict=True)]
+
+
+@collector.paused()
+def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) -> list[Any]:
+    """Those of one device in one call."""
     values: list[Any] = [None] * len(wanted)
     grouped: dict[Any, list[int]] = {}
     for number, (w, target) in enumerate(zip(wanted, targets, strict=True)):
@@ -148,8 +165,7 @@ def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request:
         arrays = [_reshaped(_array(targets[n]), wanted[n]) for n in numbers]
         for number, array in zip(numbers, _put_all(arrays, sharding), strict=True):
             values[number] = array
-    jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
-    return [_adapt(w, value, request) for w, value in zip(wanted, values, strict=True)]
+    return values
 
 
 def _put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax.Array]:

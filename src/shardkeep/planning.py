@@ -1,6 +1,6 @@
 """What goes where: pure values, made before a byte is written or read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from shardkeep.manifest import DataFile, Piece, StoredLeaf, Tree
 from shardkeep.processes import LEADER
 from shardkeep.sharing import SMALL, Share
 from shardkeep.tree import Path, Skeleton, join_key
+from shardkeep.workers import collector
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class LeafPlan:
     kind: str
     spec: ArraySpec | None = None
     value: Any = None
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     held: tuple[Region, ...] = ()
     first_held: int = 0
     shares: tuple[Share, ...] = ()
@@ -99,6 +100,7 @@ class SavePlan:
         """Bytes that will be written, at most."""
         return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
 
+    @collector.paused()
     def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
         """The Tree to be committed, now that sizes and digests are known."""
         pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
@@ -135,6 +137,7 @@ class WrittenFile:
     digests: tuple[tuple[str, ...], ...]
 
 
+@collector.paused()
 def plan_pieces(
     leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], *, whole: bool = False
 ) -> list[PiecePlan]:
@@ -182,11 +185,17 @@ class Fetch:
 
 
 def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[Fetch]:
-    """Which pieces, and which parts of them, fill the target regions: nothing else will be read."""
+    """Which pieces, and which parts of them, fill the target regions: nothing else will be read.
+
+    Two targets are the same region, or have nothing in common, as the shards of an array.
+    """
     fetches: list[Fetch] = []
+    known = {target: i for i, target in enumerate(targets)}
+    known = known if len(known) == len(targets) else {}
     for piece in leaf.pieces:
-        if len(targets) == 1 and piece.region == targets[0] and piece.length:
-            hits = [(0, piece.region)]
+        same = known.get(piece.region) if piece.length else None
+        if same is not None:
+            hits = [(same, piece.region)]
         else:
             hits = [(i, c) for i, target in enumerate(targets) if (c := piece.region.intersect(target)) is not None]
         if hits:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import zstandard
@@ -264,7 +265,21 @@ def _deliveries(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> list[Tas
             else:
                 copied.append((unit, number, common))
     _allocate([(unit.target, number) for unit, number, _ in copied])
-    return [lambda u=unit, n=number, c=common: u.copy_to(n, c) for unit, number, common in copied]
+    tasks: list[Task] = []
+    batch: list[tuple[_Unit, int, Region]] = []
+    size = 0
+    for unit, number, common in copied:  # many small copies on one thread: between several the interpreter goes around
+        batch.append((unit, number, common))
+        size += common.size * unit.memory.size // max(unit.piece.region.size, 1)
+        if size >= _PART:
+            tasks.append(partial(_copy_all, batch))
+            batch, size = [], 0
+    return [*tasks, partial(_copy_all, batch)]
+
+
+def _copy_all(batch: Sequence[tuple[_Unit, int, Region]]) -> None:
+    for unit, number, common in batch:
+        unit.copy_to(number, common)
 
 
 def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:

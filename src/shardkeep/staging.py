@@ -6,7 +6,7 @@ so they are copied: at once for a save in the background, block by block while w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -26,7 +26,7 @@ from shardkeep.processes import LEADER
 from shardkeep.sharing import share_out
 from shardkeep.tree import Leaf
 from shardkeep.values import is_plain
-from shardkeep.workers import Crew
+from shardkeep.workers import Crew, collector
 
 _SHOWN = 10
 _SENT = 64 << 20  # how much a process sends to the others at a time
@@ -47,6 +47,7 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
+@collector.paused()
 def take_snapshot(
     leaves: Sequence[Leaf],
     *,
@@ -68,6 +69,7 @@ def take_snapshot(
             leaf.value.copy_to_host_async()  # all transfers under way before the first is waited for
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
+    looked_at = {id(array) for array in watched}
     if size > 1:
         _stage_shares(leaves, plans, shards, index, size, gathered)
     for leaf in leaves if size == 1 else ():
@@ -75,7 +77,7 @@ def take_snapshot(
             plans.append(_stage_numpy(leaf, shards))
         elif isinstance(leaf.value, jax.Array):
             plans.append(_stage_jax(leaf, shards))
-            if any(leaf.value is one for one in watched):
+            if id(leaf.value) in looked_at:
                 first = plans[-1].first_held
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
         else:
@@ -188,7 +190,7 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
 
 def _stage_jax(leaf: Leaf, shards: list[Shard], mine: list[tuple[Region, Array]] | None = None) -> LeafPlan:
     array: jax.Array = leaf.value
-    kind, extra = "jax", _sharding_record(array)
+    kind, extra = "jax", _sharding_record(array.sharding)
     if _is_prng_key(array):
         kind, extra = "prng", {"impl": str(jax.random.key_impl(array))}
         array = jax.random.key_data(array)
@@ -206,7 +208,7 @@ def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> list[tupl
     if array.is_fully_replicated:  # one device, or the same on all
         if wanted is not None and not wanted:
             return []
-        return [(Region.whole(array.shape), _contiguous(np.asarray(array.addressable_data(0))))]
+        return [(_whole(array.shape), _contiguous(np.asarray(array.addressable_data(0))))]
     # Looking at the shards of each array would take longer than writing small ones: how they lie is known of the first.
     lying = _lying.get((array.sharding, array.shape))
     if lying is None:
@@ -224,13 +226,16 @@ def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> list[tupl
     ]
 
 
+_whole = lru_cache(maxsize=1024)(Region.whole)  # thousands of arrays have few shapes
+
+
 def _contiguous(data: Array) -> Array:
     return data if data.flags.c_contiguous else np.array(data, order="C", copy=True)
 
 
-def _sharding_record(array: jax.Array) -> dict[str, Any]:
-    """How a named sharding laid the array out, for people and for loading onto a mesh with the same axis names."""
-    sharding = array.sharding
+@lru_cache(maxsize=256)
+def _sharding_record(sharding: jax.sharding.Sharding) -> Mapping[str, Any]:
+    """How a named sharding laid an array out, for people and for loading onto a mesh with the same axis names."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
         return {}
     spec = [list(e) if isinstance(e, tuple) else e for e in cast(Any, sharding.spec)]

@@ -4,10 +4,12 @@ Executors refuse work once the interpreter begins to exit, so a save that has to
 threads of its own, started before `save_async` returns.
 """
 
+import gc
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 
 Task = Callable[[], None]
 
@@ -133,3 +135,32 @@ class Turns:
 
 
 turns = Turns()
+
+
+class _Collector:
+    """Python's search for cyclic garbage, held off while anyone makes thousands of objects that are none.
+
+    Each such search looks at every object of the program, which takes longer than to save many small arrays.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held_off, self._was_on = 0, False
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        with self._lock:
+            if self._held_off == 0:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._held_off += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held_off -= 1
+                if self._held_off == 0 and self._was_on:
+                    gc.enable()
+
+
+collector = _Collector()

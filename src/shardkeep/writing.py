@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import zstandard
 
+from shardkeep.arrays import common_slices
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import TreeError
 from shardkeep.memory import Array, Shard, aligned_empty
@@ -17,6 +18,7 @@ from shardkeep.stores.base import NewFile, Store
 from shardkeep.workers import Crew, Task
 
 _PART = 16 << 20  # what one task writes of a large file
+_SMALL = 64 << 10
 _BATCH = 8 << 20  # what one task writes in small files
 _FILE_COST = 64 << 10  # making a file costs about as much as writing this
 _ZSTD_LEVEL = 1
@@ -189,11 +191,13 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
         for first in range(0, total, step):
             last = min(first + step, total)
             size = min(last * BLOCK, piece.nbytes) - first * BLOCK
-            if parts[-1] and (size > room or len(parts[-1]) >= 1000):
+            # Small pieces are work for the interpreter, which several threads only keep from each other.
+            cost = size if size >= _SMALL else size // 4
+            if parts[-1] and cost > room:
                 parts.append([])
                 room = _PART
             parts[-1].append((number, first, last))
-            room -= size
+            room -= cost
     return parts
 
 
@@ -210,8 +214,6 @@ def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard]) -> Array:
         return data if data.flags.c_contiguous else np.ascontiguousarray(data)
     whole: Array = aligned_empty(piece.nbytes).view(leaf.spec.dtype).reshape(piece.region.shape)
     for shard, region in piece.sources:
-        common = region.intersect(piece.region)
-        if common is None:  # an empty shard
-            continue
-        whole[common.within(piece.region).slices] = shards[shard].data[common.within(region).slices]
+        here, there = common_slices(piece.region, region)
+        whole[here] = shards[shard].data[there]
     return whole
