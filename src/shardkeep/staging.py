@@ -31,7 +31,9 @@ from shardkeep.workers import Crew, collector
 _SHOWN = 10
 _SENT = 64 << 20  # how much a process sends to the others at a time
 _REMEMBERED = 4096
-_lying: dict[tuple[Any, tuple[int, ...]], list[tuple[Region, int]]] = {}  # regions, and which of the array's parts
+_lying: dict[tuple[Any, tuple[int, ...]], tuple[tuple[Region, ...], tuple[int, ...]]] = {}  # regions, and which parts
+
+Held = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the data of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _stage_shares(
             plans.append(replace(_stage_jax(leaf, shards), shares=shares, common=True))
         elif gathered:
             whole = gather_whole(array)
-            mine = [(Region.whole(array.shape), whole)] if index == LEADER else []
+            mine: Held = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
             plans.append(replace(_stage_jax(leaf, shards, mine), shares=shares))
         else:
             wanted = [region for region, writer in shares if writer == index]
@@ -136,7 +138,7 @@ def gather_whole(array: jax.Array) -> Array:
         if writer == index and region.size:
             part = mine[filled : filled + region.size * dtype.itemsize].view(dtype).reshape(region.shape)
             filled += part.nbytes
-            for there, data in held:
+            for there, data in zip(*held, strict=True):
                 if (common := there.intersect(region)) is not None:
                     part[common.within(region).slices] = data[common.within(there).slices]
     sent = [mine[start : start + _SENT] for start in range(0, mine.size, _SENT)]
@@ -188,42 +190,40 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
     return LeafPlan(leaf.path, "numpy", spec, extra=extra, held=held, first_held=len(shards) - 1)
 
 
-def _stage_jax(leaf: Leaf, shards: list[Shard], mine: list[tuple[Region, Array]] | None = None) -> LeafPlan:
+def _stage_jax(leaf: Leaf, shards: list[Shard], mine: Held | None = None) -> LeafPlan:
     array: jax.Array = leaf.value
     kind, extra = "jax", _sharding_record(array.sharding)
     if _is_prng_key(array):
         kind, extra = "prng", {"impl": str(jax.random.key_impl(array))}
         array = jax.random.key_data(array)
     first = len(shards)
-    held: list[Region] = []
-    for region, data in _held(array) if mine is None else mine:
-        held.append(region)
-        shards.append(Shard(data, stable=True))
+    regions, data = _held(array) if mine is None else mine
+    shards += [Shard(each, True) for each in data]
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    return LeafPlan(leaf.path, kind, spec, extra=extra, held=tuple(held), first_held=first)
+    return LeafPlan(leaf.path, kind, spec, extra=extra, held=regions, first_held=first)
 
 
-def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> list[tuple[Region, Array]]:
-    """Each region this process holds (and, if it is said, that has to do with what is wanted), once, with its data."""
+def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> Held:
+    """Each region this process holds (and, if it is said, that has to do with what is wanted), once, and its data."""
     if array.is_fully_replicated:  # one device, or the same on all
         if wanted is not None and not wanted:
-            return []
-        return [(_whole(array.shape), _contiguous(np.asarray(array.addressable_data(0))))]
+            return (), []
+        return (_whole(array.shape),), [_contiguous(np.asarray(array.addressable_data(0)))]
     # Looking at the shards of each array would take longer than writing small ones: how they lie is known of the first.
     lying = _lying.get((array.sharding, array.shape))
     if lying is None:
         found: dict[Region, int] = {}
         for number, shard in enumerate(array.addressable_shards):
             found.setdefault(Region.from_index(shard.index, array.shape), number)
-        lying = list(found.items())
+        lying = tuple(found), tuple(found.values())
         if len(_lying) >= _REMEMBERED:
             _lying.clear()
         _lying[array.sharding, array.shape] = lying
-    return [
-        (region, _contiguous(np.asarray(array.addressable_data(number))))
-        for region, number in lying
-        if wanted is None or any(region == part or region.intersect(part) for part in wanted)
-    ]
+    regions, numbers = lying
+    if wanted is not None:
+        some = [i for i, r in enumerate(regions) if any(r == part or r.intersect(part) for part in wanted)]
+        regions, numbers = tuple(regions[i] for i in some), tuple(numbers[i] for i in some)
+    return regions, [_contiguous(np.asarray(array.addressable_data(number))) for number in numbers]
 
 
 _whole = lru_cache(maxsize=1024)(Region.whole)  # thousands of arrays have few shapes
