@@ -59,7 +59,7 @@ def medians_of(found: Results) -> dict[tuple[str, str, str], float]:
 
 
 def all_rows(medians: Mapping[tuple[str, str, str], float], found: Results) -> list[Row]:
-    return [*rows(medians), *growth_rows(found)]
+    return [row for row in (*rows(medians), *growth_rows(found)) if row.value is not None]
 
 
 def print_rows(medians: Mapping[tuple[str, str, str], float], found: Results) -> None:

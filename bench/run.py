@@ -36,7 +36,7 @@ FULL = {
 }
 QUICK = {
     "a512": ("shardkeep", "Orbax", "safetensors.flax"),
-    "b512": (*OURS, "Orbax", "safetensors.flax"),
+    "b512": ("shardkeep", "Orbax", "safetensors.flax"),
     "c": ("shardkeep", "Orbax", "safetensors.flax"),
 }
 WITHOUT_LOOP = ("a2048", "b2048")  # saves and loads only: it is the same loop, four times as long

@@ -22,9 +22,8 @@ class Row:
         return self.value is not None and (self.value <= self.target if self.most else self.value >= self.target)
 
     def __str__(self) -> str:
-        verdict = "–" if self.value is None else "pass" if self.reached else "short"
-        shown = "–" if self.value is None else f"{self.value:.2f}"
-        return f"{self.what:78} {shown:>8}  {'≤' if self.most else '≥'} {self.target:<5g} {verdict}"
+        verdict = "pass" if self.reached else "short"
+        return f"{self.what:78} {self.value or 0:8.2f}  {'≤' if self.most else '≥'} {self.target:<5.3g} {verdict}"
 
 
 def rows(found: Medians) -> Iterator[Row]:

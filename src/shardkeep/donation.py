@@ -12,14 +12,13 @@ from functools import partial
 import jax
 import numpy as np
 
-from shardkeep.memory import Array, Shard, aligned_empty
+from shardkeep.memory import Array, Shard, aligned_empty, room
 from shardkeep.workers import Crew, Task
 
 _COPY_FROM = 64 << 20  # below, fresh memory is found fast enough
 _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
-_ALIGN = 64
 _PAGE = 4096
 
 
@@ -48,7 +47,7 @@ class Donations:
         """Were they donated, while these were saved? What the next save does follows."""
         if watched:
             self.expected = any(array.is_deleted() for array in watched)
-        self._wanted = sum(_room(shard.data.nbytes) for shard in shards) if self.expected else 0
+        self._wanted = sum(room(shard.data.nbytes) for shard in shards) if self.expected else 0
         with self._lock:
             if not self.expected:
                 self._free = None
@@ -59,7 +58,7 @@ class Donations:
         copied = [shard.data for shard in shards if all_of_them or not shard.stable]
         if not copied:
             return tuple(shards), None
-        memory = self._take(sum(_room(data.nbytes) for data in copied))
+        memory = self._take(sum(room(data.nbytes) for data in copied))
         tasks: list[Task] = []
         settled: list[Shard] = []
         start = 0
@@ -71,7 +70,7 @@ class Donations:
             settled.append(Shard(target.view(shard.data.dtype).reshape(shard.data.shape), stable=True))
             for at in range(0, raw.size, _PART):
                 tasks.append(partial(np.copyto, target[at : at + _PART], raw[at : at + _PART]))
-            start += _room(raw.size)
+            start += room(raw.size)
         crew.run(tasks)
         return tuple(settled), memory
 
@@ -97,10 +96,6 @@ class Donations:
         with self._lock:
             if memory is not None and memory.size >= _COPY_FROM and self.expected:
                 self._free = memory
-
-
-def _room(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 donations = Donations()

@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,45 @@ log = logging.getLogger("shardkeep")
 
 Array = np.ndarray[Any, Any]
 _HUGE = 2 << 20
+_SLAB = 32 << 20  # an array that outlives the others of its slab keeps no more than this
+ALIGN = 64
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def aligned_empty(nbytes: int) -> Array:
     """Fresh host memory that JAX can use without a copy: page-aligned, in huge pages where that pays."""
     if nbytes < _HUGE:
-        memory = np.empty(nbytes + 64, dtype=np.uint8)
-        start = -memory.ctypes.data % 64
+        memory = np.empty(nbytes + ALIGN, dtype=np.uint8)
+        start = -memory.ctypes.data % ALIGN
         return memory[start : start + nbytes]
     # Not reserved: a large piece may be read in part, and only the pages touched count.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)
+
+
+class Slabs:
+    """Memory for many arrays, small ones together: huge pages are touched many times faster than as many small ones."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._left = sum(map(room, sizes))
+        self._slab, self._start = aligned_empty(0), 0
+
+    def take(self, nbytes: int) -> Array:
+        """Memory of this size, one of those announced."""
+        taken = room(nbytes)
+        if self._start + taken > self._slab.size:
+            self._slab, self._start = aligned_empty(max(taken, min(self._left, _SLAB))), 0
+        memory = self._slab[self._start : self._start + nbytes]
+        self._start += taken
+        self._left -= taken
+        return memory
+
+
+def room(nbytes: int) -> int:
+    """What so many bytes take up where arrays lie one after another, each aligned."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, slots=True)

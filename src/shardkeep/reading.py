@@ -1,5 +1,6 @@
 """Files to host memory: only the blocks that are needed, each checked against its digest before anyone sees it."""
 
+import errno
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from shardkeep.arrays import Region, touched_blocks
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import DataFile, Piece, StoredLeaf
-from shardkeep.memory import Array, aligned_empty
+from shardkeep.memory import ALIGN, Array, Slabs
 from shardkeep.planning import Fetch, plan_steps, split_fetch
 from shardkeep.progress import Progress
 from shardkeep.stores.base import Mapping, Store, StoredFile
@@ -21,9 +22,9 @@ from shardkeep.workers import Crew, Task
 _MAP_FROM = 1 << 20  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
-_SLAB = 32 << 20  # arrays that are made together share so much memory at most
-_ALIGN = 64
 _REQUEST = 1 << 20  # a request to a bucket costs about as much as reading this
+
+Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and where in the file that starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,11 @@ def read_targets(
         alone = _fed_by_one(fetches)
     for step in plan_steps(fetches, limit):
         maps = _map_files(source, step, targets)
-        units = [_Unit(source, fetch, targets[fetch.leaf], maps.get(fetch.piece.file), progress) for fetch in step]
+        read = [(fetch, _goes_whole(fetch, targets, alone)) for fetch in step if not _is_mapped(fetch.piece, maps)]
+        staying = Slabs(fetch.piece.length for fetch, whole in read if whole)
+        passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # so that it can go, too
+        into = {id(fetch): staying if whole else passing for fetch, whole in read}
+        units = [_Unit(source, f, targets[f.leaf], maps, into.get(id(f), passing), progress) for f in step]
         crew.run(task for batch in _batches(units) for task in batch)
         crew.run(_deliveries(units, alone))
     for target in targets:
@@ -110,7 +115,7 @@ def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
     return {pair for pair, n in count.items() if n == 1}
 
 
-def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target]) -> dict[int, tuple[Mapping, int]]:
+def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target]) -> Maps:
     """Mappings (and where in the file they start) of the files this step reads enough of."""
     if not source.mapped:
         return {}
@@ -126,13 +131,20 @@ def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target])
                 needed.setdefault(piece.file, []).extend(
                     (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
                 )
-    maps: dict[int, tuple[Mapping, int]] = {}
+    maps: Maps = {}
     for number, (low, high, key) in spans.items():
         if high - low >= _MAP_FROM or source.store.remote:
             with source.open(number, key) as file:
-                mapping = file.map(low, high - low, needed.get(number, ()))
-            maps[number] = (mapping, low)
+                try:
+                    maps[number] = file.map(low, high - low, needed.get(number, ())), low
+                except OSError as error:
+                    if error.errno != errno.ENOMEM:  # as many mappings as a process should have: the rest is read
+                        raise
     return maps
+
+
+def _is_mapped(piece: Piece, maps: Maps) -> bool:
+    return piece.stored is None and piece.file in maps
 
 
 def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
@@ -150,11 +162,11 @@ class _Unit:
     """One piece on its way into memory."""
 
     def __init__(
-        self, source: Source, fetch: Fetch, target: Target, mapping: tuple[Mapping, int] | None, progress: Progress
+        self, source: Source, fetch: Fetch, target: Target, maps: Maps, slabs: Slabs, progress: Progress
     ) -> None:
         self.fetch, self.target, self.piece = fetch, target, fetch.piece
         self._source, self._progress = source, progress
-        self.mapping = None if self.piece.stored is not None else mapping
+        self.mapping = maps[self.piece.file] if _is_mapped(self.piece, maps) else None
         if self.mapping:
             start = self.piece.offset - self.mapping[1]
             self.memory = self.mapping[0].data[start : start + self.piece.length]
@@ -163,7 +175,7 @@ class _Unit:
                 self.piece.file, target.leaf.key
             ).close()  # there and of its size, before memory is taken for it
             try:
-                self.memory = aligned_empty(self.piece.length)
+                self.memory = slabs.take(self.piece.length)
             except (MemoryError, OSError, OverflowError, ValueError) as error:
                 raise IntegrityError(
                     f"leaf {target.leaf.key!r}: its {self.piece.length:,} bytes cannot be allocated ({error})"
@@ -214,7 +226,7 @@ class _Unit:
             return None
         lying = self.lying(common)
         private = self.mapping is None and len(self.fetch.targets) == 1
-        aligned = lying.flags.c_contiguous and lying.__array_interface__["data"][0] % _ALIGN == 0
+        aligned = lying.flags.c_contiguous and lying.__array_interface__["data"][0] % ALIGN == 0
         return lying if aligned and (private or not self.target.own) else None
 
     def copy_to(self, number: int, common: Region) -> None:
@@ -283,21 +295,11 @@ def _copy_all(batch: Sequence[tuple[_Unit, int, Region]]) -> None:
 
 
 def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:
-    """Memory for regions that have none yet, small ones together: huge pages are touched many times faster."""
-    lacking = [(target, number) for target, number in wanted if target.arrays[number] is None]
-    sizes = {(id(target), number): target.nbytes(number) for target, number in lacking}
-    left = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
-    slab, start = aligned_empty(0), 0
-    for target, number in lacking:
-        if target.arrays[number] is not None:  # it was there twice
-            continue
-        size = target.nbytes(number)
-        room = -(-size // _ALIGN) * _ALIGN
-        if start + room > slab.size:
-            slab, start = aligned_empty(max(room, min(left, _SLAB))), 0
-        target.take(number, slab[start : start + size])
-        start += room
-        left -= room
+    """Memory for regions that have none yet."""
+    lacking = {(id(target), number): target for target, number in wanted if target.arrays[number] is None}
+    slabs = Slabs(target.nbytes(number) for (_, number), target in lacking.items())
+    for (_, number), target in lacking.items():
+        target.take(number, slabs.take(target.nbytes(number)))
 
 
 def _fill_empty(target: Target) -> None:

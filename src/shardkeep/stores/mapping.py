@@ -1,8 +1,10 @@
 """Local files being read: into memory, or as memory."""
 
+import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,9 +35,10 @@ class LocalFile:
             offset += count
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
+        if offset + length > self.size:
+            raise EOFError(f"{self._path} ends before byte {offset + length}")
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        memory = mmap.mmap(self._descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
-        return LocalMapping(memory, offset - start, self._path)
+        return LocalMapping(Pages(self._descriptor, start, offset + length - start), offset - start, self._path)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -50,19 +53,60 @@ class LocalFile:
 class LocalMapping:
     """A part of a file as memory."""
 
-    def __init__(self, memory: mmap.mmap, skip: int, path: str) -> None:
-        self._memory = memory
-        self._skip = skip
-        self._path = path
-        self.data = np.frombuffer(memory, dtype=np.uint8)[skip:]
+    def __init__(self, pages: "Pages", skip: int, path: str) -> None:
+        self._pages, self._skip, self._path = pages, skip, path
+        self.data: np.ndarray[Any, Any] = np.asarray(pages)[skip:]
 
     def bring_in(self, start: int, end: int) -> None:
         low = (self._skip + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            self._memory.madvise(_POPULATE_READ, low, self._skip + end - low)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14, where pages come in as they are touched
-                raise OSError(errno.EIO, "Input/output error", self._path) from error
+        error = self._pages.populate(low, self._skip + end - low)
+        if error not in (0, errno.EINVAL):  # EINVAL: a kernel before 5.14, where pages come in as they are touched
+            raise OSError(errno.EIO, "Input/output error", self._path)
+
+
+_lock = threading.RLock()  # a collection may end one while another begins
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Pages:
+    """Pages of a file, for NumPy to make an array of; they are there as long as any array of them is.
+
+    Python's own `mmap` keeps a descriptor open for each, of which a process has few, and holds all other threads up
+    while pages come from the disk.
+    """
+
+    most = 30_000  # of the 65,530 mappings that Linux gives a process
+    count = 0
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        self._address, self._length = None, length
+        if Pages.count >= Pages.most:
+            raise OSError(errno.ENOMEM, "there are as many mapped files as a process should have")
+        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._address = address
+        with _lock:
+            Pages.count += 1
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self._length,), "typestr": "|u1", "data": (self._address, True)}
+
+    def populate(self, start: int, length: int) -> int:
+        """Bring pages in; 0, or the number of the error."""
+        failed = _libc.madvise((self._address or 0) + start, length, _POPULATE_READ) != 0
+        return ctypes.get_errno() if failed else 0
+
+    def __del__(self, unmap: Any = _libc.munmap, lock: Any = _lock) -> None:
+        if self._address is not None:
+            unmap(self._address, self._length)
+            with lock:
+                type(self).count -= 1
 
 
 def file_system(directory: str) -> str:

@@ -1,0 +1,80 @@
+"""Files as memory: the bytes of the file, without a descriptor, as long as anyone looks, and no more than is good."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardkeep
+from shardkeep.stores.mapping import LocalFile, Pages
+from support import assert_same, run_python
+
+
+def opened(path: Path, data: bytes) -> LocalFile:
+    path.write_bytes(data)
+    return LocalFile(os.open(path, os.O_RDONLY), str(path))
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 10_000), (1, 9_999), (4_096, 10), (5_000, 5_000), (9_999, 1)])
+def test_a_mapping_is_that_part_of_the_file(tmp_path: Path, offset: int, length: int) -> None:
+    data = np.random.default_rng(0).bytes(10_000)
+    with opened(tmp_path / "f", data) as file:
+        mapping = file.map(offset, length)
+    mapping.bring_in(0, length)
+    assert mapping.data.tobytes() == data[offset : offset + length]
+    assert not mapping.data.flags.writeable
+
+
+def test_what_lies_behind_the_end_is_no_part_of_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "f", bytes(100)) as file, pytest.raises(EOFError, match="ends before byte 101"):
+        file.map(1, 100)
+
+
+def test_pages_stay_as_long_as_any_array_of_them(tmp_path: Path) -> None:
+    before = Pages.count
+    with opened(tmp_path / "f", b"a" * 100_000) as file:
+        part = file.map(0, 100_000).data[50_000:].view(np.uint16).reshape(5, -1)[2:]
+    (tmp_path / "f").unlink()
+    assert Pages.count == before + 1
+    assert (part == 0x6161).all()
+    del part
+    assert Pages.count == before
+
+
+def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    with opened(tmp_path / "f", bytes(100_000)) as file:
+        mapping = file.map(0, 100_000)
+    os.truncate(tmp_path / "f", 10)
+    with pytest.raises(OSError, match="Input/output error"):
+        mapping.bring_in(50_000, 100_000)
+
+
+MANY_FILES = """
+import os, resource
+from shardkeep.cli.main import main
+os.chdir(os.environ["HERE"])
+tree = {f"w{i}": jnp.full((520, 512), i, jnp.float32) for i in range(200)}
+shardkeep.save("run", tree, format="tensorstore")
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+loaded = shardkeep.load("run")
+assert all((np.asarray(loaded[name]) == np.asarray(value)).all() for name, value in tree.items())
+print(len(os.listdir("/proc/self/fd")))
+assert main(["convert", "run", "copy", "--format", "safetensors"]) == 0
+"""
+
+
+def test_more_mapped_files_than_a_process_may_have_open(tmp_path: Path) -> None:
+    assert int(run_python(MANY_FILES, HERE=str(tmp_path)).split()[0]) < 30
+
+
+def test_files_beyond_what_should_be_mapped_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {f"w{i}": jnp.full((520, 512), i, jnp.float32) for i in range(20)}
+    shardkeep.save(tmp_path / "run", tree, format="tensorstore")
+    before = Pages.count
+    monkeypatch.setattr(Pages, "most", before + 5)
+    loaded = jax.block_until_ready(shardkeep.load(tmp_path / "run"))
+    assert Pages.count == before + 5
+    assert_same(loaded, tree)
