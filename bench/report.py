@@ -97,21 +97,20 @@ def contenders_of(found: Results, workload: str) -> list[str]:
     return [c for c in dict.fromkeys(key[1] for key in found if key[0] == workload) if c != "limits"]
 
 
-def tables(found: Results, rounds: int, load: tuple[float, float]) -> str:
+def tables(found: Results, rounds: int, load: float) -> str:
     lines = [
         "# Benchmark",
         "",
-        f"{machine()}. Load average {load[0]:.1f} before, {load[1]:.1f} after; the run itself adds 1 to 2.",
+        f"{machine()}. Load average before it: {load:.1f}.",
         "",
         f"Milliseconds: medians of {rounds} rounds (smallest – largest), interleaved, each in a fresh process. How "
         "each is measured is said in `bench/run.py`. shardkeep writes digests and checks them in every load but those "
         "marked unchecked; the others have none to check, or do not check them by default. The stall of a donating "
         "loop is the `save_async` call and what the next five steps took too long.",
     ]
-    for workload in dict.fromkeys(key[0] for key in found):
-        if workload not in WORKLOADS:
+    for workload, described in WORKLOADS.items():
+        if not any(key[0] == workload for key in found):
             continue
-        described = WORKLOADS[workload]
         lines += ["", f"## {described.title}", ""]
         lines += [f"{len(shapes_of(described)):,} arrays, {nbytes_of(described) / 2**20:,.0f} MiB.", ""]
         contenders = contenders_of(found, workload)
@@ -210,7 +209,7 @@ def short_table(medians: Mapping[tuple[str, str, str], float], rounds: int) -> s
     return "\n".join(lines)
 
 
-def write(found: Results, rounds: int, load: tuple[float, float]) -> None:
+def write(found: Results, rounds: int, load: float) -> None:
     """Everything into bench/results, the short table into the README."""
     RESULTS.mkdir(exist_ok=True)
     medians = medians_of(found)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ FULL = {
     "a512": (*OURS, "Orbax", "safetensors.flax", "torch DCP"),
     "b512": (*OURS, "Orbax", "safetensors.flax", "eFormer"),
     "f": (*OURS, "Orbax", "safetensors.flax"),
-    "c": (*OURS, "Orbax", "safetensors.flax", "eFormer"),
+    "c": (*OURS, "Orbax", "safetensors.flax"),
     "c-mesh": (*OURS, "Orbax", "safetensors.flax"),
     "a2048": ("shardkeep", "Orbax", "safetensors.flax"),
     "b2048": ("shardkeep", "Orbax", "safetensors.flax"),
@@ -79,14 +80,15 @@ class Run:
             shutil.rmtree(place)
 
 
-def measure(run: Run, plan: dict[str, tuple[str, ...]], rounds: int) -> None:
-    for _ in range(rounds):
+def measure(run: Run, plan: dict[str, tuple[str, ...]], rounds: int, done: Callable[[int], None]) -> None:
+    for number in range(1, rounds + 1):
         for workload, contenders in plan.items():
             if workload in LIMITS:
                 run.add(workload, "limits", "limits.py", str(LIMITS[workload]), "HERE")
             for contender in contenders:
                 what = "short" if workload in WITHOUT_LOOP else "times"
                 run.add(workload, contender, "worker.py", contender, workload, "HERE", what)
+        done(number)
 
 
 def measure_memory(run: Run, plan: dict[str, tuple[str, ...]]) -> None:
@@ -122,19 +124,21 @@ def main() -> None:
     where = Path(tempfile.mkdtemp(prefix="shardkeep-bench-"))
     run = Run(where)
     load = os.getloadavg()[0]
+    import report
+
+    def done(rounds: int) -> None:
+        if given.write or not (given.quick or given.only):
+            report.write(run.found, rounds, load)
+
     try:
-        measure(run, plan, 1 if given.quick else given.rounds)
         if not given.quick:
             measure_memory(run, plan)
         if not given.quick and not given.only:
             measure_growth(run)
+        measure(run, plan, 1 if given.quick else given.rounds, done)
     finally:
         shutil.rmtree(where)
-    import report
-
     report.print_rows(report.medians_of(run.found), run.found)
-    if given.write or not (given.quick or given.only):
-        report.write(run.found, given.rounds, (load, os.getloadavg()[0]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from contenders import CONTENDERS, clocked
-from trees import WORKLOADS, builder, template
+from trees import WORKLOADS, builder, nbytes_of, template
 from worker import into_cache, settle, warm_up
 
 import shardkeep
@@ -62,7 +62,7 @@ def main() -> None:
 
         def measured(number: int, profile: cProfile.Profile | None = None) -> float:
             tree = None if what == "load" else fresh(number)
-            settle()
+            settle(nbytes_of(workload))
             work = {
                 "save": lambda: shardkeep.save(where / f"step_{number}", tree),
                 "call": lambda: shardkeep.save_async(where / f"step_{number}", tree),
