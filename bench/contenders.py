@@ -135,6 +135,7 @@ class EFormer:
     def load(self, path: Path, template: Tree, verify: bool = True) -> Tree:
         rules = [(f"^{name}$".replace(".", "[./]"), each.sharding) for name, each in template.items()]
         specs = [(rule, getattr(sharding, "spec", jax.sharding.PartitionSpec())) for rule, sharding in rules]
+        specs.append((".*", jax.sharding.PartitionSpec()))  # it loads all or nothing
         return self._manager.load(str(path), _mesh(template), partition_rules=specs)[0]
 
 
