@@ -137,23 +137,23 @@ def in_the_background(contender: Any, fresh: Any, workload: Workload, where: Pat
 
     settle(nbytes_of(workload))
     found: dict[str, float] = {}
-    idle = statistics.median(one() for _ in range(IDLE_STEPS))
     calls: list[float] = []
     stalls: list[float] = []
     slow = workload.kind == "many" and workload.mesh  # each takes the others ten seconds, and all of them alike
+    before = [one() for _ in range(IDLE_STEPS)]
     for number in range(2 if slow else SAVES):
         called, wait = clocked(lambda number=number: contender.start(where / f"stall-{number}", state))
         steps = [one() for _ in range(STALLED_STEPS)]
         wait()
+        after = [one() for _ in range(IDLE_STEPS)]
         calls.append(called)
-        stalls.append(called + sum(steps) - STALLED_STEPS * idle)
-        for _ in range(2):
-            one()
+        stalls.append(called + sum(steps) - STALLED_STEPS * statistics.median(before + after))
+        before = after
     found["call, first"], found["call"] = calls[0], statistics.median(calls[1:])
     found["stall, first"], found["stall"] = stalls[0], statistics.median(stalls[1:])
     if slow:
         return found
-    idle = statistics.median([idle, *(one() for _ in range(3))])
+    idle = statistics.median([*before, *(one() for _ in range(3))])
     # Steps on the main thread, and a save begun whenever the one before is done.
     begun = time.perf_counter()
     wait, count, saves = None, 0, 0

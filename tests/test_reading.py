@@ -19,6 +19,7 @@ import shardkeep
 from faults.spawner import Fault, Spawner
 from faults.states import make
 from shardkeep.digests import digest, seal
+from shardkeep.stores.mapping import LocalMapping
 from support import FORMATS, assert_same, mesh_of, save_as
 
 
@@ -274,6 +275,19 @@ class TestMapping:
             array[:] = 5
         assert shardkeep.verify(tmp_path / "run").ok
         assert shardkeep.load(tmp_path / "run")["w"][0] == 1
+
+    def test_neighbours_are_brought_in_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tree = {f"w{number}": jnp.full((64, 64), number, jnp.float32) for number in range(200)}
+        shardkeep.save(tmp_path / "run", tree)
+        spans: list[tuple[int, int]] = []
+        bring_in = LocalMapping.bring_in
+        monkeypatch.setattr(LocalMapping, "bring_in", lambda *a: spans.append(a[1:]) or bring_in(*a))
+        assert_same(shardkeep.load(tmp_path / "run", template=tree), tree)
+        assert spans == [(0, 200 * 64 * 64 * 4)]
+        some = {name: tree[name] for name in ("w7", "w8", "w9", "w100")}
+        spans.clear()
+        assert_same(shardkeep.load(tmp_path / "run", template=some), some)
+        assert sorted(end - start for start, end in spans) == [16 << 10, 48 << 10]
 
     def test_mapped_must_be_auto_or_false(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="mapped must be"):

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from shardkeep.memory import Array, Shard, aligned_empty, room
+from shardkeep.memory import Array, Shard, aligned_empty, release_freed, room
 from shardkeep.workers import Crew, Task
 
 _COPY_FROM = 64 << 20  # below, fresh memory is found fast enough
@@ -20,6 +20,7 @@ _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
 _PAGE = 4096
+_PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
 class Donations:
@@ -31,6 +32,7 @@ class Donations:
         self._wanted = 0
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
+        self._hurry = threading.Event()
 
     def watch(self, arrays: Iterable[jax.Array]) -> list[jax.Array]:
         """A few small ones, to be looked at again when the save is done. They are always copied: of an array that is
@@ -75,7 +77,9 @@ class Donations:
         return tuple(settled), memory
 
     def _take(self, total: int) -> Array:
+        self._hurry.set()
         with self._preparing, self._lock:
+            self._hurry.clear()
             memory, self._free = self._free, None
             self._wanted = 0
         if memory is not None and total <= memory.size <= 2 * total:
@@ -87,8 +91,14 @@ class Donations:
         with self._preparing:
             wanted, self._wanted = self._wanted, 0
             if wanted >= _COPY_FROM and self._free is None:
+                for pause in _PAUSES:  # what the save kept from XLA was as much; a step may still be reading it
+                    if self._hurry.wait(pause) or release_freed() >= wanted // 2:
+                        break
                 memory = aligned_empty(wanted)
-                memory[::_PAGE] = 0
+                for start in range(0, memory.size, _PART):
+                    if self._hurry.is_set():  # the next save is here, and touches the rest on all its threads
+                        break
+                    memory[start : start + _PART : _PAGE] = 0
                 self.give_back(memory)
 
     def give_back(self, memory: Array | None) -> None:

@@ -65,7 +65,7 @@ def load(
         request = Request(
             template=template,
             prefix=prefix,
-            include=re.compile(include) if isinstance(include, str) else include,
+            include=None if include is None else re.compile(include),
             mesh=mesh,
             rules=partition_rules,
             shardings=shardings,

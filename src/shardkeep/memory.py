@@ -1,5 +1,6 @@
 """Host memory: aligned as JAX likes it, and a budget for what saves and loads hold."""
 
+import ctypes
 import logging
 import mmap
 import os
@@ -31,6 +32,24 @@ def aligned_empty(nbytes: int) -> Array:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)
+
+
+def release_freed() -> int:
+    """Give memory that was freed, and that the C library keeps for later, back to the system; says how much it was."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return 0
+    before = _resident()
+    trim(0)
+    return before - _resident()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process uses."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 class Slabs:

@@ -119,7 +119,7 @@ def _stays_on_host(w: Wanted) -> bool:
     return w.as_numpy or stays_numpy(w.stored.spec.dtype)
 
 
-def _regions(w: Wanted) -> list[Region]:
+def _regions(w: Wanted) -> Sequence[Region]:
     """The regions of a leaf that this process needs, each once."""
     assert w.stored.spec is not None
     shape = w.stored.spec.shape
@@ -132,12 +132,12 @@ def _regions(w: Wanted) -> list[Region]:
 
 
 @lru_cache(maxsize=1024)
-def _needed(sharding: Sharding, shape: tuple[int, ...]) -> list[Region]:
+def _needed(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, ...]:
     """What this process needs of an array of this shape: all its rows as one region, of which its devices get views."""
     indices = sharding.addressable_devices_indices_map(shape)
-    regions = list(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+    regions = tuple(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
     rows = all(region.shape[1:] == shape[1:] for region in regions)
-    return [Region.whole(shape)] if rows and sum(region.size for region in regions) == math.prod(shape) else regions
+    return (Region.whole(shape),) if rows and sum(region.size for region in regions) == math.prod(shape) else regions
 
 
 def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request: Request) -> list[Any]:

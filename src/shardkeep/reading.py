@@ -19,9 +19,10 @@ from shardkeep.progress import Progress
 from shardkeep.stores.base import Mapping, Store, StoredFile
 from shardkeep.workers import Crew, Task
 
-_MAP_FROM = 1 << 20  # mapping a file costs more than reading this much
+_MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
+_NEAR = 4 << 10
 _REQUEST = 1 << 20  # a request to a bucket costs about as much as reading this
 
 Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and where in the file that starts
@@ -82,6 +83,7 @@ def read_targets(
 ) -> None:
     """Fill every target. Pieces are read in steps so that, beside the targets, memory stays within the budget."""
     limit = min(budget, _STEP)
+    fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
     if not source.mapped or source.store.remote:
         fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
@@ -171,9 +173,8 @@ class _Unit:
             start = self.piece.offset - self.mapping[1]
             self.memory = self.mapping[0].data[start : start + self.piece.length]
         else:
-            source.open(
-                self.piece.file, target.leaf.key
-            ).close()  # there and of its size, before memory is taken for it
+            if self.piece.length > _PART:  # there and of its size, before much memory is taken for it
+                source.open(self.piece.file, target.leaf.key).close()
             try:
                 self.memory = slabs.take(self.piece.length)
             except (MemoryError, OSError, OverflowError, ValueError) as error:
@@ -189,14 +190,18 @@ class _Unit:
         found = needed_blocks(self.fetch, self.target.leaf)
         return [(a, min(a + step, last)) for first, last in found for a in range(first, last, step)]
 
+    def mapped(self, first: int, last: int) -> tuple[Mapping, int, int] | None:
+        """Where blocks lie in a mapping, which has to bring them in."""
+        if self.mapping is None:
+            return None
+        low = self.piece.offset - self.mapping[1]
+        return self.mapping[0], low + first * BLOCK, low + min(last * BLOCK, self.piece.length)
+
     def read(self, first: int, last: int) -> None:
-        """Bring blocks into memory and check them."""
+        """Bring blocks into memory, unless they are mapped, and check them."""
         key, where = self.target.leaf.key, self._source.where(self.piece.file)
         start, end = first * BLOCK, min(last * BLOCK, self.piece.length)
-        if self.mapping:
-            low = self.piece.offset - self.mapping[1]
-            self.mapping[0].bring_in(low + start, low + end)
-        else:
+        if not self.mapping:
             with self._source.open(self.piece.file, key) as file:
                 if self.piece.stored is not None:
                     record = self._source.files[self.piece.file]
@@ -246,24 +251,32 @@ def _batches(units: Sequence[_Unit]) -> list[list[Task]]:
     for unit in units:
         for first, last in unit.ranges():
             if last - first >= _PART // BLOCK:
-                large.append(lambda u=unit, a=first, b=last: u.read(a, b))
+                large.append(partial(_read_all, [(unit, first, last)]))
                 continue
             small.append((unit, first, last))
             size += min(unit.piece.length, (last - first) * BLOCK) + overhead
             if size >= _PART:
-                tasks.append(_read_all(small))
+                tasks.append(partial(_read_all, small))
                 small, size = [], 0
     if small:
-        tasks.append(_read_all(small))
+        tasks.append(partial(_read_all, small))
     return [large, tasks]
 
 
-def _read_all(ranges: list[tuple[_Unit, int, int]]) -> Task:
-    def read() -> None:
-        for unit, first, last in ranges:
-            unit.read(first, last)
-
-    return read
+def _read_all(ranges: Sequence[tuple[_Unit, int, int]]) -> None:
+    spans: list[tuple[Mapping, int, int]] = []
+    for unit, first, last in ranges:
+        if (lying := unit.mapped(first, last)) is None:
+            continue
+        mapping, start, end = lying
+        if spans and spans[-1][0] is mapping and 0 <= start - spans[-1][2] <= _NEAR:  # many small ones in one call
+            spans[-1] = (mapping, spans[-1][1], end)
+        else:
+            spans.append(lying)
+    for mapping, start, end in spans:
+        mapping.bring_in(start, end)
+    for unit, first, last in ranges:
+        unit.read(first, last)
 
 
 def _deliveries(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> list[Task]:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from shardkeep.arrays import ArraySpec, Region, dtype_name
+from shardkeep.arrays import ArraySpec, Region, common_slices, dtype_name
 from shardkeep.donation import donations
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
 from shardkeep.memory import Array, Shard
@@ -139,8 +139,8 @@ def gather_whole(array: jax.Array) -> Array:
             part = mine[filled : filled + region.size * dtype.itemsize].view(dtype).reshape(region.shape)
             filled += part.nbytes
             for there, data in zip(*held, strict=True):
-                if (common := there.intersect(region)) is not None:
-                    part[common.within(region).slices] = data[common.within(there).slices]
+                here, lying = common_slices(region, there)
+                part[here] = data[lying]
     sent = [mine[start : start + _SENT] for start in range(0, mine.size, _SENT)]
     try:
         everyones = [np.asarray(multihost_utils.process_allgather(part)) for part in sent]
