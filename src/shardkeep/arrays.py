@@ -129,7 +129,7 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Region":
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @classmethod
     def from_index(cls, index: Sequence[slice], shape: Sequence[int]) -> "Region":
@@ -160,6 +160,11 @@ class Region:
     def within(self, outer: "Region") -> "Region":
         """The same region, counted from the start of `outer`."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
+
+
+@lru_cache(maxsize=4096)  # thousands of arrays have few shapes
+def _whole(shape: tuple[int, ...]) -> Region:
+    return Region((0,) * len(shape), shape)
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition, is_possible
@@ -367,21 +368,28 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
         return StoredLeaf(path, "value", value=decode(data["value"]))
     if data["kind"] not in ("jax", "numpy", "prng", "zarr"):
         raise ValueError(f"unknown kind of leaf {data['kind']!r}")
-    shape = tuple(_integer(n) for n in data["shape"])
-    spec = ArraySpec(shape, dtype_from_name(data["dtype"]))
-    if not is_possible(shape, spec.dtype.itemsize):
-        raise ValueError(f"impossible shape {shape}")
+    shape = tuple(map(_integer, data["shape"]))
+    spec = _spec(shape, data["dtype"])
     pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
     if data["kind"] == "zarr":
         return StoredLeaf(path, "zarr", spec, extra={"directory": check_name(data["directory"])})
     if not is_partition(shape, [piece.region for piece in pieces]):
         raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
-    extra = {k: v for k, v in data.items() if k in ("impl", "sharding", "order")}
+    extra = {k: data[k] for k in ("impl", "sharding", "order") if k in data}
     if data["kind"] == "prng" and not isinstance(extra.get("impl"), str):
         raise ValueError(f"leaf {data['key']!r} names no PRNG implementation")
-    if extra.get("order", "<") not in ("<", ">") or not _is_layout(extra.get("sharding", {})):
+    if extra.get("order", "<") not in ("<", ">") or ("sharding" in extra and not _is_layout(extra["sharding"])):
         raise ValueError(f"leaf {data['key']!r} has an unknown byte order or sharding")
     return StoredLeaf(path, data["kind"], spec, pieces, extra=extra)
+
+
+@lru_cache(maxsize=1024)
+def _spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
+    """Thousands of arrays have few of them."""
+    spec = ArraySpec(shape, dtype_from_name(dtype))
+    if not is_possible(shape, spec.dtype.itemsize):
+        raise ValueError(f"impossible shape {shape}")
+    return spec
 
 
 def _is_layout(sharding: Any) -> bool:
@@ -398,7 +406,7 @@ def _is_layout(sharding: Any) -> bool:
 def _decode_piece(data: dict[str, Any], spec: ArraySpec, files: Sequence[DataFile]) -> Piece:
     region = Region.whole(spec.shape)
     if "start" in data:
-        region = Region(tuple(_integer(n) for n in data["start"]), tuple(_integer(n) for n in data["shape"]))
+        region = Region(tuple(map(_integer, data["start"])), tuple(map(_integer, data["shape"])))
         if len(region.start) != len(spec.shape) or min((*region.start, *region.shape), default=0) < 0:
             raise ValueError("impossible region")
     length = region.size * spec.dtype.itemsize

@@ -189,6 +189,8 @@ def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[
 
     Two targets are the same region, or have nothing in common, as the shards of an array.
     """
+    if len(leaf.pieces) == len(targets) == 1 and leaf.pieces[0].region == targets[0] and leaf.pieces[0].length:
+        return [Fetch(number, leaf.pieces[0], ((0, targets[0]),))]
     fetches: list[Fetch] = []
     known = {target: i for i, target in enumerate(targets)}
     known = known if len(known) == len(targets) else {}

@@ -208,7 +208,7 @@ def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> Held:
     if array.is_fully_replicated:  # one device, or the same on all
         if wanted is not None and not wanted:
             return (), []
-        return (_whole(array.shape),), [_contiguous(np.asarray(array.addressable_data(0)))]
+        return (Region.whole(array.shape),), [_contiguous(np.asarray(array.addressable_data(0)))]
     # Looking at the shards of each array would take longer than writing small ones: how they lie is known of the first.
     lying = _lying.get((array.sharding, array.shape))
     if lying is None:
@@ -224,9 +224,6 @@ def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> Held:
         some = [i for i, r in enumerate(regions) if any(r == part or r.intersect(part) for part in wanted)]
         regions, numbers = tuple(regions[i] for i in some), tuple(numbers[i] for i in some)
     return regions, [_contiguous(np.asarray(array.addressable_data(number))) for number in numbers]
-
-
-_whole = lru_cache(maxsize=1024)(Region.whole)  # thousands of arrays have few shapes
 
 
 def _contiguous(data: Array) -> Array:

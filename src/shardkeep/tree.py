@@ -42,7 +42,10 @@ def join_key(path: Path) -> str:
     >>> join_key(("layers", "0", "w.b"))
     'layers.0.w\\.b'
     """
-    return ".".join(p.replace("\\", "\\\\").replace(".", "\\.") if "." in p or "\\" in p else p for p in path)
+    key = ".".join(path)
+    if "\\" not in key and key.count(".") == len(path) - 1:  # nothing to escape
+        return key
+    return ".".join(part.replace("\\", "\\\\").replace(".", "\\.") for part in path)
 
 
 def split_key(key: str) -> Path:
