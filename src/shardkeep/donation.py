@@ -5,6 +5,7 @@ state, whose first touch takes far longer than a copy. So it is watched whether 
 saved. From then on they are copied, into memory that is kept from save to save, and given to XLA at once.
 """
 
+import heapq
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -39,8 +40,9 @@ class Donations:
         viewed nobody can tell whether it was donated."""
         chosen: list[jax.Array] = []
         left = _WATCHED_BYTES
-        for array in sorted((a for a in arrays if 0 < a.nbytes <= left), key=lambda a: a.nbytes)[:_WATCHED]:
-            left -= array.nbytes
+        sized = ((array.nbytes, number, array) for number, array in enumerate(arrays))
+        for nbytes, _, array in heapq.nsmallest(_WATCHED, (each for each in sized if 0 < each[0] <= left)):
+            left -= nbytes
             if left >= 0:
                 chosen.append(array)
         return chosen
