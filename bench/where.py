@@ -1,6 +1,6 @@
 """Where the time of one save or load goes, by module: ours, JAX's, the rest. It shows what bounds a figure.
 
-python bench/where.py WORKLOAD save|call|load [DIRECTORY]
+python bench/where.py WORKLOAD save|call|load [FORMAT]
 
 Only the calling thread is looked at, and looking takes time itself (the first line says how much), so read the shares.
 """
@@ -9,6 +9,7 @@ import cProfile
 import pstats
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,23 @@ def shares(profile: cProfile.Profile) -> dict[str, float]:
 def main() -> None:
     name, what, *given = sys.argv[1:]
     workload = WORKLOADS[name]
-    with tempfile.TemporaryDirectory(dir=given[0] if given else None) as temporary:
+    format: Any = given[0] if given else "safetensors"
+    save, save_async = (partial(f, format=format) for f in (shardkeep.save, shardkeep.save_async))
+    with tempfile.TemporaryDirectory() as temporary:
         where = Path(temporary)
         warm_up(CONTENDERS["shardkeep"](), where)
         fresh = builder(workload)
         wanted = template(workload)
         if what == "load":
-            shardkeep.save(where / "saved", fresh(0))
+            save(where / "saved", fresh(0))
             into_cache(where / "saved")
 
         def measured(number: int, profile: cProfile.Profile | None = None) -> float:
             tree = None if what == "load" else fresh(number)
             settle(nbytes_of(workload))
             work = {
-                "save": lambda: shardkeep.save(where / f"step_{number}", tree),
-                "call": lambda: shardkeep.save_async(where / f"step_{number}", tree),
+                "save": lambda: save(where / f"step_{number}", tree),
+                "call": lambda: save_async(where / f"step_{number}", tree),
                 "load": lambda: jax.block_until_ready(shardkeep.load(where / "saved", template=wanted)),
             }[what]
             seconds, result = clocked(work if profile is None else lambda: profile.runcall(work))
@@ -76,7 +79,8 @@ def main() -> None:
         plain = [measured(number) for number in range(1, 4)]
         profile = cProfile.Profile()
         seconds = measured(4, profile)
-        print(f"{workload.title}, {what}: {min(plain) * 1e3:.0f} ms, while it is looked at {seconds * 1e3:.0f}")
+        named = f"{workload.title}, {' '.join((what, *given))}"
+        print(f"{named}: {min(plain) * 1e3:.0f} ms, while it is looked at {seconds * 1e3:.0f}")
         found = shares(profile)
         for module, own in sorted(found.items(), key=lambda item: -item[1]):
             if own / seconds >= LEAST:
