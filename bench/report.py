@@ -32,6 +32,7 @@ METRICS = {
     "one layer": "load one layer",
 }
 PACKAGES = ("jax", "numpy", "orbax-checkpoint", "safetensors", "eformer", "torch")
+BOUNDS = "What bounds the rows that were short when they were looked at: [profile.md](profile.md)."
 START, END = "<!-- bench -->", "<!-- /bench -->"
 
 
@@ -214,7 +215,9 @@ def write(found: Results, rounds: int, load: float) -> None:
     RESULTS.mkdir(exist_ok=True)
     medians = medians_of(found)
     reached = "\n".join(str(row) for row in all_rows(medians, found))
-    (RESULTS / "table.md").write_text(tables(found, rounds, load) + f"\n## What is reached\n\n```\n{reached}\n```\n")
+    (RESULTS / "table.md").write_text(
+        tables(found, rounds, load) + f"\n## What is reached\n\n{BOUNDS}\n\n```\n{reached}\n```\n"
+    )
     plot(found)
     text = README.read_text()
     if START in text and END in text:
