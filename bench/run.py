@@ -30,17 +30,16 @@ FULL = {
     "a512": (*OURS, "Orbax", "safetensors.flax", "torch DCP"),
     "b512": (*OURS, "Orbax", "safetensors.flax", "eFormer"),
     "f": (*OURS, "Orbax", "safetensors.flax"),
-    "c": (*OURS, "Orbax", "safetensors.flax"),
+    "c": (*OURS, "Orbax", "safetensors.flax", "eFormer"),
     "c-mesh": (*OURS, "Orbax", "safetensors.flax"),
-    "a2048": ("shardkeep", "Orbax", "safetensors.flax"),
-    "b2048": ("shardkeep", "Orbax", "safetensors.flax"),
+    "a2048": (*OURS, "Orbax", "safetensors.flax"),
+    "b2048": (*OURS, "Orbax", "safetensors.flax"),
 }
 QUICK = {
     "a512": ("shardkeep", "Orbax", "safetensors.flax"),
     "b512": ("shardkeep", "Orbax", "safetensors.flax"),
     "c": ("shardkeep", "Orbax", "safetensors.flax"),
 }
-WITHOUT_LOOP = ("a2048", "b2048")  # saves and loads only: it is the same loop, four times as long
 MEMORY = ("a512", "b512", "f")
 LIMITS = {"a512": 512, "b512": 512, "f": 512, "a2048": 2048, "b2048": 2048}
 
@@ -92,8 +91,7 @@ def measure(run: Run, plan: dict[str, tuple[str, ...]], rounds: int, done: Calla
             if workload in LIMITS:
                 run.add(workload, "limits", "limits.py", str(LIMITS[workload]), "HERE")
             for contender in contenders:
-                what = "short" if workload in WITHOUT_LOOP else "times"
-                run.add(workload, contender, "worker.py", contender, workload, "HERE", what)
+                run.add(workload, contender, "worker.py", contender, workload, "HERE", "times")
         done(number)
 
 

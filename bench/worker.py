@@ -1,6 +1,6 @@
 """One contender, one tree, one round: everything about it, in a process of its own, as one line of JSON.
 
-python bench/worker.py CONTENDER WORKLOAD DIRECTORY times|short|memory
+python bench/worker.py CONTENDER WORKLOAD DIRECTORY times|memory
 """
 
 import gc
@@ -88,13 +88,13 @@ def loaded(contender: Any, path: Path, nbytes: int, wanted: Any, verify: bool = 
 
 
 def times(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
-    found = short(contender, workload, where)
+    found = durably(contender, workload, where)
     if saves_in_background(contender, where):
         found |= in_the_background(contender, builder(workload), workload, where)
     return found
 
 
-def short(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
+def durably(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
     """One durable save, and the loads of it."""
     found: dict[str, float] = {}
     fresh = builder(workload)
@@ -240,7 +240,7 @@ def main() -> None:
     name, workload, where, what = sys.argv[1:]
     contender = CONTENDERS[name]()
     warm_up(contender, Path(where))
-    measure: Callable[..., dict[str, float]] = {"times": times, "short": short, "memory": memory}[what]
+    measure: Callable[..., dict[str, float]] = {"times": times, "memory": memory}[what]
     print(json.dumps(measure(contender, WORKLOADS[workload], Path(where))), flush=True)
 
 
