@@ -306,6 +306,8 @@ class TestInclude:
     def test_nothing_that_matches_is_an_error_that_shows_some_keys(self, saved: Path) -> None:
         with pytest.raises(shardkeep.MissingLeafError, match="matches no leaf; keys are like layers/0/w"):
             shardkeep.load(saved, include="layer/")
+        with pytest.raises(TypeError, match=r"include must be a regex .* not a list"):
+            shardkeep.load(saved, include=["step", "name"])  # type: ignore[arg-type]
 
     def test_tuples_and_classes_keep_their_shape(self, tmp_path: Path) -> None:
         shardkeep.save(tmp_path / "c", {"p": Point(np.ones(1), np.zeros(1)), "t": (1, [2, 3])})

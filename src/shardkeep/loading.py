@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from shardkeep.arrays import parse_dtype
 from shardkeep.choosing import Request, choose
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, storage_error
+from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
 from shardkeep.manifest import Manifest, Tree
 from shardkeep.opening import open_checkpoint
 from shardkeep.placing import read_leaves
@@ -65,7 +65,7 @@ def load(
         request = Request(
             template=template,
             prefix=prefix,
-            include=None if include is None else re.compile(include),
+            include=_pattern(include),
             mesh=mesh,
             rules=partition_rules,
             shardings=shardings,
@@ -77,6 +77,14 @@ def load(
         )
         skeleton, leaves, _ = load_request(path, request)
     return skeleton.rebuild(leaves)
+
+
+def _pattern(include: Any) -> re.Pattern[str] | None:
+    if include is None or isinstance(include, re.Pattern):
+        return include
+    if not isinstance(include, str):
+        raise TypeError(f"include must be a regex (str or re.Pattern), not {an(type(include).__name__)}")
+    return re.compile(include)
 
 
 def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], Tree]:

@@ -22,7 +22,7 @@ from shardkeep.workers import Crew, Task
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
-_NEAR = 4 << 10
+_NEAR = 4 << 10  # pieces no further apart are brought in together
 _REQUEST = 1 << 20  # a request to a bucket costs about as much as reading this
 
 Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and where in the file that starts

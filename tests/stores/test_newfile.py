@@ -11,7 +11,7 @@ import pytest
 
 from shardkeep.stores import newfile
 from shardkeep.stores.mapping import file_system
-from shardkeep.stores.newfile import ALIGN, DIRECT, LocalNewFile, start_flushing
+from shardkeep.stores.newfile import ALIGN, DIRECT, LocalNewFile
 from support import bits, pattern
 
 MIB = 1 << 20
@@ -109,12 +109,3 @@ def test_few_buffers_are_kept(tmp_path: Path) -> None:
         for one in several:
             one.__exit__(None)
     assert len(newfile._free) <= 2
-
-
-def test_a_file_whose_flushing_begins_early_is_what_was_written(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("wb", buffering=0) as file:
-        for number in range(4):
-            file.write(bytes([number]) * 100_000)
-            start_flushing(file.fileno())
-    assert (tmp_path / "file").read_bytes() == b"".join(bytes([number]) * 100_000 for number in range(4))
-    start_flushing(-1)  # no more than a hint: it does not fail

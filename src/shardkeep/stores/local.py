@@ -13,11 +13,10 @@ from functools import cached_property
 
 from shardkeep.errors import ConflictError, IntegrityError
 from shardkeep.stores.mapping import MAPPABLE, LocalFile, file_system
-from shardkeep.stores.newfile import DIRECT, DIRECT_FROM, LocalNewFile, start_flushing, write_at
+from shardkeep.stores.newfile import DIRECT, DIRECT_FROM, LocalNewFile, write_at
 
 CONTROL = ".shardkeep"
 _FEW_FILES = 8
-_FLUSHED_FROM = 64 << 10
 _MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
 
@@ -141,8 +140,6 @@ class LocalStore:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_at(descriptor, 0, list(buffers), path)
-            if total >= _FLUSHED_FROM:
-                start_flushing(descriptor)
         finally:
             os.close(descriptor)
 

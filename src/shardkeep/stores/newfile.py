@@ -4,7 +4,6 @@ The disk takes blocks from aligned memory to aligned places. What is written her
 memory as it will lie in the file; only the ends of a part, less than a block each, go through the page cache.
 """
 
-import ctypes
 import errno
 import os
 import threading
@@ -22,7 +21,6 @@ DIRECT_FROM = 1 << 20  # below, the page cache is faster
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
 _MAX_BUFFERS = 1024
 _KEPT = 2  # bounce buffers that wait for the next save
-_START_ONLY = 2  # SYNC_FILE_RANGE_WRITE
 _free: list[Array] = []
 _lock = threading.Lock()
 
@@ -155,13 +153,3 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
             count -= len(pending.pop(0))
         if count:
             pending[0] = pending[0][count:]
-
-
-def start_flushing(descriptor: int) -> None:
-    """Let the disk begin with a file in the page cache, so that the sync at the end finds little left to do.
-
-    It is no more than a hint: whether all went well is told by that sync.
-    """
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _START_ONLY)
