@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from shardkeep.arrays import ArraySpec, Region
 from shardkeep.digests import BLOCK, digest
-from shardkeep.memory import Shard
+from shardkeep.memory import PAGE, Array, Shard, aligned_empty, lay_out
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
 from shardkeep.stores.local import LocalStore
+from shardkeep.stores.newfile import LocalNewFile
 from shardkeep.tree import Skeleton
 from shardkeep.workers import Crew
 from shardkeep.writing import gather, write_files
@@ -42,13 +43,13 @@ def _write(
     arrays: list[np.ndarray],
     stable: bool = True,
     progress: Callable[[int], None] = lambda _: None,
+    memory: Array | None = None,
 ) -> list[WrittenFile]:
     leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
     plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
     with Crew() as crew:
-        return write_files(
-            LocalStore(str(root)), plan.files, plan.leaves, [Shard(a, stable) for a in arrays], crew, progress
-        )
+        shards = [Shard(array, stable) for array in arrays]
+        return write_files(LocalStore(str(root)), plan.files, plan.leaves, shards, crew, progress, memory=memory)
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -77,6 +78,38 @@ def test_a_file_is_its_header_and_its_pieces(tmp_path: Path, nbytes: int, stable
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, nbytes, BLOCK))
     assert written.digests[1] == (digest(bits(arrays[1])),)
     assert sum(told) == nbytes + 100
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_what_lies_in_memory_as_in_the_file_is_written_from_there(
+    tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what lies elsewhere, or `shift`ed from the pages of the file, is copied first, to the same bytes."""
+    sizes = [24 << 20, 3 * PAGE, 100, 9 << 20, PAGE + 64, 20 << 20]
+    starts, total = lay_out(sizes)
+    memory = aligned_empty(total + shift)
+    arrays = [memory[shift + start :][:nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+    for number, array in enumerate(arrays):
+        array[:] = pattern(np.uint8, (array.size,), number)
+    arrays.append(pattern(np.uint8, (17 << 20,), 9))  # elsewhere
+    order = [0, 1, 3, 5, 6, 4, 2]
+    pieces: list[PiecePlan] = []
+    offset = PAGE
+    for number in order:
+        pieces.append(_piece(arrays[number], number, offset))
+        offset += arrays[number].nbytes
+    copied: list[int] = []
+    at = LocalNewFile.at
+    monkeypatch.setattr(LocalNewFile, "at", lambda self, offset: (copied.append(offset), at(self, offset))[1])
+    told: list[int] = []
+    plan = FilePlan("file", b"h" * PAGE, tuple(pieces), offset)
+    (written,) = _write(tmp_path, [plan], arrays, progress=told.append, memory=memory)
+    assert (tmp_path / "file").read_bytes() == b"h" * PAGE + b"".join(bits(arrays[number]) for number in order)
+    for number, digests in zip(order, written.digests, strict=True):
+        raw = bits(arrays[number])
+        assert digests == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))
+    assert sum(told) == sum(array.nbytes for array in arrays)
+    assert min(copied) == (PAGE if shift else pieces[order.index(6)].offset)
 
 
 def test_many_small_files_are_each_their_own(tmp_path: Path) -> None:

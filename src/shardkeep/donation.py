@@ -13,14 +13,13 @@ from functools import partial
 import jax
 import numpy as np
 
-from shardkeep.memory import Array, Shard, aligned_empty, release_freed, room
+from shardkeep.memory import PAGE, Array, Shard, aligned_empty, lay_out, release_freed
 from shardkeep.workers import Crew, Task
 
 _COPY_FROM = 64 << 20  # below, fresh memory is found fast enough
 _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
-_PAGE = 4096
 _PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -51,7 +50,7 @@ class Donations:
         """Were they donated, while these were saved? What the next save does follows."""
         if watched:
             self.expected = any(array.is_deleted() for array in watched)
-        self._wanted = sum(room(shard.data.nbytes) for shard in shards) if self.expected else 0
+        self._wanted = lay_out([shard.data.nbytes for shard in shards])[1] if self.expected else 0
         with self._lock:
             if not self.expected:
                 self._free = None
@@ -62,19 +61,20 @@ class Donations:
         copied = [shard.data for shard in shards if all_of_them or not shard.stable]
         if not copied:
             return tuple(shards), None
-        memory = self._take(sum(room(data.nbytes) for data in copied))
+        starts, total = lay_out([data.nbytes for data in copied])
+        memory = self._take(total)
         tasks: list[Task] = []
         settled: list[Shard] = []
-        start = 0
+        places = iter(starts)
         for shard in shards:
             if shard.stable and not all_of_them:
                 settled.append(shard)
                 continue
+            start = next(places)
             raw, target = shard.data.reshape(-1).view(np.uint8), memory[start : start + shard.data.nbytes]
             settled.append(Shard(target.view(shard.data.dtype).reshape(shard.data.shape), stable=True))
             for at in range(0, raw.size, _PART):
                 tasks.append(partial(np.copyto, target[at : at + _PART], raw[at : at + _PART]))
-            start += room(raw.size)
         crew.run(tasks)
         return tuple(settled), memory
 
@@ -100,7 +100,7 @@ class Donations:
                 for start in range(0, memory.size, _PART):
                     if self._hurry.is_set():  # the next save is here, and touches the rest on all its threads
                         break
-                    memory[start : start + _PART : _PAGE] = 0
+                    memory[start : start + _PART : PAGE] = 0
                 self.give_back(memory)
 
     def give_back(self, memory: Array | None) -> None:

@@ -5,7 +5,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ Array = np.ndarray[Any, Any]
 _HUGE = 2 << 20
 _SLAB = 32 << 20  # an array that outlives the others of its slab keeps no more than this
 ALIGN = 64
+PAGE = 4096
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -73,6 +74,25 @@ class Slabs:
 def room(nbytes: int) -> int:
     """What so many bytes take up where arrays lie one after another, each aligned."""
     return -(-nbytes // ALIGN) * ALIGN
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where arrays of these sizes begin, one after another, and how much they take: those of whole pages first.
+
+    >>> lay_out([100, 4096, 8192])
+    ([12288, 0, 4096], 12416)
+    """
+    starts, end = [0] * len(sizes), 0
+    for whole_pages in (True, False):
+        for number, nbytes in enumerate(sizes):
+            if (nbytes % PAGE == 0) is whole_pages:
+                starts[number] = end
+                end += room(nbytes)
+    return starts, end
+
+
+def address_of(memory: Array) -> int:
+    return memory.__array_interface__["data"][0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from shardkeep.arrays import Region, touched_blocks
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.manifest import DataFile, Piece, StoredLeaf
-from shardkeep.memory import ALIGN, Array, Slabs
+from shardkeep.memory import ALIGN, Array, Slabs, address_of
 from shardkeep.planning import Fetch, plan_steps, split_fetch
 from shardkeep.progress import Progress
 from shardkeep.stores.base import Mapping, Store, StoredFile
@@ -231,7 +231,7 @@ class _Unit:
             return None
         lying = self.lying(common)
         private = self.mapping is None and len(self.fetch.targets) == 1
-        aligned = lying.flags.c_contiguous and lying.__array_interface__["data"][0] % ALIGN == 0
+        aligned = lying.flags.c_contiguous and address_of(lying) % ALIGN == 0
         return lying if aligned and (private or not self.target.own) else None
 
     def copy_to(self, number: int, common: Region) -> None:

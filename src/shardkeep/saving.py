@@ -265,7 +265,9 @@ class _Job:
             turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
             files = turn.plan.files_of(operation.index)
             complete = partial(target.complete, turn) if target.store.remote else None
-            written = write_files(target.store, files, turn.plan.leaves, snapshot.shards, crew, progress, complete)
+            written = write_files(
+                target.store, files, turn.plan.leaves, snapshot.shards, crew, progress, complete, snapshot.memory
+            )
             clock.append(time.perf_counter())
             target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())

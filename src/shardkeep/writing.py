@@ -11,7 +11,7 @@ import zstandard
 from shardkeep.arrays import common_slices
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import TreeError
-from shardkeep.memory import Array, Shard, aligned_empty
+from shardkeep.memory import PAGE, Array, Shard, address_of, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
 from shardkeep.stores.base import NewFile, Store
@@ -23,6 +23,7 @@ _BATCH = 8 << 20  # what one task writes in small files
 _FILE_COST = 64 << 10  # making a file costs about as much as writing this
 _ZSTD_LEVEL = 1
 
+Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
 Complete = Callable[[FilePlan, WrittenFile], bytes]
 
 
@@ -34,12 +35,14 @@ def write_files(
     crew: Crew,
     progress: Progress,
     complete: Complete | None = None,
+    memory: Array | None = None,
 ) -> list[WrittenFile]:
     """Write files as planned. What the caller gets has a digest for every byte; nothing is synced yet.
 
     `complete` gives a file its header once its digests are known: objects are put whole, and never changed.
+    `memory`: where shards were copied to; what lies there as it will in a file is written from there.
     """
-    writers = [_FileWriter(store, file, leaves, shards, progress, complete) for file in files]
+    writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -82,9 +85,10 @@ class _FileWriter:
         shards: Sequence[Shard],
         progress: Progress,
         complete: Complete | None,
+        memory: Array | None,
     ) -> None:
         self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
-        self._leaves, self._shards = leaves, shards
+        self._leaves, self._shards, self._memory = leaves, shards, memory
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
@@ -136,9 +140,21 @@ class _FileWriter:
     def part_tasks(self) -> list[Task]:
         return [lambda part=part: self._write_part(part) for part in self.parts]
 
-    def _write_part(self, part: list[tuple[int, int, int]]) -> None:
+    def _write_part(self, part: Part) -> None:
         number, first, _ = part[0]
-        with self._open().at(self._plan.pieces[number].offset + first * BLOCK) as filling:
+        offset = self._plan.pieces[number].offset + first * BLOCK
+        lying = self._lying(part, offset)
+        if lying is None:
+            self._write_copied(part, offset)
+        else:
+            self._write_lying(part, offset, lying)
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.close()
+
+    def _write_copied(self, part: Part, offset: int) -> None:
+        with self._open().at(offset) as filling:
             for number, first, last in part:
                 piece = self._plan.pieces[number]
                 raw = gather(piece, self._leaves[piece.leaf], self._shards).reshape(-1).view(np.uint8)
@@ -146,10 +162,32 @@ class _FileWriter:
                     copy = filling.add(raw[start:end])  # hashed is what will be written, while it is hot
                     self.digests[number][block] = digest(memoryview(cast(Any, copy)))
                     self._progress(end - start)
-        with self._lock:
-            self._left -= 1
-            if self._left == 0:
-                self.close()
+
+    def _write_lying(self, part: Part, offset: int, lying: Array) -> None:
+        view, at = memoryview(cast(Any, lying)), 0
+        for number, first, last in part:
+            for block, start, end in blocks(first, last, self._plan.pieces[number].nbytes):
+                self.digests[number][block] = digest(view[at : at + end - start])
+                at += end - start
+        self._open().write_aligned(offset, lying)
+        self._progress(at)
+
+    def _lying(self, part: Part, offset: int) -> Array | None:
+        """All of the part, if it lies in the snapshot's memory just as it will in the file."""
+        if self._memory is None:
+            return None
+        origin = address_of(self._memory)
+        begin = end = -1
+        for number, first, last in part:
+            piece = self._plan.pieces[number]
+            (shard, region), *others = piece.sources
+            at = address_of(self._shards[shard].data) - origin + first * BLOCK
+            if others or region != piece.region or (at != end and end >= 0):
+                return None
+            begin = at if begin < 0 else begin
+            end = at + min(last * BLOCK, piece.nbytes) - first * BLOCK
+        inside = 0 <= begin < end <= self._memory.size
+        return self._memory[begin:end] if inside and (origin + begin - offset) % PAGE == 0 else None
 
     def _open(self) -> NewFile:
         """The file, opened by the first part and closed by the last: few are open at any time."""
@@ -164,7 +202,7 @@ class _FileWriter:
             self.file.__exit__(None, None, None)
             self.file = None
 
-    def _segments(self, part: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+    def _segments(self, part: Part) -> list[memoryview]:
         """The bytes of (piece, first block, last block) ranges, their digests noted."""
         segments: list[memoryview] = []
         for number, first, last in part:

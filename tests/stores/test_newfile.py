@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkeep.memory import PAGE
 from shardkeep.stores import newfile
 from shardkeep.stores.mapping import file_system
-from shardkeep.stores.newfile import ALIGN, DIRECT, LocalNewFile
+from shardkeep.stores.newfile import DIRECT, LocalNewFile
 from support import bits, pattern
 
 MIB = 1 << 20
@@ -32,16 +33,16 @@ def _fill(file: LocalNewFile, data: Any, cuts: list[int], room: int = 3 * MIB) -
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("size", [1, ALIGN, MIB, MIB + 1, 5 * MIB - 7, 40 * MIB + 4095])
+@pytest.mark.parametrize("size", [1, PAGE, MIB, MIB + 1, 5 * MIB - 7, 40 * MIB + 4095])
 def test_a_file_is_what_was_added(tmp_path: Path, size: int, direct: bool) -> None:
     data = pattern(np.uint8, (size,))
-    cuts = sorted({0, size, *(at for at in (1, 17, ALIGN, MIB - 3, 2 * MIB, 33 * MIB + 1) if at < size)})
+    cuts = sorted({0, size, *(at for at in (1, 17, PAGE, MIB - 3, 2 * MIB, 33 * MIB + 1) if at < size)})
     with LocalNewFile(str(tmp_path / "file"), size, direct) as file:
         _fill(file, data, cuts)
     assert (tmp_path / "file").read_bytes() == bits(data)
 
 
-@pytest.mark.parametrize("lengths", [[MIB], [100, 17 * MIB, 3], [ALIGN, 0, MIB], [20 * MIB, 20 * MIB + 1]])
+@pytest.mark.parametrize("lengths", [[MIB], [100, 17 * MIB, 3], [PAGE, 0, MIB], [20 * MIB, 20 * MIB + 1]])
 def test_a_file_is_its_buffers(tmp_path: Path, lengths: list[int]) -> None:
     data = [pattern(np.uint8, (n,), number) for number, n in enumerate(lengths)]
     with LocalNewFile(str(tmp_path / "file"), sum(lengths), direct=True) as file:
@@ -68,7 +69,7 @@ def test_most_of_a_large_file_does_not_go_through_the_page_cache(
     with LocalNewFile(str(tmp_path / "file"), data.size, direct=True) as file:
         _fill(file, data, [0, 9 * MIB + 1, data.size])
     assert written[True] > 19 * MIB
-    assert 0 < written[False] < 4 * ALIGN * 4
+    assert 0 < written[False] < 4 * PAGE * 4
     assert (tmp_path / "file").read_bytes() == bits(data)
 
 

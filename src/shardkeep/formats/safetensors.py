@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes of length, a JSON header, tensors back to back.
 
-Data starts on a 4096-byte boundary and pieces whose length divides by 64 come first, so that each of them starts
-on 64 bytes: then a mapped file can be used as an array without a copy.
+Data starts on a page. Pieces of whole pages come first, so that each of them starts on one, then those whose length
+divides by 64: so a mapped file can be used as an array without a copy.
 """
 
 import json
@@ -15,12 +15,11 @@ import numpy as np
 from shardkeep.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.manifest import no_duplicates
+from shardkeep.memory import ALIGN, PAGE
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 from shardkeep.processes import LEADER
 from shardkeep.tree import join_key
 
-PAGE = 4096
-ALIGN = 64
 HEADER_LIMIT = 100_000_000  # what readers of the format accept
 FILE_LIMIT = 8 << 30
 
@@ -127,8 +126,8 @@ def pack(
     name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
     """One file with its pieces in place. `room`: spare header bytes for metadata that is filled in later."""
-    aligned = [p for p in pieces if p.nbytes % ALIGN == 0]
-    ordered = aligned + [p for p in pieces if p.nbytes % ALIGN]
+    # In the order of `lay_out`: each that can begin on a page does, and else where JAX can use it as it lies.
+    ordered = sorted(pieces, key=lambda p: (p.nbytes % PAGE != 0, p.nbytes % ALIGN != 0))
     entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
     notes: dict[str, str] = {}
     end = 0

@@ -47,6 +47,10 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
         """For many bytes at `offset`: they are collected, and written when it is left."""
         ...
 
+    def write_aligned(self, offset: int, memory: "np.ndarray[Any, Any]") -> None:
+        """Put `memory` at `offset`, without collecting it; both lie equally far from the start of a page."""
+        ...
+
 
 class Filling(AbstractContextManager["Filling"], Protocol):
     """Bytes on their way to one place of a file."""

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardkeep.memory import Array, aligned_empty
+from shardkeep.memory import PAGE, Array, aligned_empty
 
-ALIGN = 4096
 ROOM = 8 << 20  # what a bounce buffer takes
 DIRECT = frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()  # file systems that gain by it
 DIRECT_FROM = 1 << 20  # below, the page cache is faster
@@ -65,7 +64,7 @@ class LocalNewFile:
     def write_aligned(self, offset: int, memory: Array) -> None:
         """Put `memory` at `offset`; both lie equally far from the start of a block."""
         end = offset + memory.size
-        first, last = -(-offset // ALIGN) * ALIGN, end // ALIGN * ALIGN
+        first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         if self._direct < 0 or first >= last:
             self.write(offset, [_view(memory)])
             return
@@ -99,8 +98,8 @@ class Bounce:
         self._file, self._offset = file, offset
         with _lock:
             memory = _free.pop() if _free else None
-        self._memory = aligned_empty(ROOM + ALIGN) if memory is None else memory
-        self._start = self._end = offset % ALIGN
+        self._memory = aligned_empty(ROOM + PAGE) if memory is None else memory
+        self._start = self._end = offset % PAGE
 
     def add(self, data: Array) -> Array:
         """Take bytes, at most `ROOM`; gives the copy that will be written, valid until the next call."""
@@ -114,7 +113,7 @@ class Bounce:
     def _flush(self) -> None:
         self._file.write_aligned(self._offset, self._memory[self._start : self._end])
         self._offset += self._end - self._start
-        self._start = self._end = self._offset % ALIGN
+        self._start = self._end = self._offset % PAGE
 
     def __enter__(self) -> "Bounce":
         return self
