@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from contenders import CONTENDERS, clocked
+from limits import PART, on_two_threads
 from trees import WORKLOADS, Workload, builder, mesh_of, nbytes_of, stepper, template
 
 IDLE_STEPS = 5
 STALLED_STEPS = 5
-SAVES = 3  # the first is a figure of its own
+SAVES = 4  # the first is a figure of its own
 BACK_TO_BACK = 3.0  # seconds
 TOUCHED = 1.5  # times the tree
 
@@ -77,7 +78,7 @@ def touch_memory(nbytes: int) -> None:
     pages = mmap.mmap(-1, int(nbytes * TOUCHED), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory: Any = np.frombuffer(pages, np.uint8)
-    memory[::4096] = 0
+    on_two_threads(lambda at: memory[at : at + PART : 4096].fill(0), range(0, memory.size, PART))
 
 
 def loaded(contender: Any, path: Path, nbytes: int, wanted: Any, verify: bool = True) -> float:
