@@ -27,7 +27,8 @@ def grow(by: str, name: str, where: Path) -> dict[str, Any]:
     points: list[list[float]] = []
     contender.save(where / "first", {"w": jnp.ones(8)})
     for size in LEAVES if by == "leaves" else MEBIBYTES:
-        count, elements = (size, 256) if by == "leaves" else (10, (size << 20) // 40)
+        # In whole KiB, as the arrays of models are: what lies askew in a file cannot be used there, and is copied.
+        count, elements = (size, 256) if by == "leaves" else (10, (size << 20) // 40 // 256 * 256)
         build = (
             jax.jit(lambda n=count, e=elements: {f"w{i}": jnp.full((e,), i, jnp.float32) for i in range(n)})
             if (count <= 10)
