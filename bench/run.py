@@ -7,8 +7,8 @@ Every measurement is made in a fresh process that has saved and loaded a tiny tr
 every contender once, then all again, so that a slow minute of the machine hits all alike; medians are shown. Trees are
 outputs of a jitted function that nothing has looked at. Before a save everything earlier is synced. Warm loads read
 files that were read just before, cold ones files whose pages were dropped. Nothing is deleted between the rounds
-(creating files soon after deleting many is slow on ext4): large files are emptied if the disk gets full, and all goes
-at the end.
+(creating files soon after deleting many is slow on ext4): what a process has written is emptied when it
+is done, and all goes at the end.
 """
 
 import argparse
@@ -82,14 +82,13 @@ class Run:
             self.found.setdefault((workload, contender, metric), []).append(value)
         elapsed = time.monotonic() - self._started
         print(f"{elapsed / 60:5.1f} min  {workload:7} {contender}", file=sys.stderr, flush=True)
-        if shutil.disk_usage(self._where).free < 25 << 30:
-            empty(place)
+        empty(place)
 
 
 def empty(place: Path) -> None:
     """Room on the disk, without deleting a file."""
     for file in place.rglob("*"):
-        if file.is_file() and file.stat().st_size > 1 << 20:
+        if file.is_file() and file.stat().st_size > 64 << 10:
             os.truncate(file, 0)
 
 

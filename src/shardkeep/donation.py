@@ -7,6 +7,7 @@ saved. From then on they are copied, into memory that is kept from save to save,
 
 import heapq
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -20,7 +21,8 @@ _COPY_FROM = 64 << 20  # below, fresh memory is found fast enough
 _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
-_PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
+_PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds
+_LOOK = 0.1
 
 
 class Donations:
@@ -86,6 +88,8 @@ class Donations:
             self._wanted = 0
         if memory is not None and total <= memory.size <= 2 * total:
             return memory
+        if self.expected and total >= _COPY_FROM:  # as in `prepare`, which had no time for it
+            release_freed()
         return aligned_empty(total)
 
     def prepare(self) -> None:
@@ -93,15 +97,29 @@ class Donations:
         with self._preparing:
             wanted, self._wanted = self._wanted, 0
             if wanted >= _COPY_FROM and self._free is None:
+                freed = 0
                 for pause in _PAUSES:  # what the save kept from XLA was as much; a step may still be reading it
-                    if self._hurry.wait(pause) or release_freed() >= wanted // 2:
+                    if self._is_disturbed(pause):
+                        return
+                    freed += release_freed()
+                    if freed >= wanted // 2:
                         break
                 memory = aligned_empty(wanted)
                 for start in range(0, memory.size, _PART):
-                    if self._hurry.is_set():  # the next save is here, and touches the rest on all its threads
+                    if self._is_disturbed():  # a save touches the rest on all its threads
                         break
                     memory[start : start + _PART : PAGE] = 0
                 self.give_back(memory)
+
+    def _is_disturbed(self, pause: float = 0.0) -> bool:
+        """Whether the next save comes, or the program ends, within so many seconds."""
+        until = time.monotonic() + pause
+        while not self._hurry.wait(min(pause, _LOOK)):
+            if not threading.main_thread().is_alive():
+                return True
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def give_back(self, memory: Array | None) -> None:
         """For the next save: one piece of memory is kept, as long as donations are expected."""
