@@ -92,6 +92,16 @@ def test_two_saves_at_once_do_not_share_their_memory(tmp_path: Path, monkeypatch
     assert [bits(shardkeep.load(tmp_path / str(number))["w"]) for number in range(4)] == expected
 
 
+def test_arrays_that_are_copied_and_arrays_that_are_not_lie_in_one_file(tmp_path: Path) -> None:
+    """NumPy arrays always are, those of JAX not before the loop donates; several of both in each part of the file."""
+    tree: dict[str, Any] = {}
+    for number in range(40):
+        tree[f"a{number:02}"] = jnp.full((1 << 18,), number, jnp.float32)  # 1 MiB
+        tree[f"b{number:02}"] = np.full((1 << 18,), -number, np.float32)
+    shardkeep.save_async(tmp_path / "c", tree).wait()
+    assert_same(shardkeep.load(tmp_path / "c"), tree)
+
+
 def test_what_could_change_is_copied_and_what_could_not_is_not() -> None:
     data = [pattern(np.float32, (8, 8)), pattern(np.int16, (5,)), np.zeros((0, 2), np.int8), np.array(7, np.int64)]
     shards = [Shard(array, stable=number % 2 == 0) for number, array in enumerate(data)]

@@ -112,6 +112,22 @@ def test_what_lies_in_memory_as_in_the_file_is_written_from_there(
     assert min(copied) == (PAGE if shift else pieces[order.index(6)].offset)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_what_lies_beside_that_memory_is_not_taken_for_a_part_of_it(tmp_path: Path, before: bool) -> None:
+    """One part of a file, made of an array outside (at a lower address, or a higher one) and of one inside."""
+    third = 6 << 20
+    everything = aligned_empty(3 * third)
+    everything[:] = pattern(np.uint8, (everything.size,))
+    memory = everything[third : 2 * third]
+    outside = everything[:third] if before else everything[2 * third :]
+    arrays = [outside, memory, outside]
+    pieces = tuple(_piece(array, number, PAGE + number * third) for number, array in enumerate(arrays))
+    (written,) = _write(tmp_path, [FilePlan("file", b"h" * PAGE, pieces, PAGE + 3 * third)], arrays, memory=memory)
+    assert (tmp_path / "file").read_bytes() == b"h" * PAGE + b"".join(map(bits, arrays))
+    for array, digests in zip(arrays, written.digests, strict=True):
+        assert digests == (digest(bits(array)[:BLOCK]), digest(bits(array)[BLOCK:]))
+
+
 def test_many_small_files_are_each_their_own(tmp_path: Path) -> None:
     arrays = [np.full(i, i % 256, np.uint8) for i in range(300)]
     plans = [FilePlan(f"d{i % 7}/f{i}", b"", (_piece(a, i, 0),), a.nbytes) for i, a in enumerate(arrays)]

@@ -177,17 +177,18 @@ class _FileWriter:
         if self._memory is None:
             return None
         origin = address_of(self._memory)
-        begin = end = -1
+        spans: list[tuple[int, int]] = []
         for number, first, last in part:
             piece = self._plan.pieces[number]
             (shard, region), *others = piece.sources
-            at = address_of(self._shards[shard].data) - origin + first * BLOCK
-            if others or region != piece.region or (at != end and end >= 0):
+            begin = address_of(self._shards[shard].data) - origin + first * BLOCK
+            end = begin + min(last * BLOCK, piece.nbytes) - first * BLOCK
+            inside = 0 <= begin <= end <= self._memory.size
+            if others or region != piece.region or not inside or (spans and begin != spans[-1][1]):
                 return None
-            begin = at if begin < 0 else begin
-            end = at + min(last * BLOCK, piece.nbytes) - first * BLOCK
-        inside = 0 <= begin < end <= self._memory.size
-        return self._memory[begin:end] if inside and (origin + begin - offset) % PAGE == 0 else None
+            spans.append((begin, end))
+        lying = self._memory[spans[0][0] : spans[-1][1]]
+        return lying if (address_of(lying) - offset) % PAGE == 0 else None
 
     def _open(self) -> NewFile:
         """The file, opened by the first part and closed by the last: few are open at any time."""
