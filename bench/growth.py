@@ -17,7 +17,7 @@ MEBIBYTES = (1, 64, 512, 2048, 4096)
 
 
 def grow(by: str, name: str, where: Path) -> dict[str, Any]:
-    """(arrays, bytes, seconds to save, seconds to load from the page cache), each the best of three."""
+    """(arrays, bytes, seconds to save, seconds to load from the page cache), each the best of three, loads of nine."""
     import jax
     import jax.numpy as jnp
     from contenders import CONTENDERS, clocked
@@ -44,9 +44,10 @@ def grow(by: str, name: str, where: Path) -> dict[str, Any]:
             path = where / f"{by}-{size}-{number}"
             saves.append(clocked(lambda path=path, tree=tree: contender.save(path, tree))[0])
             into_cache(path)
-            loads.append(
-                clocked(lambda path=path, wanted=wanted: jax.block_until_ready(contender.load(path, wanted)))[0]
-            )
+            for _ in range(3):
+                loads.append(
+                    clocked(lambda path=path, wanted=wanted: jax.block_until_ready(contender.load(path, wanted)))[0]
+                )
         points.append([count, count * elements * 4, min(saves), min(loads)])
         del tree
     return {"points": points}

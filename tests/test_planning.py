@@ -1,6 +1,7 @@
 """Plans are values: pieces cover arrays, reads touch only what is needed, steps stay within the budget."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_a_small_array_is_stored_whole(shape: tuple[int, ...]) -> None:
 
 def test_whole_arrays_are_made_of_all_their_shards_when_asked() -> None:
     shape = (1024, 1024)
-    (piece,) = plan_pieces([_leaf(shape, _grid(shape, (4, 2)))], _unsplit, whole=True)
+    (piece,) = plan_pieces([_leaf(shape, _grid(shape, (4, 2)))], _unsplit, math.inf)
     assert piece.region == Region.whole(shape)
     assert len(piece.sources) == 8
 

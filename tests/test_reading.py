@@ -18,7 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from faults.spawner import Fault, Spawner
 from faults.states import make
-from shardkeep.digests import digest, seal
+from shardkeep.arrays import ArraySpec, Region
+from shardkeep.digests import BLOCK, digest, seal
+from shardkeep.manifest import Piece, StoredLeaf
+from shardkeep.planning import Fetch
+from shardkeep.reading import needed_blocks
 from shardkeep.stores.mapping import LocalMapping
 from support import FORMATS, assert_same, mesh_of, save_as
 
@@ -316,7 +320,7 @@ def _is_mapped(array: Any, directory: Path) -> bool:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_reading_a_part_gives_that_part_of_the_whole(tmp_path: Path, kind: str) -> None:
     """Each way to cut an array that was saved in another cut."""
-    array = np.random.default_rng(1).standard_normal((256, 24, 64)).astype(np.float32)
+    array = np.random.default_rng(1).standard_normal((256, 24, 512)).astype(np.float32)  # several chunks
     saved = jax.device_put(array, NamedSharding(mesh_of(2, 4), PartitionSpec("b", None, "a")))
     path = save_as(kind, tmp_path / "run", {"w": saved})
     for spec in (
@@ -350,3 +354,23 @@ def test_the_digest_is_that_of_the_raw_bytes(tmp_path: Path) -> None:
     block = 4 << 20
     expected = tuple(digest(raw[i : i + block]) for i in range(0, len(raw), block))
     assert shardkeep.inspect(tmp_path / "run").leaves["w"].pieces[0].digests == expected
+
+
+def test_only_the_blocks_that_hold_what_is_wanted_are_needed() -> None:
+    rows = 3 * BLOCK // 4096  # of 4 KiB each, three blocks in all
+    whole = Region.whole((rows, 1024))
+    leaf = StoredLeaf(("w",), "jax", ArraySpec(whole.shape, np.dtype("f4")))
+    piece = Piece(whole, 0, 0, 3 * BLOCK, ("", "", ""))
+    top, middle, last = (Region((i * rows // 3, 0), (rows // 3, 1024)) for i in range(3))
+    columns = Region((0, 0), (rows, 512)), Region((0, 512), (rows, 512))
+    needed = {
+        (whole,): [(0, 3)],
+        (top, middle, last): [(0, 3)],
+        columns: [(0, 3)],
+        columns[:1]: [(0, 3)],
+        (last, top): [(0, 1), (2, 3)],
+        (middle, middle): [(1, 2)],  # on two devices
+        (top, top, top): [(0, 1)],
+    }
+    for targets, expected in needed.items():
+        assert needed_blocks(Fetch(0, piece, tuple(enumerate(targets))), leaf) == expected

@@ -159,6 +159,32 @@ def test_a_piece_is_put_together_from_its_shards() -> None:
     assert bits(gathered) == bits(array[0:3, 2:7])
 
 
+@pytest.mark.parametrize("offset", [0, 64, 100])
+@pytest.mark.parametrize("rows", [300, 3000, 5000, 11_000])
+def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, rows: int, offset: int) -> None:
+    """In a small file, in the memory that a large one is written from, and where it is too large for that."""
+    host = pattern(np.uint16, (rows, 1000))
+    half, shape = rows // 2, (rows, 1000)
+    regions = tuple(Region((i * half, j * 250), (half, 250)) for i in range(2) for j in range(4))
+    shards = [Shard(np.ascontiguousarray(host[r.slices]), True) for r in regions]
+    last = pattern(np.uint8, (100,), 2)
+    pieces = (
+        PiecePlan(0, Region.whole(shape), host.nbytes, tuple(enumerate(regions)), "w", offset),
+        PiecePlan(1, Region.whole((100,)), 100, ((8, Region.whole((100,))),), "v", offset + host.nbytes),
+    )
+    told: list[int] = []
+    plan = FilePlan("file", b"h" * offset, pieces, offset + host.nbytes + 100)
+    leaves = [_leaf(host, regions), _leaf(last, first=8)]
+    with Crew() as crew:
+        store = LocalStore(str(tmp_path))
+        (written,) = write_files(store, [plan], leaves, [*shards, Shard(last, True)], crew, told.append)
+    assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
+    raw = bits(host)
+    assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))
+    assert written.digests[1] == (digest(bits(last)),)
+    assert sum(told) == len(raw) + 100
+
+
 def test_a_name_in_use_is_never_written(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"theirs")
     array = np.ones(10, np.uint8)
@@ -225,13 +251,13 @@ def test_what_is_on_disk_is_the_c_order_bytes(tmp_path: Path, kind: str) -> None
 @pytest.mark.parametrize("format", ["safetensors", "tensorstore"])
 def test_each_shard_of_a_large_array_is_a_piece(tmp_path: Path, format: Any) -> None:
     array = jax.device_put(
-        jnp.arange(1 << 20, dtype=jnp.float32).reshape(1024, 1024),
+        jnp.arange(1 << 22, dtype=jnp.float32).reshape(2048, 2048),
         NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b")),
     )
     shardkeep.save(tmp_path / "run", {"w": array}, format=format)
     leaf = shardkeep.inspect(tmp_path / "run").leaves["w"]
     assert len(leaf.pieces) == 8
-    assert {piece.region.shape for piece in leaf.pieces} == {(512, 256)}
+    assert {piece.region.shape for piece in leaf.pieces} == {(1024, 512)}
     if format == "safetensors":
         assert all(piece.offset % 64 == 0 for piece in leaf.pieces)
     assert np.array_equal(np.asarray(shardkeep.load(tmp_path / "run")["w"]), np.asarray(array))

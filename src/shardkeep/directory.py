@@ -68,7 +68,7 @@ class Directory:
         self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         """Clean names for whoever claims the prefix first, names with the save's id for everyone after."""
-        pieces = plan_pieces(leaves, self.format.split)
+        pieces = plan_pieces(leaves, self.format.split, self.format.whole)
         clean = prefix_directory(draft.prefix) if draft.prefix else ""
         own = f"{clean}~{draft.save_id}"
         for directory in (clean, own) if at is None else (at,):

@@ -6,6 +6,7 @@ is committed by a rename; several by replacing the index. Where both are there, 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ class Exchange:
                 f"save prefix {draft.prefix!r} under another name or to a directory"
             )
         self.check([leaf.path for leaf in leaves if leaf.spec is not None])
-        whole = plan_pieces(leaves, lambda spec, region: [region], whole=True)
+        whole = plan_pieces(leaves, lambda spec, region: [region], math.inf)
         pieces = [replace(piece, name=".".join(leaves[piece.leaf].path)) for piece in whole]
         groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
         plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())

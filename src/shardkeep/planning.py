@@ -139,9 +139,9 @@ class WrittenFile:
 
 @collector.paused()
 def plan_pieces(
-    leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], *, whole: bool = False
+    leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
 ) -> list[PiecePlan]:
-    """The pieces to store: shards as they are held, split where the format wants it; small arrays (or all) whole."""
+    """The pieces to store: shards as they are held, split where the format wants it; arrays of `whole` bytes whole."""
     pieces: list[PiecePlan] = []
     for number, leaf in enumerate(leaves):
         if leaf.spec is None:
@@ -154,7 +154,7 @@ def plan_pieces(
                 sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
                 for part in split(leaf.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, sources, writer=writer))
-        elif whole or uneven or leaf.spec.nbytes <= SMALL:
+        elif uneven or leaf.spec.nbytes <= whole:
             region = Region.whole(leaf.spec.shape)
             pieces.append(PiecePlan(number, region, leaf.spec.nbytes, tuple(held)))
         else:

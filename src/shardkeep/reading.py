@@ -152,8 +152,10 @@ def _is_mapped(piece: Piece, maps: Maps) -> bool:
 def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
     """Ranges of the blocks of a piece that a fetch reads."""
     assert leaf.spec is not None
-    if fetch.targets[0][1] == fetch.piece.region:
-        return [(0, block_count(fetch.piece.length))]
+    count = block_count(fetch.piece.length)
+    wanted = sum(common.size for common in {common for _, common in fetch.targets})
+    if count == 1 or wanted == fetch.piece.region.size:  # no two targets have a part in common
+        return [(0, count)]
     found: list[tuple[int, int]] = []
     for part in fetch.parts:
         found += touched_blocks(fetch.piece.region.shape, part, leaf.spec.dtype.itemsize, BLOCK)
@@ -168,6 +170,7 @@ class _Unit:
     ) -> None:
         self.fetch, self.target, self.piece = fetch, target, fetch.piece
         self._source, self._progress = source, progress
+        self._whole: Array | None = None
         self.mapping = maps[self.piece.file] if _is_mapped(self.piece, maps) else None
         if self.mapping:
             start = self.piece.offset - self.mapping[1]
@@ -218,12 +221,12 @@ class _Unit:
 
     def lying(self, common: Region) -> Array:
         """A part of the piece as it lies in memory."""
-        spec = self.target.leaf.spec
-        assert spec is not None
-        whole = self.memory.view(spec.dtype).reshape(self.piece.region.shape)
+        if self._whole is None:
+            assert self.target.leaf.spec is not None
+            self._whole = self.memory.view(self.target.leaf.spec.dtype).reshape(self.piece.region.shape)
         if common == self.piece.region:
-            return whole
-        return whole[(*common.within(self.piece.region).slices, ...)]
+            return self._whole
+        return self._whole[(*common.within(self.piece.region).slices, ...)]
 
     def usable_as_it_lies(self, number: int, common: Region) -> Array | None:
         """This part without a copy, if JAX (or, where the target must own its memory, the user) can have it so."""

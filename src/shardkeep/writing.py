@@ -14,9 +14,10 @@ from shardkeep.errors import TreeError
 from shardkeep.memory import PAGE, Array, Shard, address_of, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
-from shardkeep.stores.base import NewFile, Store
+from shardkeep.stores.base import ROOM, Filling, NewFile, Store
 from shardkeep.workers import Crew, Task
 
+_LARGE = 1 << 20  # files from this size on are written on their own, and in parts if they are still larger
 _PART = 16 << 20  # what one task writes of a large file
 _SMALL = 64 << 10
 _BATCH = 8 << 20  # what one task writes in small files
@@ -55,13 +56,11 @@ def write_files(
         if cost >= _BATCH or store.remote:
             tasks.append(partial(_write_all, batch))
             batch, cost = [], 0
-    tasks.append(partial(_write_all, batch))
     try:
-        if len(tasks) == 1:
-            for writer in batch:
-                writer.write_whole()
+        if tasks:
+            crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
         else:
-            crew.run(tasks)
+            _write_all(batch)
     finally:
         for writer in writers:
             if writer.file is not None:  # only after an error
@@ -93,8 +92,7 @@ class _FileWriter:
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
-        # A piece made of several shards is put together by the one task that writes it.
-        self.parts = _split(plan) if plan.size is not None and self.nbytes > _PART and not store.remote else []
+        self.parts = _split(plan) if plan.size is not None and self.nbytes >= _LARGE and not store.remote else []
         self.file: NewFile | None = None
         self._left = len(self.parts)
         self._lock = threading.Lock()
@@ -156,12 +154,22 @@ class _FileWriter:
     def _write_copied(self, part: Part, offset: int) -> None:
         with self._open().at(offset) as filling:
             for number, first, last in part:
-                piece = self._plan.pieces[number]
-                raw = gather(piece, self._leaves[piece.leaf], self._shards).reshape(-1).view(np.uint8)
-                for block, start, end in blocks(first, last, raw.size):
-                    copy = filling.add(raw[start:end])  # hashed is what will be written, while it is hot
-                    self.digests[number][block] = digest(memoryview(cast(Any, copy)))
-                    self._progress(end - start)
+                for block, copy in self._copies(self._plan.pieces[number], first, last, filling):
+                    self.digests[number][block] = digest(memoryview(cast(Any, copy)))  # what will be written, while hot
+                    self._progress(copy.size)
+
+    def _copies(self, piece: PiecePlan, first: int, last: int, filling: Filling) -> Iterator[tuple[int, Array]]:
+        """Blocks of a piece, each copied to where it will be written from."""
+        leaf = self._leaves[piece.leaf]
+        if len(piece.sources) > 1 and piece.nbytes <= ROOM:
+            whole = gather(piece, leaf, self._shards, filling.take(piece.nbytes)).reshape(-1).view(np.uint8)
+            yield from ((block, whole[start:end]) for block, start, end in blocks(first, last, whole.size))
+            return
+        raw = gather(piece, leaf, self._shards).reshape(-1).view(np.uint8)
+        for block, start, end in blocks(first, last, raw.size):
+            copy = filling.take(end - start)
+            copy[...] = raw[start:end]
+            yield block, copy
 
     def _write_lying(self, part: Part, offset: int, lying: Array) -> None:
         view, at = memoryview(cast(Any, lying)), 0
@@ -240,8 +248,8 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
     return parts
 
 
-def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard]) -> Array:
-    """The piece's data, contiguous: a view of one shard, or put together from several."""
+def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
+    """The piece's data, contiguous: a view of one shard, or put together from several (in `memory`, or new)."""
     assert leaf.spec is not None
     if not piece.nbytes:  # of an empty array a process may hold any empty part, or none
         return np.empty(piece.region.shape, leaf.spec.dtype)
@@ -251,7 +259,8 @@ def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard]) -> Array:
         if region != piece.region:
             data = data[piece.region.within(region).slices]
         return data if data.flags.c_contiguous else np.ascontiguousarray(data)
-    whole: Array = aligned_empty(piece.nbytes).view(leaf.spec.dtype).reshape(piece.region.shape)
+    memory = aligned_empty(piece.nbytes) if memory is None else memory
+    whole: Array = memory.view(leaf.spec.dtype).reshape(piece.region.shape)
     for shard, region in piece.sources:
         here, there = common_slices(piece.region, region)
         whole[here] = shards[shard].data[there]

@@ -63,7 +63,7 @@ every_format = pytest.mark.parametrize("format", [make() for make in FORMATS.val
 
 
 def laid_out(format: Format, leaves: list[LeafPlan], directory: str = "m") -> tuple[list[PiecePlan], list[FilePlan]]:
-    pieces = plan_pieces(leaves, format.split)
+    pieces = plan_pieces(leaves, format.split, format.whole)
     return pieces, format.lay_out(leaves, pieces, directory, SAVE_ID)
 
 

@@ -130,7 +130,7 @@ def test_zarr_python_reads_the_dtypes_it_knows(compression: Any, make: Any, tmp_
 def test_a_chunk_is_a_shard_and_all_readers_put_them_together(
     compression: Any, spec: PartitionSpec, tmp_path: Path
 ) -> None:
-    host = pattern("float32", (512, 1024))
+    host = pattern("float32", (2048, 1032))
     mesh = mesh_of(2, 4)
     array = jax.device_put(host, NamedSharding(mesh, spec))
     _save(tmp_path / "c", {"w": array}, compression)
@@ -140,12 +140,31 @@ def test_a_chunk_is_a_shard_and_all_readers_put_them_together(
 
 
 def test_an_uncompressed_chunk_is_exactly_the_bytes_of_its_shard(tmp_path: Path) -> None:
-    host = pattern("bfloat16", (1024, 1024))
+    host = pattern("bfloat16", (4096, 1032))
     _save(tmp_path / "c", {"w": jax.device_put(host, NamedSharding(mesh_of(2, 4), P("a", "b")))}, None)
     for i in range(2):
         for j in range(4):
             chunk = (tmp_path / "c" / "w" / f"{i}.{j}").read_bytes()
-            assert chunk == host[i * 512 : (i + 1) * 512, j * 256 : (j + 1) * 256].tobytes()
+            assert chunk == host[i * 2048 : (i + 1) * 2048, j * 258 : (j + 1) * 258].tobytes()
+
+
+@COMPRESSIONS
+@pytest.mark.parametrize("shape", [(1024, 2048), (2816, 1000), (8,), (0, 8)])
+def test_an_array_of_a_few_mebibytes_is_one_chunk(compression: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """However it is spread: eight files would take longer to make than it takes to put them together."""
+    host = pattern("bfloat16", shape)
+    spread = jax.device_put(host, NamedSharding(mesh_of(2, 4), P("a", "b") if len(shape) == 2 else P(("a", "b"))))
+    _save(tmp_path / "c", {"w": spread}, compression)
+    assert _zarray(tmp_path / "c" / "w")["chunks"] == [max(n, 1) for n in shape]
+    assert bits(_open(tmp_path / "c" / "w")) == bits(host)
+    loaded = shardkeep.load(tmp_path / "c", template={"w": spread})["w"]
+    assert loaded.sharding == spread.sharding
+    assert bits(loaded) == bits(host)
+
+
+def test_no_chunk_is_larger_than_asked(tmp_path: Path) -> None:
+    assert TensorstoreFormat(limit=1 << 18).whole == 1 << 18
+    assert TensorstoreFormat(limit=1 << 30).whole == TensorstoreFormat().whole == 8 << 20
 
 
 def test_a_scalar_and_an_empty_array_are_zarr_arrays(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def _fill(file: LocalNewFile, data: Any, cuts: list[int], room: int = 3 * MIB) -
         with file.at(start) as filling:
             for at in range(start, end, room):
                 part = data[at : min(at + room, end)]
-                assert bits(filling.add(part)) == bits(part)
+                filling.take(part.size)[...] = part
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -96,7 +96,7 @@ def test_a_disk_with_larger_blocks_is_written_all_the_same(tmp_path: Path, monke
 def test_after_an_error_nothing_more_is_written(tmp_path: Path) -> None:
     def fail(file: LocalNewFile) -> None:
         with file.at(0) as filling:
-            filling.add(np.ones(MIB, np.uint8))
+            filling.take(MIB)[...] = 1
             raise ValueError("stop")
 
     with LocalNewFile(str(tmp_path / "file"), 2 * MIB, direct=True) as file, pytest.raises(ValueError, match="stop"):

@@ -12,6 +12,8 @@ class Format(Protocol):
 
     name: str
     compression: str | None
+    whole: int
+    """Arrays of up to so many bytes, if one process holds all of them, are stored as one piece."""
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         """The regions a held shard is stored as."""

@@ -18,6 +18,7 @@ from shardkeep.manifest import no_duplicates
 from shardkeep.memory import ALIGN, PAGE
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 from shardkeep.processes import LEADER
+from shardkeep.sharing import SMALL
 from shardkeep.tree import join_key
 
 HEADER_LIMIT = 100_000_000  # what readers of the format accept
@@ -54,6 +55,7 @@ class SafetensorsFormat:
     limit: int | None = None
     name: str = "safetensors"
     compression: str | None = None
+    whole: int = SMALL
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         if self.limit is None:

@@ -1,4 +1,4 @@
-"""The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard.
+"""The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard, small ones together.
 
 An uncompressed chunk file is exactly the C-order bytes of its region, so it is written with plain writes and
 can be mapped straight into an array.
@@ -17,6 +17,7 @@ from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 
 _RAW_LIMIT = 256 << 20
 _COMPRESSED_LIMIT = 64 << 20
+_WHOLE = 8 << 20  # making a file takes as long as putting together so much of what would have been in several
 # zarr v2 has no names for these; TensorStore takes them under their own.
 _EXTENDED = frozenset(
     (
@@ -44,6 +45,7 @@ class TensorstoreFormat:
         """`limit`: bytes a chunk may have, where that is less than it may have anyway."""
         self.compression = compression
         self._limit = min(_COMPRESSED_LIMIT if compression else _RAW_LIMIT, limit or _RAW_LIMIT)
+        self.whole = min(_WHOLE, self._limit)
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))

@@ -36,6 +36,9 @@ class Mapping(Protocol):
         ...
 
 
+ROOM = 8 << 20  # what a Filling gives at a time
+
+
 class NewFile(AbstractContextManager["NewFile"], Protocol):
     """A file being written, under a name nothing else uses."""
 
@@ -55,8 +58,8 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
 class Filling(AbstractContextManager["Filling"], Protocol):
     """Bytes on their way to one place of a file."""
 
-    def add(self, data: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """Take at most 16 MiB; gives the copy that will be written, valid until the next call."""
+    def take(self, nbytes: int) -> "np.ndarray[Any, Any]":
+        """Memory for the next bytes, at most `ROOM`: what is put there before the next call will be written."""
         ...
 
 

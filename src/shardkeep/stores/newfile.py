@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.memory import PAGE, Array, aligned_empty
+from shardkeep.stores.base import ROOM
 
-ROOM = 8 << 20  # what a bounce buffer takes
 DIRECT = frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()  # file systems that gain by it
 DIRECT_FROM = 1 << 20  # below, the page cache is faster
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
@@ -55,7 +55,8 @@ class LocalNewFile:
             for buffer in buffers:
                 data = np.frombuffer(buffer, np.uint8)
                 for start in range(0, data.size, ROOM):
-                    bounce.add(data[start : start + ROOM])
+                    part = data[start : start + ROOM]
+                    bounce.take(part.size)[...] = part
 
     def at(self, offset: int) -> "Bounce":
         """Collects what belongs at `offset`, and writes it."""
@@ -101,14 +102,12 @@ class Bounce:
         self._memory = aligned_empty(ROOM + PAGE) if memory is None else memory
         self._start = self._end = offset % PAGE
 
-    def add(self, data: Array) -> Array:
-        """Take bytes, at most `ROOM`; gives the copy that will be written, valid until the next call."""
-        if self._end + data.size > self._memory.size:
+    def take(self, nbytes: int) -> Array:
+        if self._end + nbytes > self._memory.size:
             self._flush()
-        copy = self._memory[self._end : self._end + data.size]
-        copy[...] = data
-        self._end += data.size
-        return copy
+        memory = self._memory[self._end : self._end + nbytes]
+        self._end += nbytes
+        return memory
 
     def _flush(self) -> None:
         self._file.write_aligned(self._offset, self._memory[self._start : self._end])
