@@ -35,7 +35,10 @@ TARGETS: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_kind_converts_to_every_kind(run: Run, tmp_path: Path, kind: str, target: str) -> None:
     metadata = {"step": 3, "nested": {"a": [1, None]}}
-    source = save_as(kind, tmp_path / "s", rich_tree(), metadata=metadata)
+    tree = rich_tree()
+    spread = tree["layers"][0]["kernel"].sharding  # and more than is stored as one piece
+    tree["layers"][0]["kernel"] = jax.device_put(np.arange(2304 << 10, dtype=np.float32).reshape(-1, 1024), spread)
+    source = save_as(kind, tmp_path / "s", tree, metadata=metadata)
     name, words = TARGETS[target]
     result = run("convert", source, tmp_path / name, *words)
     assert result.code == 0, result.err

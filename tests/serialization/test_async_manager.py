@@ -68,7 +68,7 @@ def on_one_device(tree: dict[str, Any]) -> dict[str, Any]:
     return {k: on_one_device(v) if isinstance(v, dict) else jnp.asarray(np.asarray(v)) for k, v in tree.items()}
 
 
-LARGE = (8, 40_000)  # beyond what is stored whole whatever its sharding
+LARGE = (8, 300_000)  # beyond what is stored whole whatever its sharding
 
 
 def sharded(shape: tuple[int, ...] = (8, 4), spec: Any = P("a")) -> jax.Array:
