@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 _MAX_READ = 1 << 30
+_HUGEPAGE = 14  # MADV_HUGEPAGE: a file comes into the page cache in huge pages, as fast as past it, and is mapped so
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
 # Where another machine cannot change files that are mapped.
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
@@ -90,6 +91,7 @@ class Pages:
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address = address
+        _libc.madvise(address, length, _HUGEPAGE)  # where it is refused, pages are small
         with _lock:
             Pages.count += 1
 
