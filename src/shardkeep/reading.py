@@ -4,7 +4,7 @@ import errno
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import zstandard
@@ -95,8 +95,9 @@ def read_targets(
         passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # so that it can go, too
         into = {id(fetch): staying if whole else passing for fetch, whole in read}
         units = [_Unit(source, f, targets[f.leaf], maps, into.get(id(f), passing), progress) for f in step]
-        crew.run(task for batch in _batches(units) for task in batch)
-        crew.run(_deliveries(units, alone))
+        _deliver(units, alone)
+        crew.run(_tasks(units))
+        crew.run(_late_copies(units))
     for target in targets:
         _fill_empty(target)
 
@@ -171,6 +172,7 @@ class _Unit:
         self.fetch, self.target, self.piece = fetch, target, fetch.piece
         self._source, self._progress = source, progress
         self._whole: Array | None = None
+        self.copies: list[tuple[int, Region]] = []  # parts that cannot be used as they lie: (target number, part)
         self.mapping = maps[self.piece.file] if _is_mapped(self.piece, maps) else None
         if self.mapping:
             start = self.piece.offset - self.mapping[1]
@@ -185,6 +187,7 @@ class _Unit:
                     f"leaf {target.leaf.key!r}: its {self.piece.length:,} bytes cannot be allocated ({error})"
                 ) from error
 
+    @cached_property
     def ranges(self) -> list[tuple[int, int]]:
         """The blocks to read, in parts that one task takes on."""
         if self.piece.stored is not None:
@@ -237,13 +240,15 @@ class _Unit:
         aligned = lying.flags.c_contiguous and address_of(lying) % ALIGN == 0
         return lying if aligned and (private or not self.target.own) else None
 
-    def copy_to(self, number: int, common: Region) -> None:
-        filled = self.target.arrays[number]
-        assert filled is not None
-        filled[common.within(self.target.regions[number]).slices] = self.lying(common)
+    def copy(self) -> None:
+        """What cannot be used as it lies, to where it belongs."""
+        for number, common in self.copies:
+            filled = self.target.arrays[number]
+            assert filled is not None
+            filled[common.within(self.target.regions[number]).slices] = self.lying(common)
 
 
-def _batches(units: Sequence[_Unit]) -> list[list[Task]]:
+def _tasks(units: Sequence[_Unit]) -> list[Task]:
     """Tasks of a useful size: parts of large pieces, and many small pieces together."""
     large: list[Task] = []
     small: list[tuple[_Unit, int, int]] = []
@@ -252,7 +257,7 @@ def _batches(units: Sequence[_Unit]) -> list[list[Task]]:
     files = len({unit.piece.file for unit in units})
     overhead = _REQUEST * files // max(len(units), 1) if units and units[0].is_far else 4096
     for unit in units:
-        for first, last in unit.ranges():
+        for first, last in unit.ranges:
             if last - first >= _PART // BLOCK:
                 large.append(partial(_read_all, [(unit, first, last)]))
                 continue
@@ -263,7 +268,7 @@ def _batches(units: Sequence[_Unit]) -> list[list[Task]]:
                 small, size = [], 0
     if small:
         tasks.append(partial(_read_all, small))
-    return [large, tasks]
+    return [*large, *tasks]
 
 
 def _read_all(ranges: Sequence[tuple[_Unit, int, int]]) -> None:
@@ -280,34 +285,27 @@ def _read_all(ranges: Sequence[tuple[_Unit, int, int]]) -> None:
         mapping.bring_in(start, end)
     for unit, first, last in ranges:
         unit.read(first, last)
+        if len(unit.ranges) == 1:
+            unit.copy()  # while it is hot
 
 
-def _deliveries(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> list[Task]:
+def _deliver(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> None:
     """Hand over what is usable as it lies; the rest are copies, into memory made before several threads write it."""
-    copied: list[tuple[_Unit, int, Region]] = []
+    lacking: list[tuple[Target, int]] = []
     for unit in units:
         for number, common in unit.fetch.targets:
             lying = unit.usable_as_it_lies(number, common) if (unit.fetch.leaf, number) in alone else None
             if lying is not None:
                 unit.target.arrays[number] = lying
             else:
-                copied.append((unit, number, common))
-    _allocate([(unit.target, number) for unit, number, _ in copied])
-    tasks: list[Task] = []
-    batch: list[tuple[_Unit, int, Region]] = []
-    size = 0
-    for unit, number, common in copied:  # many small copies on one thread: between several the interpreter goes around
-        batch.append((unit, number, common))
-        size += common.size * unit.memory.size // max(unit.piece.region.size, 1)
-        if size >= _PART:
-            tasks.append(partial(_copy_all, batch))
-            batch, size = [], 0
-    return [*tasks, partial(_copy_all, batch)]
+                unit.copies.append((number, common))
+                lacking.append((unit.target, number))
+    _allocate(lacking)
 
 
-def _copy_all(batch: Sequence[tuple[_Unit, int, Region]]) -> None:
-    for unit, number, common in batch:
-        unit.copy_to(number, common)
+def _late_copies(units: Sequence[_Unit]) -> list[Task]:
+    """Copies out of pieces that several threads have read."""
+    return [unit.copy for unit in units if unit.copies and len(unit.ranges) > 1]
 
 
 def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:

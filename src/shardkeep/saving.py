@@ -38,7 +38,7 @@ from shardkeep.reports import SaveReport
 from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_bytes, take_snapshot
 from shardkeep.together import close, compare, describe, hand_in, outline
 from shardkeep.tree import Leaf, flatten, to_json
-from shardkeep.workers import Crew, turns
+from shardkeep.workers import Crew, default_size, turns
 from shardkeep.writing import write_files
 
 _NOTHING = Snapshot((), ())
@@ -125,7 +125,8 @@ def run_save(request: SaveRequest) -> SaveReport:
         job = _Job.prepare(request, operation)
         job.take_snapshot(None)
         job.before, job.finished = turns.queue(os.path.realpath(job.path))
-        with Crew(request.target.store.concurrency) as crew:
+        # Nobody else needs the processors now: one thread more keeps the disk busier.
+        with Crew(request.target.store.concurrency or default_size() + 1) as crew:
             if not request.verbose:
                 return job.run(crew, lambda _: None)
             with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:

@@ -96,12 +96,21 @@ class LocalStore:
 
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed; directories are looked at once."""
-        directory = os.path.dirname(path)
-        if directory not in self._inside:
-            self._inside[directory] = (os.path.realpath(directory) + os.sep).startswith(self._real_root)
-        if not self._inside[directory] or not os.path.islink(path):
-            return self._inside[directory]
-        return os.path.realpath(path).startswith(self._real_root)
+        inside = self._holds(os.path.dirname(path))
+        return inside and (not os.path.islink(path) or os.path.realpath(path).startswith(self._real_root))
+
+    def _holds(self, directory: str) -> bool:
+        known = self._inside.get(directory)
+        if known is None:
+            plain = directory.startswith(self._root + os.sep) and not os.path.islink(directory)
+            if directory == self._root:
+                known = True
+            elif plain and self._holds(os.path.dirname(directory)):
+                known = True
+            else:
+                known = (os.path.realpath(directory) + os.sep).startswith(self._real_root)
+            self._inside[directory] = known
+        return known
 
     @cached_property
     def _real_root(self) -> str:
@@ -128,7 +137,7 @@ class LocalStore:
         path = self.locate(name)
         if "/" in name and not self._is_inside(path):
             raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
-        make_directories(os.path.dirname(path))
+        _make_missing(os.path.dirname(path))
         return path
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
@@ -149,7 +158,7 @@ class LocalStore:
             return
         for path in paths:
             sync_path(path)
-        for directory in {os.path.dirname(path) for path in paths}:
+        for directory in {self.locate(above) for name in names for above in _above(name)}:
             sync_path(directory)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -360,12 +369,19 @@ def _open_plain(path: str) -> int:
 
 def make_directories(path: str) -> None:
     """Like `os.makedirs`, and the new names survive a power cut."""
+    for directory in _make_missing(path):
+        sync_path(os.path.dirname(directory))
+
+
+def _make_missing(path: str) -> list[str]:
+    """Make a directory and those above it that are not there; tells which it made."""
     if len(os.fsencode(path)) >= _MAX_PATH:  # before the first levels of it are made
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
     missing: list[str] = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
+    made: list[str] = []
     for directory in reversed(missing):
         try:
             os.mkdir(directory)
@@ -373,7 +389,17 @@ def make_directories(path: str) -> None:
             if not os.path.isdir(directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
         else:
-            sync_path(os.path.dirname(directory))
+            made.append(directory)
+    return made
+
+
+def _above(name: str) -> list[str]:
+    """The directories that a name lies in, the outermost ("") last."""
+    found: list[str] = []
+    while name:
+        name = os.path.dirname(name)
+        found.append(name)
+    return found
 
 
 def sync_path(path: str) -> None:
