@@ -24,6 +24,7 @@ LAYERS = [
     "_version",
     "errors",
     "processes",
+    "records",
     "arrays",
     "sharing",
     "values",

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
+
+from shardkeep.records import record
 
 NUMPY_NAMES = frozenset(
     [
@@ -108,7 +109,7 @@ def kind_of_value(value: object) -> str:
     return kinds.get(type(value), "other")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ArraySpec:
     """Shape and dtype of an array that may live anywhere."""
 
@@ -120,7 +121,7 @@ class ArraySpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Region:
     """A rectangular part of an array: where it starts and its shape."""
 

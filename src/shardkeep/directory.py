@@ -14,6 +14,7 @@ from shardkeep.naming import hashed, prefix_directory
 from shardkeep.planning import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.stores.base import Store
 from shardkeep.tree import Path
+from shardkeep.workers import collector
 
 log = logging.getLogger("shardkeep")
 
@@ -64,6 +65,7 @@ class Directory:
     def check(self, paths: Sequence[Path]) -> None:
         """Any names will do."""
 
+    @collector.paused()
     def plan(
         self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:

@@ -36,13 +36,13 @@ class Donations:
         self._preparing = threading.Lock()
         self._hurry = threading.Event()
 
-    def watch(self, arrays: Iterable[jax.Array]) -> list[jax.Array]:
+    def watch(self, sized: Iterable[tuple[int, jax.Array]]) -> list[jax.Array]:
         """A few small ones, to be looked at again when the save is done. They are always copied: of an array that is
         viewed nobody can tell whether it was donated."""
         chosen: list[jax.Array] = []
         left = _WATCHED_BYTES
-        sized = ((array.nbytes, number, array) for number, array in enumerate(arrays))
-        for nbytes, _, array in heapq.nsmallest(_WATCHED, (each for each in sized if 0 < each[0] <= left)):
+        fitting = ((nbytes, number, array) for number, (nbytes, array) in enumerate(sized) if 0 < nbytes <= left)
+        for nbytes, _, array in heapq.nsmallest(_WATCHED, fitting):
             left -= nbytes
             if left >= 0:
                 chosen.append(array)

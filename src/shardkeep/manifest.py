@@ -17,6 +17,7 @@ from typing import Any
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition, is_possible
 from shardkeep.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.errors import IntegrityError, MetadataError, NewerFormatError, PrefixError, an, counted
+from shardkeep.records import record
 from shardkeep.tree import Path, Skeleton, flatten, join_key, nest, to_json
 from shardkeep.values import Json, decode, encode, show
 from shardkeep.workers import collector
@@ -27,7 +28,7 @@ VERSION = 1
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DataFile:
     """A file of the checkpoint: its name, its size, and the digest of the bytes in it that belong to no piece."""
 
@@ -37,7 +38,7 @@ class DataFile:
     header_digest: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """One stored Region. `length` is that of its raw bytes, `stored` that in the file where compressed."""
 
@@ -49,7 +50,7 @@ class Piece:
     stored: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StoredLeaf:
     """A saved leaf: an array with its pieces, or (kind "value") a plain value."""
 

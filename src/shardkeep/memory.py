@@ -6,11 +6,12 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from shardkeep.records import record
 
 log = logging.getLogger("shardkeep")
 
@@ -95,7 +96,7 @@ def address_of(memory: Array) -> int:
     return memory.__array_interface__["data"][0]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shard:
     """One region's data in host memory. `stable`: nobody can change it while it is written."""
 

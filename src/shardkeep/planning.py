@@ -7,12 +7,13 @@ from typing import Any
 from shardkeep.arrays import ArraySpec, Region
 from shardkeep.manifest import DataFile, Piece, StoredLeaf, Tree
 from shardkeep.processes import LEADER
+from shardkeep.records import record
 from shardkeep.sharing import SMALL, Share
 from shardkeep.tree import Path, Skeleton, join_key
 from shardkeep.workers import collector
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeafPlan:
     """A leaf as it will be recorded. For an array, `held` are the regions this process has staged, in that order.
 
@@ -35,7 +36,7 @@ class LeafPlan:
         return join_key(self.path)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PiecePlan:
     """A Region to be stored, and the staged shards it is made of: (shard number, its region)."""
 
@@ -137,7 +138,6 @@ class WrittenFile:
     digests: tuple[tuple[str, ...], ...]
 
 
-@collector.paused()
 def plan_pieces(
     leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
 ) -> list[PiecePlan]:
@@ -164,7 +164,7 @@ def plan_pieces(
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fetch:
     """A piece to be read, and where its data goes: (target number, the part they have in common)."""
 

@@ -35,10 +35,10 @@ from shardkeep.planning import Draft
 from shardkeep.processes import Operation, announced, join
 from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
-from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_bytes, take_snapshot
+from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.together import close, compare, describe, hand_in, outline
 from shardkeep.tree import Leaf, flatten, to_json
-from shardkeep.workers import Crew, default_size, turns
+from shardkeep.workers import Crew, turns
 from shardkeep.writing import write_files
 
 _NOTHING = Snapshot((), ())
@@ -125,8 +125,8 @@ def run_save(request: SaveRequest) -> SaveReport:
         job = _Job.prepare(request, operation)
         job.take_snapshot(None)
         job.before, job.finished = turns.queue(os.path.realpath(job.path))
-        # Nobody else needs the processors now: one thread more keeps the disk busier.
-        with Crew(request.target.store.concurrency or default_size() + 1) as crew:
+        # Nobody trains meanwhile: one thread more keeps the disk busier.
+        with Crew(request.target.store.concurrency, more=1) as crew:
             if not request.verbose:
                 return job.run(crew, lambda _: None)
             with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
@@ -138,13 +138,17 @@ def start_save(request: SaveRequest) -> PendingSave:
     with join(f"saving to {request.target.where}") as operation:
         job = _Job.prepare(request, operation)
         job.refuse_existing()
-        held = staged_bytes(job.leaves)
+        sized = staged_sizes(job.leaves)
+        held = sum(nbytes for nbytes, _ in sized)
         budget.take(held, f"the save to {job.path}")
         crew = Crew(request.target.store.concurrency)
         try:
             if operation.size == 1:  # of several processes each has its own loop, but they save as one
-                arrays = (leaf.value for leaf in job.leaves if isinstance(leaf.value, jax.Array))
-                job.watched = donations.watch(array for array in arrays if not is_prng_dtype(array.dtype))
+                job.watched = donations.watch(
+                    (nbytes, array)
+                    for nbytes, array in sized
+                    if isinstance(array, jax.Array) and not is_prng_dtype(array.dtype)
+                )
             crew.start()  # now: at the end of the program no thread can be started
             job.take_snapshot(crew)
         except BaseException:

@@ -7,6 +7,7 @@ so they are copied: at once for a save in the background, block by block while w
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -23,6 +24,7 @@ from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
 from shardkeep.memory import Array, Shard
 from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
+from shardkeep.records import record
 from shardkeep.sharing import share_out
 from shardkeep.tree import Leaf
 from shardkeep.values import is_plain
@@ -31,9 +33,20 @@ from shardkeep.workers import Crew, collector
 _SHOWN = 10
 _SENT = 64 << 20  # how much a process sends to the others at a time
 _REMEMBERED = 4096
-_lying: dict[tuple[Any, tuple[int, ...]], tuple[tuple[Region, ...], tuple[int, ...]]] = {}  # regions, and which parts
+_forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
 Held = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the data of each
+
+
+@record
+class _Form:
+    """What all arrays of one shape, type and sharding have in common."""
+
+    spec: ArraySpec
+    extra: Mapping[str, Any]
+    regions: tuple[Region, ...]  # that this process holds, each once
+    parts: tuple[int, ...] | None  # which of its shards they are; None: it has one device, or the same on all
+    plain: bool  # on one device, of a type that NumPy knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ def take_snapshot(
     """
     refuse_unsupported(leaves, size)
     for leaf in leaves:
-        if isinstance(leaf.value, jax.Array) and not _is_on_cpu(leaf.value) and not _is_prng_key(leaf.value):
+        if isinstance(leaf.value, jax.Array) and not _is_on_cpu(leaf.value.sharding) and not _is_prng_key(leaf.value):
             leaf.value.copy_to_host_async()  # all transfers under way before the first is waited for
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
@@ -165,16 +178,25 @@ def _data_of(value: Any) -> Any:
     return value if isinstance(value, np.ndarray) else None
 
 
-def staged_bytes(leaves: Sequence[Leaf]) -> int:
-    """How much memory a snapshot of these leaves holds on to."""
-    return sum(_local_nbytes(leaf.value) for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray))
+def staged_sizes(leaves: Sequence[Leaf]) -> list[tuple[int, Any]]:
+    """How much memory a snapshot of each array holds on to, and the array."""
+    arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, (jax.Array, np.ndarray))]
+    return [(_local_nbytes(array), array) for array in arrays]
 
 
 def _local_nbytes(array: Any) -> int:
-    if isinstance(array, np.ndarray | Tracer) or array.is_fully_addressable:
+    if isinstance(array, np.ndarray | Tracer) or _is_prng_key(array):
         return array.nbytes
-    shard = math.prod(array.sharding.shard_shape(array.shape)) * (array.nbytes // max(array.size, 1))
-    return min(array.nbytes, shard * len(array.sharding.addressable_devices))
+    return _nbytes_here(array.sharding, array.shape, array.dtype)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _nbytes_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> int:
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if sharding.is_fully_addressable:
+        return nbytes
+    shard = math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
+    return min(nbytes, shard * len(sharding.addressable_devices))
 
 
 def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
@@ -192,38 +214,61 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
 
 def _stage_jax(leaf: Leaf, shards: list[Shard], mine: Held | None = None) -> LeafPlan:
     array: jax.Array = leaf.value
-    kind, extra = "jax", _sharding_record(array.sharding)
+    kind, extra = "jax", None
     if _is_prng_key(array):
         kind, extra = "prng", {"impl": str(jax.random.key_impl(array))}
         array = jax.random.key_data(array)
+    form = _form_of(array)
     first = len(shards)
-    regions, data = _held(array) if mine is None else mine
+    regions, data = (form.regions, _data(array, form)) if mine is None else mine
     shards += [Shard(each, True) for each in data]
+    return LeafPlan(leaf.path, kind, form.spec, None, form.extra if extra is None else extra, regions, first)
+
+
+def _form_of(array: jax.Array) -> _Form:
+    """Looking at the shards of each array takes longer than writing small ones: those of the first tell of all."""
+    key = (array.sharding, array.shape, array.dtype)
+    form = _forms.get(key)
+    if form is None:
+        if len(_forms) >= _REMEMBERED:
+            _forms.clear()
+        form = _forms[key] = _look_at(array)
+    return form
+
+
+def _look_at(array: jax.Array) -> _Form:
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    return LeafPlan(leaf.path, kind, spec, extra=extra, held=regions, first_held=first)
+    extra = _sharding_record(array.sharding)
+    if array.is_fully_replicated:
+        plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and _is_on_cpu(array.sharding)
+        return _Form(spec, extra, (Region.whole(array.shape),), None, plain)
+    found: dict[Region, int] = {}
+    for number, shard in enumerate(array.addressable_shards):
+        found.setdefault(Region.from_index(shard.index, array.shape), number)
+    return _Form(spec, extra, tuple(found), tuple(found.values()), plain=False)
 
 
-def _held(array: jax.Array, wanted: Sequence[Region] | None = None) -> Held:
-    """Each region this process holds (and, if it is said, that has to do with what is wanted), once, and its data."""
-    if array.is_fully_replicated:  # one device, or the same on all
-        if wanted is not None and not wanted:
-            return (), []
-        return (Region.whole(array.shape),), [_contiguous(np.asarray(array.addressable_data(0)))]
-    # Looking at the shards of each array would take longer than writing small ones: how they lie is known of the first.
-    lying = _lying.get((array.sharding, array.shape))
-    if lying is None:
-        found: dict[Region, int] = {}
-        for number, shard in enumerate(array.addressable_shards):
-            found.setdefault(Region.from_index(shard.index, array.shape), number)
-        lying = tuple(found), tuple(found.values())
-        if len(_lying) >= _REMEMBERED:
-            _lying.clear()
-        _lying[array.sharding, array.shape] = lying
-    regions, numbers = lying
-    if wanted is not None:
-        some = [i for i, r in enumerate(regions) if any(r == part or r.intersect(part) for part in wanted)]
-        regions, numbers = tuple(regions[i] for i in some), tuple(numbers[i] for i in some)
-    return regions, [_contiguous(np.asarray(array.addressable_data(number))) for number in numbers]
+def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
+    """Each region this process holds that has to do with what is wanted, once, and its data."""
+    form = _form_of(array)
+    if form.parts is None:
+        return (form.regions, _data(array, form)) if wanted else ((), [])
+    some = [i for i, r in enumerate(form.regions) if any(r == part or r.intersect(part) for part in wanted)]
+    regions, parts = tuple(form.regions[i] for i in some), tuple(form.parts[i] for i in some)
+    return regions, _data(array, replace(form, regions=regions, parts=parts))
+
+
+def _data(array: jax.Array, form: _Form) -> list[Array]:
+    """The regions of an array in host memory: as they lie there, if they do."""
+    if form.plain:
+        with suppress(BufferError):  # deleted meanwhile: then what follows says so
+            return [_contiguous(np.asarray(memoryview(cast(Any, array))))]
+    if form.parts is None:
+        return [_contiguous(np.asarray(array.addressable_data(0)))]
+    shards: Any = getattr(array, "_arrays", None)  # what `addressable_data` gives one by one, in half of the time
+    if shards is None:
+        shards = [array.addressable_data(number) for number in range(max(form.parts, default=-1) + 1)]
+    return [_contiguous(np.asarray(shards[number])) for number in form.parts]
 
 
 def _contiguous(data: Array) -> Array:
@@ -250,8 +295,9 @@ def is_prng_dtype(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _is_on_cpu(array: jax.Array) -> bool:
-    return next(iter(array.sharding.device_set)).platform == "cpu"
+@lru_cache(maxsize=256)
+def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"
 
 
 def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:

@@ -17,6 +17,7 @@ from jax import tree_util
 
 from shardkeep.errors import IntegrityError, TreeError, an
 from shardkeep.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, usable_class
+from shardkeep.records import record
 from shardkeep.values import Json, NotPlainError, decode, encode, show
 
 log = logging.getLogger("shardkeep")
@@ -24,7 +25,7 @@ log = logging.getLogger("shardkeep")
 Path = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Leaf:
     """A value of the tree and its place: the names on the way to it."""
 

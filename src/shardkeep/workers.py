@@ -29,14 +29,16 @@ class Crew:
     [0, 1, 2]
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size
+    def __init__(self, size: int | None = None, more: int = 0) -> None:
+        """`size` threads, or if that is None as many as usual and `more`."""
+        self._size, self._more = size, more
         self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> "Crew":
         """Start the threads now rather than when there is work for more than one."""
-        for i in range((self._size or default_size()) - 1 - len(self._threads)):
+        size = self._size or default_size() + self._more
+        for i in range(size - 1 - len(self._threads)):
             thread = threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=False)
             thread.start()
             self._threads.append(thread)

@@ -154,18 +154,24 @@ class _FileWriter:
     def _write_copied(self, part: Part, offset: int) -> None:
         with self._open().at(offset) as filling:
             for number, first, last in part:
-                for block, copy in self._copies(self._plan.pieces[number], first, last, filling):
-                    self.digests[number][block] = digest(memoryview(cast(Any, copy)))  # what will be written, while hot
+                piece, digests = self._plan.pieces[number], self.digests[number]
+                if piece.nbytes <= BLOCK:
+                    copy = gather(piece, self._leaves[piece.leaf], self._shards, filling.take(piece.nbytes))
+                    digests[0] = digest(copy.data)  # what will be written, while hot
+                    self._progress(piece.nbytes)
+                    continue
+                for block, copy in self._copies(piece, first, last, filling):
+                    digests[block] = digest(copy.data)
                     self._progress(copy.size)
 
     def _copies(self, piece: PiecePlan, first: int, last: int, filling: Filling) -> Iterator[tuple[int, Array]]:
         """Blocks of a piece, each copied to where it will be written from."""
         leaf = self._leaves[piece.leaf]
         if len(piece.sources) > 1 and piece.nbytes <= ROOM:
-            whole = gather(piece, leaf, self._shards, filling.take(piece.nbytes)).reshape(-1).view(np.uint8)
+            whole = gather(piece, leaf, self._shards, filling.take(piece.nbytes))
             yield from ((block, whole[start:end]) for block, start, end in blocks(first, last, whole.size))
             return
-        raw = gather(piece, leaf, self._shards).reshape(-1).view(np.uint8)
+        raw = gather(piece, leaf, self._shards)
         for block, start, end in blocks(first, last, raw.size):
             copy = filling.take(end - start)
             copy[...] = raw[start:end]
@@ -216,8 +222,7 @@ class _FileWriter:
         segments: list[memoryview] = []
         for number, first, last in part:
             piece = self._plan.pieces[number]
-            data = gather(piece, self._leaves[piece.leaf], self._shards)
-            raw = data.reshape(-1).view(np.uint8)[first * BLOCK : last * BLOCK]
+            raw = gather(piece, self._leaves[piece.leaf], self._shards)[first * BLOCK : last * BLOCK]
             if not all(self._shards[shard].stable for shard, _ in piece.sources):
                 raw = raw.copy()  # someone could change it between hashing and writing
             view = memoryview(cast(Any, raw))
@@ -249,19 +254,23 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
 
 
 def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
-    """The piece's data, contiguous: a view of one shard, or put together from several (in `memory`, or new)."""
+    """The piece's bytes in C order: copied into `memory`, or, without one, a view where they lie in one piece."""
     assert leaf.spec is not None
     if not piece.nbytes:  # of an empty array a process may hold any empty part, or none
-        return np.empty(piece.region.shape, leaf.spec.dtype)
+        return np.empty(0, np.uint8)
     (shard, region), *others = piece.sources
     if not others:
         data = shards[shard].data
         if region != piece.region:
             data = data[piece.region.within(region).slices]
-        return data if data.flags.c_contiguous else np.ascontiguousarray(data)
+        raw = (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
+        if memory is None:
+            return raw
+        memory[...] = raw
+        return memory
     memory = aligned_empty(piece.nbytes) if memory is None else memory
     whole: Array = memory.view(leaf.spec.dtype).reshape(piece.region.shape)
     for shard, region in piece.sources:
         here, there = common_slices(piece.region, region)
         whole[here] = shards[shard].data[there]
-    return whole
+    return memory

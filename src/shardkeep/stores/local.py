@@ -103,9 +103,7 @@ class LocalStore:
         known = self._inside.get(directory)
         if known is None:
             plain = directory.startswith(self._root + os.sep) and not os.path.islink(directory)
-            if directory == self._root:
-                known = True
-            elif plain and self._holds(os.path.dirname(directory)):
+            if directory == self._root or (plain and self._holds(os.path.dirname(directory))):
                 known = True
             else:
                 known = (os.path.realpath(directory) + os.sep).startswith(self._real_root)
@@ -158,7 +156,12 @@ class LocalStore:
             return
         for path in paths:
             sync_path(path)
-        for directory in {self.locate(above) for name in names for above in _above(name)}:
+        directories: set[str] = set()
+        for name in names:
+            while name:  # all those above it, the root last: any of them may be new
+                name = os.path.dirname(name)
+                directories.add(self.locate(name))
+        for directory in directories:
             sync_path(directory)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -391,15 +394,6 @@ def _make_missing(path: str) -> list[str]:
         else:
             made.append(directory)
     return made
-
-
-def _above(name: str) -> list[str]:
-    """The directories that a name lies in, the outermost ("") last."""
-    found: list[str] = []
-    while name:
-        name = os.path.dirname(name)
-        found.append(name)
-    return found
 
 
 def sync_path(path: str) -> None:
