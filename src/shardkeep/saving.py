@@ -38,7 +38,7 @@ from shardkeep.reports import SaveReport
 from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.together import close, compare, describe, hand_in, outline
 from shardkeep.tree import Leaf, flatten, to_json
-from shardkeep.workers import Crew, turns
+from shardkeep.workers import Crew, manners, turns
 from shardkeep.writing import write_files
 
 _NOTHING = Snapshot((), ())
@@ -141,7 +141,7 @@ def start_save(request: SaveRequest) -> PendingSave:
         sized = staged_sizes(job.leaves)
         held = sum(nbytes for nbytes, _ in sized)
         budget.take(held, f"the save to {job.path}")
-        crew = Crew(request.target.store.concurrency)
+        crew = Crew(request.target.store.concurrency, polite=True)
         try:
             if operation.size == 1:  # of several processes each has its own loop, but they save as one
                 job.watched = donations.watch(
@@ -174,6 +174,7 @@ def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: boo
         show(nbytes)
         pending.mention_exit()
 
+    manners.be_polite()
     try:
         bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
         with job.operation, crew, bar as show:
@@ -268,12 +269,14 @@ class _Job:
             if operation.leads and target.keeps_control and (inside := target.store.children("")):
                 self._refuse_hiding(set(inside))
             turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
+            manners.after_you()
             files = turn.plan.files_of(operation.index)
             complete = partial(target.complete, turn) if target.store.remote else None
             written = write_files(
                 target.store, files, turn.plan.leaves, snapshot.shards, crew, progress, complete, snapshot.memory
             )
             clock.append(time.perf_counter())
+            manners.after_you()
             target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())
             everyones = written

@@ -8,6 +8,7 @@ import gc
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
@@ -29,9 +30,9 @@ class Crew:
     [0, 1, 2]
     """
 
-    def __init__(self, size: int | None = None, more: int = 0) -> None:
-        """`size` threads, or if that is None as many as usual and `more`."""
-        self._size, self._more = size, more
+    def __init__(self, size: int | None = None, more: int = 0, polite: bool = False) -> None:
+        """`size` threads, or if that is None as many as usual and `more`; `polite` ones let others go first."""
+        self._size, self._more, self._polite = size, more, polite
         self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -70,6 +71,8 @@ class Crew:
         self._threads = []
 
     def _serve(self) -> None:
+        if self._polite:
+            manners.be_polite()
         while (round_ := self._work.get()) is not None:
             round_.work()
             left = round_.left
@@ -137,6 +140,34 @@ class Turns:
 
 
 turns = Turns()
+
+
+class _Manners:
+    """What a thread in the background leaves to the training loop where its work is all for the interpreter.
+
+    Python's threads take turns, but each time the loop has waited for the disk or a device it gets the interpreter
+    back only when the other one's turn is over. So after some work a polite thread sleeps twice as long as that took.
+    """
+
+    _TURN = 0.002
+    _MOST = 0.04
+
+    def __init__(self) -> None:
+        self._mine = threading.local()
+
+    def be_polite(self) -> None:
+        """From now on, in this thread."""
+        self._mine.since = time.thread_time()
+
+    def after_you(self) -> None:
+        """Called now and then by work on many small things."""
+        since: float | None = getattr(self._mine, "since", None)
+        if since is not None and (worked := time.thread_time() - since) > self._TURN:
+            time.sleep(min(2 * worked, self._MOST))
+            self._mine.since = time.thread_time()
+
+
+manners = _Manners()
 
 
 class _Collector:

@@ -15,7 +15,7 @@ from shardkeep.memory import PAGE, Array, Shard, address_of, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
 from shardkeep.stores.base import ROOM, Filling, NewFile, Store
-from shardkeep.workers import Crew, Task
+from shardkeep.workers import Crew, Task, manners
 
 _LARGE = 1 << 20  # files from this size on are written on their own, and in parts if they are still larger
 _PART = 16 << 20  # what one task writes of a large file
@@ -71,6 +71,8 @@ def write_files(
 def _write_all(batch: "list[_FileWriter]") -> None:
     for writer in batch:
         writer.write_whole()
+        if writer.nbytes < _SMALL:
+            manners.after_you()
 
 
 class _FileWriter:
@@ -159,6 +161,8 @@ class _FileWriter:
                     copy = gather(piece, self._leaves[piece.leaf], self._shards, filling.take(piece.nbytes))
                     digests[0] = digest(copy.data)  # what will be written, while hot
                     self._progress(piece.nbytes)
+                    if piece.nbytes < _SMALL:
+                        manners.after_you()
                     continue
                 for block, copy in self._copies(piece, first, last, filling):
                     digests[block] = digest(copy.data)
