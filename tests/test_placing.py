@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
+from shardkeep import placing
 from shardkeep.arrays import dtype_from_name
 from shardkeep.choosing import Request, Wanted, choose
 from shardkeep.manifest import Tree
@@ -229,3 +230,52 @@ class TestFunctions:
     @pytest.mark.parametrize("result", [None, 3, "text", np.ones(2)], ids=str)
     def test_anything_else_is_the_result(self, result: Any) -> None:
         assert apply_function(lambda array: result, jnp.arange(8)) is result
+
+
+class TestArraysThatAreAlike:
+    """Of many arrays of one shape, type and sharding only the first is made by JAX's public functions."""
+
+    SHARDINGS = {
+        "default": None,
+        "one device": SingleDeviceSharding(jax.devices()[3]),
+        "rows": NamedSharding(MESH, P("a")),
+        "replicated": NamedSharding(MESH, P()),
+        "grid": NamedSharding(mesh_of(2, 4), P("a", "b")),
+        "columns, replicated": NamedSharding(mesh_of(2, 4), P(None, "b")),
+    }
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"])
+    @pytest.mark.parametrize("shape", [(8, 8), (512, 2048)])
+    @pytest.mark.parametrize("how", SHARDINGS)
+    def test_each_is_as_the_public_functions_make_it(
+        self, dtype: str, shape: tuple[int, int], how: str, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        grid = self.SHARDINGS["grid"]
+        state = {f"w{i}": jax.device_put(pattern(dtype_from_name(dtype), shape, i), grid) for i in range(3)}
+        tree = saved(store, state)
+        sharding = self.SHARDINGS[how]
+        asked: dict[str, Any] = {} if sharding is None else {"shardings": dict.fromkeys(state, sharding)}
+        fast = read(store, tree, **asked)
+        monkeypatch.setattr(placing, "batched_device_put", None)
+        public = read(store, tree, **asked)
+        for name, array in state.items():
+            assert bits(fast[name]) == bits(public[name]) == bits(array)
+            for same in ("sharding", "committed", "weak_type", "aval"):
+                assert getattr(fast[name], same) == getattr(public[name], same), same
+            for one, other in zip(fast[name].addressable_shards, public[name].addressable_shards, strict=True):
+                assert (one.device, one.index) == (other.device, other.index)
+                assert bits(one.data) == bits(other.data)
+
+    def test_a_jax_whose_inner_function_takes_other_arguments_loads_all_the_same(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = {f"w{i}": jnp.arange(64.0) + i for i in range(3)}
+        tree = saved(store, state)
+        called: list[int] = []
+
+        def other(only: Any) -> Any:
+            called.append(only)
+
+        monkeypatch.setattr(placing, "batched_device_put", other)
+        assert_same(read(store, tree), state)
+        assert not called
