@@ -19,6 +19,7 @@ from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
 from shardkeep.together import compare
 from shardkeep.tree import Skeleton
+from shardkeep.workers import collector
 
 log = logging.getLogger("shardkeep")
 
@@ -151,6 +152,7 @@ def _try_load(
     return None
 
 
+@collector.paused()
 def _load(store: Store, manifest: Manifest, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")

@@ -26,7 +26,7 @@ from shardkeep.reading import Source, Target, read_targets
 from shardkeep.stores.base import Store
 from shardkeep.together import compare
 from shardkeep.values import show
-from shardkeep.workers import Crew, collector
+from shardkeep.workers import Crew
 
 log = logging.getLogger("shardkeep")
 
@@ -153,7 +153,6 @@ def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request:
     return [_adapt(w, value, request) for w, value in zip(wanted, values, strict=True)]
 
 
-@collector.paused()
 def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) -> list[Any]:
     """Those that are alike together."""
     values: list[Any] = [None] * len(wanted)

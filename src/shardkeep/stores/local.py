@@ -155,7 +155,7 @@ class LocalStore:
         if len(paths) > _FEW_FILES and sync_file_system(self._root):
             return
         for path in paths:
-            sync_path(path)
+            sync_path(path, forget=self.direct)
         directories: set[str] = set()
         for name in names:
             while name:  # all those above it, the root last: any of them may be new
@@ -396,10 +396,16 @@ def _make_missing(path: str) -> list[str]:
     return made
 
 
-def sync_path(path: str) -> None:
+def sync_path(path: str, forget: bool = False) -> None:
+    """Make a file or a directory durable. `forget`: of a file that was written past the page cache nothing stays there.
+
+    The pages at the ends of its parts would keep the kernel from reading it in huge pages later.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+        if forget and os.fstat(descriptor).st_size >= DIRECT_FROM:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     finally:
