@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from shardkeep.workers import Crew, collector, default_size
+from shardkeep import workers
+from shardkeep.workers import Crew, collector, default_size, manners
 from support import run_python
 
 
@@ -194,3 +195,51 @@ class TestCollector:
         leave.set()
         thread.join()
         assert gc.isenabled()
+
+
+class TestManners:
+    """What a thread in the background leaves to others."""
+
+    @staticmethod
+    def _worked(polite: bool) -> tuple[float, float]:
+        """(seconds on the clock, seconds of the processor) of a thread that does 60 ms of small work."""
+        found: list[float] = []
+
+        def work() -> None:
+            if polite:
+                manners.be_polite()
+            began, used = time.perf_counter(), time.thread_time()
+            while time.thread_time() - used < 0.06:
+                manners.after_you()
+            found.extend((time.perf_counter() - began, time.thread_time() - used))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return found[0], found[1]
+
+    def test_a_polite_thread_sleeps_twice_as_long_as_it_works(self) -> None:
+        elapsed, used = self._worked(polite=True)
+        assert elapsed > 2.5 * used
+
+    def test_others_do_not_sleep(self) -> None:
+        naps: list[float] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(workers.time, "sleep", naps.append)
+            self._worked(polite=False)
+        assert not naps
+
+    def test_the_threads_of_a_polite_crew_are(self) -> None:
+        """All but the calling one, which says so itself."""
+        polite: list[bool] = []
+        meet = threading.Barrier(3, timeout=10)
+
+        def look() -> None:
+            meet.wait()
+            polite.append(hasattr(manners._mine, "since"))
+
+        for given, expected in ((True, [False, True, True]), (False, [False] * 3)):
+            polite.clear()
+            with Crew(3, polite=given) as crew:
+                crew.run([look] * 3)
+            assert sorted(polite) == expected
