@@ -50,6 +50,7 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
+        self._past_cache: set[str] = set()  # files written so
         self.remote = False
         self.concurrency = None
         self.object_limit = None
@@ -128,20 +129,23 @@ class LocalStore:
         return self._file_system in DIRECT
 
     def create(self, name: str, size: int) -> LocalNewFile:
-        return LocalNewFile(self._place_for(name), size, self.direct)
+        path = self._place_for(name)
+        if size >= DIRECT_FROM and self.direct:
+            self._past_cache.add(path)
+        return LocalNewFile(path, size, path in self._past_cache)
 
     def _place_for(self, name: str) -> str:
         """Where a new file goes, its directory made; never behind a link that leads out of the checkpoint."""
         path = self.locate(name)
         if "/" in name and not self._is_inside(path):
             raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
-        _make_missing(os.path.dirname(path))
+        make_directories(os.path.dirname(path), durable=False)  # `sync` comes later
         return path
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
         path = self._place_for(name)
         if total >= DIRECT_FROM and self.direct:
-            with LocalNewFile(path, total, direct=True) as file:
+            with self.create(name, total) as file:
                 file.write_all(buffers)
             return
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -155,7 +159,7 @@ class LocalStore:
         if len(paths) > _FEW_FILES and sync_file_system(self._root):
             return
         for path in paths:
-            sync_path(path, forget=self.direct)
+            sync_path(path, forget=path in self._past_cache)
         directories: set[str] = set()
         for name in names:
             while name:  # all those above it, the root last: any of them may be new
@@ -370,21 +374,14 @@ def _open_plain(path: str) -> int:
     return descriptor
 
 
-def make_directories(path: str) -> None:
-    """Like `os.makedirs`, and the new names survive a power cut."""
-    for directory in _make_missing(path):
-        sync_path(os.path.dirname(directory))
-
-
-def _make_missing(path: str) -> list[str]:
-    """Make a directory and those above it that are not there; tells which it made."""
+def make_directories(path: str, durable: bool = True) -> None:
+    """Like `os.makedirs`, and if it is to be durable the new names survive a power cut."""
     if len(os.fsencode(path)) >= _MAX_PATH:  # before the first levels of it are made
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
     missing: list[str] = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
-    made: list[str] = []
     for directory in reversed(missing):
         try:
             os.mkdir(directory)
@@ -392,8 +389,8 @@ def _make_missing(path: str) -> list[str]:
             if not os.path.isdir(directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
         else:
-            made.append(directory)
-    return made
+            if durable:
+                sync_path(os.path.dirname(directory))
 
 
 def sync_path(path: str, forget: bool = False) -> None:
@@ -404,7 +401,7 @@ def sync_path(path: str, forget: bool = False) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-        if forget and os.fstat(descriptor).st_size >= DIRECT_FROM:
+        if forget:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
