@@ -17,7 +17,7 @@ from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 
 _RAW_LIMIT = 256 << 20
 _COMPRESSED_LIMIT = 64 << 20
-_WHOLE = 8 << 20  # making a file takes as long as putting together so much of what would have been in several
+_WHOLE = 2 << 20  # fewer files; larger arrays are not put together, so that each shard can be mapped
 # zarr v2 has no names for these; TensorStore takes them under their own.
 _EXTENDED = frozenset(
     (
