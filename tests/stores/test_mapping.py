@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -114,3 +115,30 @@ def test_a_small_file_stays_in_the_page_cache(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "run", {"w": jnp.arange(1000)})
     (file,) = (tmp_path / "run").glob("*.safetensors")
     assert _cached(file) > 0
+
+
+def _huge(file: Path) -> list[int]:
+    """Bytes of each part of a mapped file that is asked for in huge pages."""
+    found: list[int] = []
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        flags = re.search("VmFlags:(.*)", part)
+        if part.split("\n")[0].endswith(str(file)) and flags is not None and " hg" in flags[1]:
+            found.append(int(re.findall(r"Size: +(\d+)", part)[0]) << 10)
+    return found
+
+
+def test_only_what_is_read_in_one_go_is_read_in_huge_pages(tmp_path: Path) -> None:
+    """Around a small part of a large file nothing else has to be read."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no huge pages")
+    path = tmp_path / "run"
+    small = {f"small{i}": jnp.full((64 << 10,), i, jnp.float32) for i in range(4)}
+    shardkeep.save(path, {**small, "large": jnp.ones((4 << 20,), jnp.float32)})
+    (file,) = path.glob("*.safetensors")
+    few = shardkeep.load(path, include="small[02]")
+    assert_same(few["small2"], small["small2"])
+    assert _huge(file) == []
+    del few
+    everything = shardkeep.load(path)
+    assert sum(_huge(file)) >= 17 << 20
+    assert_same(everything["small3"], small["small3"])

@@ -13,6 +13,7 @@ import numpy as np
 
 _MAX_READ = 1 << 30
 _HUGEPAGE = 14  # MADV_HUGEPAGE: a file comes into the page cache in huge pages, as fast as past it, and is mapped so
+_HUGE = 2 << 20
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
 # Where another machine cannot change files that are mapped.
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
@@ -59,6 +60,8 @@ class LocalMapping:
         self.data: np.ndarray[Any, Any] = np.asarray(pages)[skip:]
 
     def bring_in(self, start: int, end: int) -> None:
+        if end - start >= _HUGE or 2 * (end - start) >= self.data.size:  # else only what is asked for is read
+            self._pages.make_huge(self._skip + start, self._skip + end)
         low = (self._skip + start) // mmap.PAGESIZE * mmap.PAGESIZE
         error = self._pages.populate(low, self._skip + end - low)
         if error not in (0, errno.EINVAL):  # EINVAL: a kernel before 5.14, where pages come in as they are touched
@@ -91,13 +94,19 @@ class Pages:
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address = address
-        _libc.madvise(address, length, _HUGEPAGE)  # where it is refused, pages are small
         with _lock:
             Pages.count += 1
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         return {"version": 3, "shape": (self._length,), "typestr": "|u1", "data": (self._address, True)}
+
+    def make_huge(self, start: int, end: int) -> None:
+        """Have a part come in as huge pages; where that is refused, they are small."""
+        address = self._address or 0
+        low = max((address + start) // _HUGE * _HUGE, address)
+        high = min(-(-(address + end) // _HUGE) * _HUGE, address + self._length)
+        _libc.madvise(low, high - low, _HUGEPAGE)
 
     def populate(self, start: int, length: int) -> int:
         """Bring pages in; 0, or the number of the error."""
