@@ -1,5 +1,7 @@
 """What the tests share: an exact comparison of trees, classes to put in trees, formats to save in, subprocesses."""
 
+import ctypes
+import mmap
 import os
 import struct
 import subprocess
@@ -196,3 +198,17 @@ __all__ = [
     "run_python",
     "save_as",
 ]
+
+
+def cached_pages(path: Path) -> int:
+    """How many pages of a file are in the page cache."""
+    size = path.stat().st_size
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    with open(path, "rb") as file:
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    found = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found) == 0
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    return sum(page & 1 for page in found)

@@ -15,16 +15,18 @@ import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from shardkeep import writing
 from shardkeep.arrays import ArraySpec, Region
 from shardkeep.digests import BLOCK, digest
 from shardkeep.memory import PAGE, Array, Shard, aligned_empty, lay_out
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
 from shardkeep.stores.local import LocalStore
-from shardkeep.stores.newfile import LocalNewFile
+from shardkeep.stores.mapping import file_system
+from shardkeep.stores.newfile import DIRECT, LocalNewFile
 from shardkeep.tree import Skeleton
 from shardkeep.workers import Crew
 from shardkeep.writing import gather, write_files
-from support import FORMATS, assert_same, bits, mesh_of, pattern, save_as
+from support import FORMATS, assert_same, bits, cached_pages, mesh_of, pattern, save_as
 
 
 def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> LeafPlan:
@@ -84,7 +86,7 @@ def test_a_file_is_its_header_and_its_pieces(tmp_path: Path, nbytes: int, stable
 def test_what_lies_in_memory_as_in_the_file_is_written_from_there(
     tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what lies elsewhere, or `shift`ed from the pages of the file, is copied first, to the same bytes."""
+    """And what lies elsewhere, or `shift`ed from the pages of the file, goes through the cache."""
     sizes = [24 << 20, 3 * PAGE, 100, 9 << 20, PAGE + 64, 20 << 20]
     starts, total = lay_out(sizes)
     memory = aligned_empty(total + shift)
@@ -99,8 +101,15 @@ def test_what_lies_in_memory_as_in_the_file_is_written_from_there(
         pieces.append(_piece(arrays[number], number, offset))
         offset += arrays[number].nbytes
     copied: list[int] = []
-    at = LocalNewFile.at
-    monkeypatch.setattr(LocalNewFile, "at", lambda self, offset: (copied.append(offset), at(self, offset))[1])
+    write = LocalNewFile.write
+    monkeypatch.setattr(
+        LocalNewFile,
+        "write",
+        lambda self, offset, buffers: (
+            copied.append(offset) if sum(map(len, buffers)) > PAGE else None,
+            write(self, offset, buffers),
+        ),
+    )
     told: list[int] = []
     plan = FilePlan("file", b"h" * PAGE, tuple(pieces), offset)
     (written,) = _write(tmp_path, [plan], arrays, progress=told.append, memory=memory)
@@ -162,7 +171,7 @@ def test_a_piece_is_put_together_from_its_shards() -> None:
 @pytest.mark.parametrize("offset", [0, 64, 100])
 @pytest.mark.parametrize("rows", [300, 3000, 5000, 11_000])
 def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, rows: int, offset: int) -> None:
-    """In a small file, in the memory that a large one is written from, and where it is too large for that."""
+    """In a small file, in a large one, and where it is too large for the room there is for that."""
     host = pattern(np.uint16, (rows, 1000))
     half, shape = rows // 2, (rows, 1000)
     regions = tuple(Region((i * half, j * 250), (half, 250)) for i in range(2) for j in range(4))
@@ -261,3 +270,35 @@ def test_each_shard_of_a_large_array_is_a_piece(tmp_path: Path, format: Any) -> 
     if format == "safetensors":
         assert all(piece.offset % 64 == 0 for piece in leaf.pieces)
     assert np.array_equal(np.asarray(shardkeep.load(tmp_path / "run")["w"]), np.asarray(array))
+
+
+def test_finished_files_are_closed_some_files_later(tmp_path: Path) -> None:
+    kept = writing._Kept()
+    for number in range(40):
+        kept.add(LocalNewFile(str(tmp_path / f"f{number}")))
+    assert {*_descriptors(tmp_path)} == {str(tmp_path / f"f{number}") for number in range(8, 40)}
+    for file in kept.files:
+        file.sync()
+        file.close()
+    assert _descriptors(tmp_path) == []
+
+
+def test_what_many_files_leave_in_the_page_cache_does_not_grow_with_them(tmp_path: Path) -> None:
+    """All of it is sent to the disk while more is written, so nearly nothing is left to do for the sync."""
+    if file_system(str(tmp_path)) not in DIRECT:
+        pytest.skip("what is in the page cache here is not known")
+    array = pattern(np.uint8, (1 << 20,))
+    plans = [FilePlan(f"f{i}", b"", (_piece(array, 0, 0),), array.nbytes) for i in range(150)]
+    _write(tmp_path, plans, [array])
+    left = sum(cached_pages(tmp_path / f"f{i}") for i in range(150)) * PAGE
+    assert left < 100 << 20
+    assert all((tmp_path / f"f{i}").read_bytes() == bits(array) for i in range(150))
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_few_rooms_are_kept_for_the_next_save(tmp_path: Path, stable: bool) -> None:
+    arrays = [pattern(np.uint8, (9 << 20,), number) for number in range(12)]
+    plans = [FilePlan(f"f{i}", b"", (_piece(a, i, 0),), a.nbytes) for i, a in enumerate(arrays)]
+    _write(tmp_path, plans, arrays, stable)
+    assert len(writing._rooms) <= 2
+    assert all((tmp_path / f"f{i}").read_bytes() == bits(a) for i, a in enumerate(arrays))

@@ -1,7 +1,9 @@
 """Bytes to files: hashed while hot, written in parallel, each block once."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -14,15 +16,24 @@ from shardkeep.errors import TreeError
 from shardkeep.memory import PAGE, Array, Shard, address_of, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
-from shardkeep.stores.base import ROOM, Filling, NewFile, Store
+from shardkeep.stores.base import NewFile, Store
 from shardkeep.workers import Crew, Task, manners
 
-_LARGE = 1 << 20  # files from this size on are written on their own, and in parts if they are still larger
+_LARGE = 4 << 20  # files from this size on are written on their own, and in parts if they are still larger
+_ALIGNED = 1 << 20  # from this size on, too, if they lie in memory as they will on the disk
 _PART = 16 << 20  # what one task writes of a large file
+_RUN = 4 << 20  # what is hashed and then written: more is not hot any more
+_ROOM = 8 << 20  # for what is put together or copied before it is written
+_KEPT = 32  # files that wait to be closed
+_FEW = 8
 _SMALL = 64 << 10
 _BATCH = 8 << 20  # what one task writes in small files
 _FILE_COST = 64 << 10  # making a file costs about as much as writing this
 _ZSTD_LEVEL = 1
+
+_ROOMS = 2  # rooms that wait for the next save
+_rooms: list[Array] = []
+_lock = threading.Lock()
 
 Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
 Complete = Callable[[FilePlan, WrittenFile], bytes]
@@ -43,7 +54,8 @@ def write_files(
     `complete` gives a file its header once its digests are known: objects are put whole, and never changed.
     `memory`: where shards were copied to; what lies there as it will in a file is written from there.
     """
-    writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory) for file in files]
+    kept = _Kept()
+    writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory, kept) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -61,10 +73,13 @@ def write_files(
             crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
         else:
             _write_all(batch)
+        if len(files) <= _FEW:  # one by one; more are synced all at once
+            for file in kept.files:
+                file.sync()
     finally:
-        for writer in writers:
-            if writer.file is not None:  # only after an error
-                writer.close()
+        for file in (*kept.files, *(writer.file for writer in writers)):
+            if file is not None:
+                file.close()
     return [WrittenFile(writer.size or 0, writer.loose_digest, tuple(map(tuple, writer.digests))) for writer in writers]
 
 
@@ -87,14 +102,16 @@ class _FileWriter:
         progress: Progress,
         complete: Complete | None,
         memory: Array | None,
+        kept: "_Kept",
     ) -> None:
         self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
-        self._leaves, self._shards, self._memory = leaves, shards, memory
+        self._leaves, self._shards, self._memory, self._kept = leaves, shards, memory, kept
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
-        self.parts = _split(plan) if plan.size is not None and self.nbytes >= _LARGE and not store.remote else []
+        large = self.nbytes >= (_LARGE if memory is None else _ALIGNED)
+        self.parts = _split(plan) if large and plan.size is not None and not store.remote else []
         self.file: NewFile | None = None
         self._left = len(self.parts)
         self._lock = threading.Lock()
@@ -111,7 +128,9 @@ class _FileWriter:
             self.loose_digest = digest(segments[0])
         header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
         total = len(header) + sum(map(len, segments))
-        self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
+        file = self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
+        if file is not None:
+            self._kept.add(file)
         self._progress(self.nbytes)
 
     def result(self) -> WrittenFile:
@@ -150,36 +169,29 @@ class _FileWriter:
             self._write_lying(part, offset, lying)
         with self._lock:
             self._left -= 1
-            if self._left == 0:
-                self.close()
+            if self._left == 0 and self.file is not None:
+                self._kept.add(self.file)
+                self.file = None
 
     def _write_copied(self, part: Part, offset: int) -> None:
-        with self._open().at(offset) as filling:
+        with _Run(self._open(), offset) as run:
             for number, first, last in part:
                 piece, digests = self._plan.pieces[number], self.digests[number]
-                if piece.nbytes <= BLOCK:
-                    copy = gather(piece, self._leaves[piece.leaf], self._shards, filling.take(piece.nbytes))
-                    digests[0] = digest(copy.data)  # what will be written, while hot
-                    self._progress(piece.nbytes)
-                    if piece.nbytes < _SMALL:
-                        manners.after_you()
-                    continue
-                for block, copy in self._copies(piece, first, last, filling):
-                    digests[block] = digest(copy.data)
-                    self._progress(copy.size)
-
-    def _copies(self, piece: PiecePlan, first: int, last: int, filling: Filling) -> Iterator[tuple[int, Array]]:
-        """Blocks of a piece, each copied to where it will be written from."""
-        leaf = self._leaves[piece.leaf]
-        if len(piece.sources) > 1 and piece.nbytes <= ROOM:
-            whole = gather(piece, leaf, self._shards, filling.take(piece.nbytes))
-            yield from ((block, whole[start:end]) for block, start, end in blocks(first, last, whole.size))
-            return
-        raw = gather(piece, leaf, self._shards)
-        for block, start, end in blocks(first, last, raw.size):
-            copy = filling.take(end - start)
-            copy[...] = raw[start:end]
-            yield block, copy
+                put_together = len(piece.sources) > 1 and piece.nbytes <= _ROOM
+                memory = run.room(piece.nbytes) if put_together else None
+                raw = gather(piece, self._leaves[piece.leaf], self._shards, memory)
+                stable = put_together or all(self._shards[shard].stable for shard, _ in piece.sources)
+                for block, start, end in blocks(first, last, raw.size):
+                    data = raw[start:end]
+                    if not stable:  # someone could change it between hashing and writing
+                        data = run.room(end - start)
+                        data[...] = raw[start:end]
+                    view = memoryview(cast(Any, data))
+                    digests[block] = digest(view)
+                    run.add(view)
+                    self._progress(end - start)
+                if piece.nbytes < _SMALL:
+                    manners.after_you()
 
     def _write_lying(self, part: Part, offset: int, lying: Array) -> None:
         view, at = memoryview(cast(Any, lying)), 0
@@ -212,14 +224,9 @@ class _FileWriter:
         """The file, opened by the first part and closed by the last: few are open at any time."""
         with self._lock:
             if self.file is None:
-                self.file = self._store.create(self._plan.name, self._plan.size or 0)
+                self.file = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
                 self.file.write(0, [memoryview(self._plan.header)])
             return self.file
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.__exit__(None, None, None)
-            self.file = None
 
     def _segments(self, part: Part) -> list[memoryview]:
         """The bytes of (piece, first block, last block) ranges, their digests noted."""
@@ -235,6 +242,67 @@ class _FileWriter:
                 self.digests[number][block] = digest(view[start : start + BLOCK])
             segments.append(view)
         return segments
+
+
+class _Run:
+    """Bytes on their way to one place of a file, written a few at a time, while they are hot."""
+
+    def __init__(self, file: NewFile, offset: int) -> None:
+        self._file, self._offset = file, offset
+        self._views: list[memoryview] = []
+        self._nbytes = self._taken = 0
+        self._memory: Array | None = None
+
+    def room(self, nbytes: int) -> Array:
+        """Memory, at most `_ROOM`, for bytes that are to be added next."""
+        if self._memory is None:
+            with _lock:
+                self._memory = _rooms.pop() if _rooms else None
+        if self._memory is None:
+            self._memory = aligned_empty(_ROOM)
+        if self._taken + nbytes > _ROOM:
+            self._flush()
+            self._taken = 0
+        memory = self._memory[self._taken : self._taken + nbytes]
+        self._taken += nbytes
+        return memory
+
+    def add(self, view: memoryview) -> None:
+        self._views.append(view)
+        self._nbytes += len(view)
+        if self._nbytes >= _RUN:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(self._offset, self._views)
+        self._offset += self._nbytes
+        self._views, self._nbytes = [], 0
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._flush()
+        if self._memory is not None:
+            with _lock:
+                if len(_rooms) < _ROOMS:
+                    _rooms.append(self._memory)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Files that are finished, closed some files later: what is on the disk by then leaves the page cache."""
+
+    files: deque[NewFile] = field(default_factory=deque["NewFile"])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, file: NewFile) -> None:
+        with self._lock:
+            self.files.append(file)
+            oldest = self.files.popleft() if len(self.files) > _KEPT else None
+        if oldest is not None:
+            oldest.close()
 
 
 def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:

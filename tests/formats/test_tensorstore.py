@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.arrays import ArraySpec, Region, is_partition, split_counts
+from shardkeep.arrays import ArraySpec, Region, cut, is_partition, split_counts
 from shardkeep.formats.tensorstore import TensorstoreFormat
+from shardkeep.planning import LeafPlan, PiecePlan
+from shardkeep.stores.mapping import Pages
 from support import assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec
@@ -125,27 +127,82 @@ def test_zarr_python_reads_the_dtypes_it_knows(compression: Any, make: Any, tmp_
         assert bits(opened[...]) == bits(array)
 
 
+@pytest.mark.parametrize(
+    ("spec", "stacked"),
+    [
+        (P(), (2048, 1032)),
+        (P("a"), (2048, 1032)),
+        (P(None, "b"), (2048, 258)),
+        (P("a", "b"), (2048, 258)),
+        (P(("a", "b")), (2048, 1032)),
+        (P("b", "a"), (2048, 516)),
+    ],
+)
 @COMPRESSIONS
-@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P("a", "b"), P(("a", "b")), P("b", "a")])
-def test_a_chunk_is_a_shard_and_all_readers_put_them_together(
-    compression: Any, spec: PartitionSpec, tmp_path: Path
+def test_a_chunk_is_a_shard_or_several_in_a_row_and_all_readers_put_them_together(
+    compression: Any, spec: PartitionSpec, stacked: tuple[int, ...], tmp_path: Path
 ) -> None:
+    """A compressed chunk is one: a shard is read without the others."""
     host = pattern("float32", (2048, 1032))
-    mesh = mesh_of(2, 4)
-    array = jax.device_put(host, NamedSharding(mesh, spec))
+    array = jax.device_put(host, NamedSharding(mesh_of(2, 4), spec))
     _save(tmp_path / "c", {"w": array}, compression)
-    assert _zarray(tmp_path / "c" / "w")["chunks"] == list(array.sharding.shard_shape(host.shape))
+    expected = array.sharding.shard_shape(host.shape) if compression else stacked
+    assert _zarray(tmp_path / "c" / "w")["chunks"] == list(expected)
+    shards = math.prod(host.shape) // math.prod(array.sharding.shard_shape(host.shape))
+    assert len(shardkeep.inspect(tmp_path / "c").leaves["w"].pieces) == shards
     assert bits(_open(tmp_path / "c" / "w")) == bits(host)
     assert bits(zarr.open_array(str(tmp_path / "c" / "w"), mode="r", zarr_format=2)[...]) == bits(host)
+    loaded = shardkeep.load(tmp_path / "c", template={"w": array})["w"]
+    assert loaded.sharding == array.sharding
+    assert bits(loaded) == bits(host)
 
 
-def test_an_uncompressed_chunk_is_exactly_the_bytes_of_its_shard(tmp_path: Path) -> None:
+def test_an_uncompressed_chunk_is_exactly_the_bytes_of_its_region(tmp_path: Path) -> None:
     host = pattern("bfloat16", (4096, 1032))
     _save(tmp_path / "c", {"w": jax.device_put(host, NamedSharding(mesh_of(2, 4), P("a", "b")))}, None)
-    for i in range(2):
-        for j in range(4):
-            chunk = (tmp_path / "c" / "w" / f"{i}.{j}").read_bytes()
-            assert chunk == host[i * 2048 : (i + 1) * 2048, j * 258 : (j + 1) * 258].tobytes()
+    for j in range(4):
+        assert (tmp_path / "c" / "w" / f"0.{j}").read_bytes() == host[:, j * 258 : (j + 1) * 258].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard", "expected"),
+    [
+        ((64, 4, 1 << 18), (1, 4, 1 << 17), (16, 4, 1 << 17)),  # 16 of 1 MiB each
+        ((60, 4, 1 << 18), (1, 4, 1 << 17), (15, 4, 1 << 17)),  # 16 do not go into 60
+        (
+            (4, 8, 1 << 18),
+            (1, 2, 1 << 18),
+            (4, 8, 1 << 18),
+        ),  # along both axes, since the shard has one row of the first
+        ((4, 8, 1 << 18), (2, 2, 1 << 18), (4, 2, 1 << 18)),  # only along the first
+        ((2, 40 << 20), (1, 40 << 20), (1, 40 << 20)),  # large enough alone
+        ((1 << 22,), (1 << 20,), (1 << 22,)),
+    ],
+)
+def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> None:
+    spec = ArraySpec(shape, np.dtype("u2"))
+    counts = [n // k for n, k in zip(shape, shard, strict=True)]
+    regions = cut(Region.whole(shape), counts)
+    pieces = [PiecePlan(0, region, region.size * 2, ((i, region),)) for i, region in enumerate(regions)]
+    leaf = LeafPlan(("w",), "jax", spec, held=tuple(regions))
+    description, *files = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
+    assert tuple(json.loads(description.header)["chunks"]) == expected
+    assert sum(file.size or 0 for file in files) == spec.nbytes
+    assert {piece.region for file in files for piece in file.pieces} == {*regions}
+
+
+def test_a_chunk_is_written_by_one_process() -> None:
+    """Four processes with two of eight shards each, in rows or in columns; or one by one, in turns."""
+    regions = cut(Region.whole((8, 1 << 20)), (8, 1))
+    leaf = LeafPlan(("w",), "jax", ArraySpec((8, 1 << 20), np.dtype("u1")), held=tuple(regions))
+    for writers, expected in (([0, 0, 1, 1, 2, 2, 3, 3], 2), ([0, 1, 2, 3] * 2, 1), ([0] * 8, 8), ([0] * 7 + [1], 1)):
+        pieces = [
+            PiecePlan(0, r, 1 << 20, ((i, r),), writer=w) for i, (r, w) in enumerate(zip(regions, writers, strict=True))
+        ]
+        description, *files = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
+        assert json.loads(description.header)["chunks"] == [expected, 1 << 20]
+        for file in files:
+            assert {piece.writer for piece in file.pieces} == {file.writer}
 
 
 @COMPRESSIONS
@@ -162,12 +219,19 @@ def test_an_array_of_up_to_two_mebibytes_is_one_chunk(compression: Any, shape: t
     assert bits(loaded) == bits(host)
 
 
-def test_a_larger_array_has_a_chunk_for_each_shard(tmp_path: Path) -> None:
-    """Which a load onto the same devices maps."""
-    spread = jax.device_put(pattern("bfloat16", (1032, 1024)), NamedSharding(mesh_of(2, 4), P("a", "b")))
+def test_the_shards_of_a_larger_array_can_be_mapped(tmp_path: Path) -> None:
+    """They are not put together, whatever lies in one chunk."""
+    host = pattern("bfloat16", (1032, 1024))
+    spread = jax.device_put(host, NamedSharding(mesh_of(2, 4), P("a", "b")))
     _save(tmp_path / "c", {"w": spread}, None)
-    assert _zarray(tmp_path / "c" / "w")["chunks"] == [516, 256]
-    assert len(list((tmp_path / "c" / "w").iterdir())) == 9
+    assert _zarray(tmp_path / "c" / "w")["chunks"] == [1032, 256]
+    assert len(list((tmp_path / "c" / "w").iterdir())) == 5
+    report = shardkeep.verify(tmp_path / "c")
+    assert report.ok
+    before = Pages.count
+    loaded = shardkeep.load(tmp_path / "c", template={"w": spread})["w"]
+    assert bits(loaded) == bits(host)
+    assert Pages.count > before
 
 
 def test_no_chunk_is_larger_than_asked(tmp_path: Path) -> None:

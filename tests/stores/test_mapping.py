@@ -1,6 +1,5 @@
 """Files as memory: the bytes of the file, without a descriptor, as long as anyone looks, and no more than is good."""
 
-import ctypes
 import mmap
 import os
 import re
@@ -14,7 +13,7 @@ import pytest
 import shardkeep
 from shardkeep.stores.mapping import LocalFile, Pages, file_system
 from shardkeep.stores.newfile import DIRECT
-from support import assert_same, run_python
+from support import assert_same, cached_pages, run_python
 
 
 def opened(path: Path, data: bytes) -> LocalFile:
@@ -84,20 +83,6 @@ def test_files_beyond_what_should_be_mapped_are_read(tmp_path: Path, monkeypatch
     assert_same(loaded, tree)
 
 
-def _cached(path: Path) -> int:
-    """How many pages of a file are in the page cache."""
-    size = path.stat().st_size
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    with open(path, "rb") as file:
-        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-    found = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
-    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found) == 0
-    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
-    return sum(page & 1 for page in found)
-
-
 def test_a_large_file_is_not_in_the_page_cache_when_it_is_saved_and_is_after_a_load(tmp_path: Path) -> None:
     """Small pages at the ends of its parts would keep the kernel from reading it in huge ones."""
     path = tmp_path / "run"
@@ -106,15 +91,15 @@ def test_a_large_file_is_not_in_the_page_cache_when_it_is_saved_and_is_after_a_l
     state = {f"w{i}": jnp.arange(3_000_001, dtype=jnp.float32) + i for i in range(3)}  # no whole pages
     shardkeep.save(path, state)
     (file,) = path.glob("*.safetensors")
-    assert _cached(file) == 0
+    assert cached_pages(file) == 0
     assert_same(shardkeep.load(path), state)
-    assert _cached(file) >= 3 * 12_000_004 // mmap.PAGESIZE
+    assert cached_pages(file) >= 3 * 12_000_004 // mmap.PAGESIZE
 
 
 def test_a_small_file_stays_in_the_page_cache(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "run", {"w": jnp.arange(1000)})
     (file,) = (tmp_path / "run").glob("*.safetensors")
-    assert _cached(file) > 0
+    assert cached_pages(file) > 0
 
 
 def _huge(file: Path) -> list[int]:

@@ -1,19 +1,20 @@
-"""Files written past the page cache, from memory that lies as they do."""
+"""Files being written: sent to the disk at once, and past the page cache from memory that lies as they do."""
 
 import errno
+import fcntl
 import itertools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardkeep.memory import PAGE
-from shardkeep.stores import newfile
+from shardkeep.memory import PAGE, aligned_empty
 from shardkeep.stores.mapping import file_system
 from shardkeep.stores.newfile import DIRECT, LocalNewFile
-from support import bits, pattern
+from support import bits, cached_pages, pattern
 
 MIB = 1 << 20
 
@@ -23,34 +24,40 @@ def _needs_direct(tmp_path: Path) -> None:
         pytest.skip("the file system of the tests is written through the page cache")
 
 
-def _fill(file: LocalNewFile, data: Any, cuts: list[int], room: int = 3 * MIB) -> None:
-    """Parts from cut to cut, each in smaller bits."""
-    for start, end in itertools.pairwise(cuts):
-        with file.at(start) as filling:
-            for at in range(start, end, room):
-                part = data[at : min(at + room, end)]
-                filling.take(part.size)[...] = part
+def _aligned(size: int) -> Any:
+    memory = aligned_empty(size + 2 * MIB)[:size]
+    memory[...] = pattern(np.uint8, (size,))
+    return memory
+
+
+def _is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [1, PAGE, MIB, MIB + 1, 5 * MIB - 7, 40 * MIB + 4095])
-def test_a_file_is_what_was_added(tmp_path: Path, size: int, direct: bool) -> None:
-    data = pattern(np.uint8, (size,))
+def test_a_file_is_what_was_written(tmp_path: Path, size: int, direct: bool) -> None:
+    data = _aligned(size)
     cuts = sorted({0, size, *(at for at in (1, 17, PAGE, MIB - 3, 2 * MIB, 33 * MIB + 1) if at < size)})
     with LocalNewFile(str(tmp_path / "file"), size, direct) as file:
-        _fill(file, data, cuts)
+        for number, (start, end) in enumerate(itertools.pairwise(cuts)):
+            if number % 2:
+                file.write(start, [memoryview(data[start:end])])
+            else:
+                file.write_aligned(start, data[start:end])
     assert (tmp_path / "file").read_bytes() == bits(data)
 
 
-@pytest.mark.parametrize("lengths", [[MIB], [100, 17 * MIB, 3], [PAGE, 0, MIB], [20 * MIB, 20 * MIB + 1]])
+@pytest.mark.parametrize("lengths", [[MIB], [100, 17 * MIB, 3], [PAGE, 0, MIB], [1] * 3000, [20 * MIB, 20 * MIB + 1]])
 def test_a_file_is_its_buffers(tmp_path: Path, lengths: list[int]) -> None:
     data = [pattern(np.uint8, (n,), number) for number, n in enumerate(lengths)]
-    with LocalNewFile(str(tmp_path / "file"), sum(lengths), direct=True) as file:
-        file.write_all(memoryview(one) for one in data)
+    with LocalNewFile(str(tmp_path / "file")) as file:
+        file.write(0, [memoryview(one) for one in data])
+        file.sync()
     assert (tmp_path / "file").read_bytes() == b"".join(map(bits, data))
 
 
-def test_most_of_a_large_file_does_not_go_through_the_page_cache(
+def test_most_of_what_is_aligned_does_not_go_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _needs_direct(tmp_path)
@@ -58,18 +65,16 @@ def test_most_of_a_large_file_does_not_go_through_the_page_cache(
     plain = os.pwritev
 
     def watched(descriptor: int, buffers: Any, offset: int) -> int:
-        import fcntl
-
-        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-        written[direct] += sum(map(len, buffers))
+        written[_is_direct(descriptor)] += sum(map(len, buffers))
         return plain(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", watched)
-    data = pattern(np.uint8, (20 * MIB + 5,))
+    data = _aligned(20 * MIB + 5)
     with LocalNewFile(str(tmp_path / "file"), data.size, direct=True) as file:
-        _fill(file, data, [0, 9 * MIB + 1, data.size])
+        for start, end in itertools.pairwise([0, 9 * MIB + 1, data.size]):
+            file.write_aligned(start, data[start:end])
     assert written[True] > 19 * MIB
-    assert 0 < written[False] < 4 * PAGE * 4
+    assert 0 < written[False] < 4 * PAGE
     assert (tmp_path / "file").read_bytes() == bits(data)
 
 
@@ -78,35 +83,36 @@ def test_a_disk_with_larger_blocks_is_written_all_the_same(tmp_path: Path, monke
     refused: list[int] = []
 
     def picky(descriptor: int, buffers: Any, offset: int) -> int:
-        import fcntl
-
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        if _is_direct(descriptor):
             refused.append(offset)
             raise OSError(errno.EINVAL, "Invalid argument")
         return plain(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", picky)
-    data = pattern(np.uint8, (2 * MIB + 5,))
+    data = _aligned(2 * MIB + 5)
     with LocalNewFile(str(tmp_path / "file"), data.size, direct=True) as file:
-        _fill(file, data, [0, data.size])
+        file.write_aligned(0, data)
     assert refused or file_system(str(tmp_path)) not in DIRECT
     assert (tmp_path / "file").read_bytes() == bits(data)
 
 
-def test_after_an_error_nothing_more_is_written(tmp_path: Path) -> None:
-    def fail(file: LocalNewFile) -> None:
-        with file.at(0) as filling:
-            filling.take(MIB)[...] = 1
-            raise ValueError("stop")
+def test_what_was_written_goes_to_the_disk_and_leaves_the_page_cache_without_a_sync(tmp_path: Path) -> None:
+    """Pages that are not on the disk yet cannot leave the cache."""
+    _needs_direct(tmp_path)
+    with LocalNewFile(str(tmp_path / "file")) as file:
+        file.write(0, [memoryview(pattern(np.uint8, (3 * MIB,)))])
+        deadline = time.monotonic() + 20
+        while cached_pages(tmp_path / "file") and time.monotonic() < deadline:
+            time.sleep(0.01)
+            file.write(3 * MIB, [memoryview(bytes(MIB))])  # the next write lets go of what is there by then
+        file.sync()
+    assert cached_pages(tmp_path / "file") == 0
+    assert (tmp_path / "file").read_bytes() == bits(pattern(np.uint8, (3 * MIB,))) + bytes(MIB)
 
-    with LocalNewFile(str(tmp_path / "file"), 2 * MIB, direct=True) as file, pytest.raises(ValueError, match="stop"):
-        fail(file)
-    assert not any((tmp_path / "file").read_bytes())
 
-
-def test_few_buffers_are_kept(tmp_path: Path) -> None:
-    with LocalNewFile(str(tmp_path / "file"), 1, direct=True) as file:
-        several = [file.at(0) for _ in range(5)]
-        for one in several:
-            one.__exit__(None)
-    assert len(newfile._free) <= 2
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    _needs_direct(tmp_path)
+    with pytest.raises(OSError, match="file") as raised:
+        LocalNewFile(str(tmp_path / "file"), 1 << 50)
+    assert raised.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert raised.value.filename == str(tmp_path / "file")

@@ -1,9 +1,11 @@
 """The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard, small ones together.
 
 An uncompressed chunk file is exactly the C-order bytes of its region, so it is written with plain writes and
-can be mapped straight into an array.
+can be mapped straight into an array. That is true of each shard, too, where several follow each other along the
+first axis of a chunk: they lie one after another.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 _RAW_LIMIT = 256 << 20
 _COMPRESSED_LIMIT = 64 << 20
 _WHOLE = 2 << 20  # fewer files; larger arrays are not put together, so that each shard can be mapped
+_STACKED = 16 << 20  # what a chunk of several shards, one after another, may have
 # zarr v2 has no names for these; TensorStore takes them under their own.
 _EXTENDED = frozenset(
     (
@@ -66,17 +69,52 @@ class TensorstoreFormat:
     def _array(self, leaf: LeafPlan, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
         spec = leaf.spec
         assert spec is not None
-        chunk = tuple(max(n, 1) for n in pieces[0].region.shape)
+        chunk = self._chunk(spec, pieces)
         document = json.dumps(zarray(spec, chunk, self.compression)).encode()
         if spec.nbytes == 0:  # no chunk: the empty piece is recorded at the end of the description
             empty = replace(pieces[0], offset=len(document))
             return [FilePlan(f"{place}/.zarray", document, (empty,), len(document), empty.writer)]
         files = [FilePlan(f"{place}/.zarray", document, (), len(document), pieces[0].writer)]
-        for piece in pieces:
-            index = [a // n for a, n in zip(piece.region.start, chunk, strict=True)]
-            size = None if self.compression else piece.nbytes
-            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", (piece,), size, piece.writer))
+        for index, inside in _by_chunk(pieces, chunk).items():
+            offsets = itertools.accumulate((piece.nbytes for piece in inside), initial=0)
+            placed = tuple(piece.placed(at, "") for piece, at in zip(inside, offsets, strict=False))
+            size = None if self.compression else sum(piece.nbytes for piece in inside)
+            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", placed, size, inside[0].writer))
         return files
+
+    def _chunk(self, spec: ArraySpec, pieces: Sequence[PiecePlan]) -> tuple[int, ...]:
+        """The shape of the chunks: of a piece, or of as many as one process writes and as lie there one by one."""
+        chunk = [max(n, 1) for n in pieces[0].region.shape]
+        if self.compression or len(pieces) == 1:
+            return tuple(chunk)
+        last = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk) - 1)
+        room = min(_STACKED, self._limit) // pieces[0].nbytes
+        for axis in range(last, -1, -1):
+            extent, count = chunk[axis], spec.shape[axis] // chunk[axis]
+            for times in (n for n in range(min(count, room), 0, -1) if count % n == 0):
+                chunk[axis] = extent * times
+                if times == 1 or _is_by_one(pieces, chunk):
+                    break
+            if chunk[axis] < spec.shape[axis]:
+                break
+            room //= count
+        return tuple(chunk)
+
+
+def _by_chunk(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> dict[tuple[int, ...], list[PiecePlan]]:
+    """The pieces in each chunk, in the order in which they lie there."""
+    found: dict[tuple[int, ...], list[PiecePlan]] = {}
+    for piece in pieces:
+        index = tuple(a // n for a, n in zip(piece.region.start, chunk, strict=True))
+        found.setdefault(index, []).append(piece)
+    for inside in found.values():
+        inside.sort(key=lambda piece: piece.region.start)
+    return found
+
+
+def _is_by_one(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> bool:
+    """Whether each chunk is written by one process."""
+    return all(len({piece.writer for piece in inside}) == 1 for inside in _by_chunk(pieces, chunk).values())
 
 
 def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> dict[str, Any]:

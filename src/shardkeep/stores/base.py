@@ -36,9 +36,6 @@ class Mapping(Protocol):
         ...
 
 
-ROOM = 8 << 20  # what a Filling gives at a time
-
-
 class NewFile(AbstractContextManager["NewFile"], Protocol):
     """A file being written, under a name nothing else uses."""
 
@@ -46,21 +43,15 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
         """Put `buffers` one after another at `offset`. May be called from several threads."""
         ...
 
-    def at(self, offset: int) -> "Filling":
-        """For many bytes at `offset`: they are collected, and written when it is left."""
-        ...
-
     def write_aligned(self, offset: int, memory: "np.ndarray[Any, Any]") -> None:
-        """Put `memory` at `offset`, without collecting it; both lie equally far from the start of a page."""
+        """Put `memory` at `offset`; both lie equally far from the start of a page."""
         ...
 
-
-class Filling(AbstractContextManager["Filling"], Protocol):
-    """Bytes on their way to one place of a file."""
-
-    def take(self, nbytes: int) -> "np.ndarray[Any, Any]":
-        """Memory for the next bytes, at most `ROOM`: what is put there before the next call will be written."""
+    def sync(self) -> None:
+        """What was written survives a power cut; an error that it met on its way to the disk is raised here."""
         ...
+
+    def close(self) -> None: ...
 
 
 class Held(Protocol):
@@ -128,12 +119,12 @@ class Store(Protocol):
 
     def open(self, name: str) -> StoredFile: ...
 
-    def create(self, name: str, size: int) -> NewFile:
-        """Begin a file of `size` bytes that must not exist yet."""
+    def create(self, name: str, size: int, aligned: bool = False) -> NewFile:
+        """Begin a file of `size` bytes that must not exist yet. `aligned`: some of it comes by `write_aligned`."""
         ...
 
-    def write_new(self, name: str, total: int, buffers: Iterable["memoryview"]) -> None:
-        """A whole file of `total` bytes that must not exist yet."""
+    def write_new(self, name: str, total: int, buffers: Iterable["memoryview"]) -> NewFile | None:
+        """A whole file of `total` bytes that must not exist yet; if it is given back, it is to be closed later."""
         ...
 
     def sync(self, names: Sequence[str]) -> None:

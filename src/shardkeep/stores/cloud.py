@@ -139,7 +139,7 @@ class CloudStore(Objects):
             if self.size(name) != total:
                 raise
 
-    def create(self, name: str, size: int) -> Any:
+    def create(self, name: str, size: int, aligned: bool = False) -> Any:
         raise NotImplementedError("objects are put whole")
 
     def write_into(self, name: str, offset: int, data: bytes) -> None:

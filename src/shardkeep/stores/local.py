@@ -13,10 +13,12 @@ from functools import cached_property
 
 from shardkeep.errors import ConflictError, IntegrityError
 from shardkeep.stores.mapping import MAPPABLE, LocalFile, file_system
-from shardkeep.stores.newfile import DIRECT, DIRECT_FROM, LocalNewFile, write_at
+from shardkeep.stores.newfile import DIRECT, LocalNewFile, write_at
 
 CONTROL = ".shardkeep"
 _FEW_FILES = 8
+_LARGE = 1 << 20  # room is made for files from this size on, before they are written
+_SMALL = 256 << 10  # files below stay in the page cache until they are synced together
 _MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
 
@@ -50,7 +52,6 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
-        self._past_cache: set[str] = set()  # files written so
         self.remote = False
         self.concurrency = None
         self.object_limit = None
@@ -123,16 +124,9 @@ class LocalStore:
     def mappable(self) -> bool:
         return self._file_system in MAPPABLE
 
-    @property
-    def direct(self) -> bool:
-        """Whether large files are written past the page cache."""
-        return self._file_system in DIRECT
-
-    def create(self, name: str, size: int) -> LocalNewFile:
-        path = self._place_for(name)
-        if size >= DIRECT_FROM and self.direct:
-            self._past_cache.add(path)
-        return LocalNewFile(path, size, path in self._past_cache)
+    def create(self, name: str, size: int, aligned: bool = False) -> LocalNewFile:
+        able = size >= _LARGE and self._file_system in DIRECT
+        return LocalNewFile(self._place_for(name), size if able else 0, aligned and able)
 
     def _place_for(self, name: str) -> str:
         """Where a new file goes, its directory made; never behind a link that leads out of the checkpoint."""
@@ -142,24 +136,29 @@ class LocalStore:
         make_directories(os.path.dirname(path), durable=False)  # `sync` comes later
         return path
 
-    def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
+    def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> LocalNewFile | None:
         path = self._place_for(name)
-        if total >= DIRECT_FROM and self.direct:
-            with self.create(name, total) as file:
-                file.write_all(buffers)
-            return
+        if total >= _SMALL:
+            file = LocalNewFile(path)
+            try:
+                file.write(0, list(buffers))
+            except BaseException:
+                file.close()
+                raise
+            return file
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_at(descriptor, 0, list(buffers), path)
         finally:
             os.close(descriptor)
+        return None
 
     def sync(self, names: Sequence[str]) -> None:
         paths = [self.locate(name) for name in names]
         if len(paths) > _FEW_FILES and sync_file_system(self._root):
             return
         for path in paths:
-            sync_path(path, forget=path in self._past_cache)
+            sync_path(path)
         directories: set[str] = set()
         for name in names:
             while name:  # all those above it, the root last: any of them may be new
@@ -393,16 +392,11 @@ def make_directories(path: str, durable: bool = True) -> None:
                 sync_path(os.path.dirname(directory))
 
 
-def sync_path(path: str, forget: bool = False) -> None:
-    """Make a file or a directory durable. `forget`: of a file that was written past the page cache nothing stays there.
-
-    The pages at the ends of its parts would keep the kernel from reading it in huge pages later.
-    """
+def sync_path(path: str) -> None:
+    """Make a file or a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-        if forget:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     finally:

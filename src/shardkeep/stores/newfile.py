@@ -1,66 +1,58 @@
-"""Local files being written: past the page cache where that pays, so that they are on the disk when they are done.
+"""Local files being written, so that they are on the disk soon and do not fill the page cache.
 
-The disk takes blocks from aligned memory to aligned places. What is written here comes from a `Bounce`, which lies in
-memory as it will lie in the file; only the ends of a part, less than a block each, go through the page cache.
+What goes through the page cache is sent to the disk at once, not when it is synced, and leaves the cache when it is
+there: the memory is used again for what comes next. What lies in memory as it will in the file goes past the cache: the
+disk takes blocks from aligned memory to aligned places, and only the ends, less than a block each, go through it.
 """
 
 import errno
 import os
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
-
-from shardkeep.memory import PAGE, Array, aligned_empty
-from shardkeep.stores.base import ROOM
+from shardkeep.memory import PAGE, Array
 
 DIRECT = frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()  # file systems that gain by it
-DIRECT_FROM = 1 << 20  # below, the page cache is faster
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
 _MAX_BUFFERS = 1024
-_KEPT = 2  # bounce buffers that wait for the next save
-_free: list[Array] = []
-_lock = threading.Lock()
+_LARGE = 256 << 10  # what is written of this size is sent to the disk at once
 
 
 class LocalNewFile:
-    """A file being written at its final name, which nothing else uses. `direct`: its file system knows how."""
+    """A file being written at its final name, which nothing else uses.
 
-    def __init__(self, path: str, size: int, direct: bool) -> None:
+    `size`: there is room for so many bytes before the first is written. `direct`: `write_aligned` goes past the cache.
+    """
+
+    def __init__(self, path: str, size: int = 0, direct: bool = False) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._direct = -1
         try:
-            if direct and size >= DIRECT_FROM:
-                self._open_direct(size)
+            self._prepare(size, direct)
         except BaseException:
             self.close()
             raise
 
-    def _open_direct(self, size: int) -> None:
+    def _prepare(self, size: int, direct: bool) -> None:
         try:
-            self._direct = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-            os.posix_fallocate(self._descriptor, 0, size)  # several threads may write only where there is room already
+            if direct:
+                self._direct = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+            if size:
+                os.posix_fallocate(self._descriptor, 0, size)  # several threads write best where there is room already
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise OSError(error.errno, error.strerror, self.path) from None
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        write_at(self._descriptor, offset, buffers, self.path)
+        written = write_at(self._descriptor, offset, buffers, self.path)
+        if written >= _LARGE:
+            self._send()
 
-    def write_all(self, buffers: Iterable[memoryview]) -> None:
-        """Put `buffers` one after another from the start."""
-        with self.at(0) as bounce:
-            for buffer in buffers:
-                data = np.frombuffer(buffer, np.uint8)
-                for start in range(0, data.size, ROOM):
-                    part = data[start : start + ROOM]
-                    bounce.take(part.size)[...] = part
-
-    def at(self, offset: int) -> "Bounce":
-        """Collects what belongs at `offset`, and writes it."""
-        return Bounce(self, offset)
+    def _send(self) -> None:
+        """What is in the page cache is sent to the disk; what is there already leaves the cache."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write_aligned(self, offset: int, memory: Array) -> None:
         """Put `memory` at `offset`; both lie equally far from the start of a block."""
@@ -79,7 +71,15 @@ class LocalNewFile:
             self.write(first, [_view(memory[head:tail])])
         self.write(last, [_view(memory[tail:])])
 
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from None
+
     def close(self) -> None:
+        if self._descriptor >= 0:
+            self._send()
         for descriptor in (self._direct, self._descriptor):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -92,48 +92,14 @@ class LocalNewFile:
         self.close()
 
 
-class Bounce:
-    """Collects what belongs at one place of a file, and writes it in large parts."""
-
-    def __init__(self, file: LocalNewFile, offset: int) -> None:
-        self._file, self._offset = file, offset
-        with _lock:
-            memory = _free.pop() if _free else None
-        self._memory = aligned_empty(ROOM + PAGE) if memory is None else memory
-        self._start = self._end = offset % PAGE
-
-    def take(self, nbytes: int) -> Array:
-        if self._end + nbytes > self._memory.size:
-            self._flush()
-        memory = self._memory[self._end : self._end + nbytes]
-        self._end += nbytes
-        return memory
-
-    def _flush(self) -> None:
-        self._file.write_aligned(self._offset, self._memory[self._start : self._end])
-        self._offset += self._end - self._start
-        self._start = self._end = self._offset % PAGE
-
-    def __enter__(self) -> "Bounce":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None and self._end > self._start:
-                self._flush()
-        finally:
-            with _lock:
-                if len(_free) < _KEPT:
-                    _free.append(self._memory)
-
-
 def _view(memory: Array) -> memoryview:
     return memoryview(cast(Any, memory))
 
 
-def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:
-    """Write all of `buffers` at `offset`, however little the system takes at a time."""
+def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> int:
+    """Write all of `buffers` at `offset`, however little the system takes at a time; says how much it was."""
     pending = [b for b in buffers if len(b)]
+    start = offset
     while pending:
         batch: list[memoryview] = []
         total = 0
@@ -151,3 +117,4 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
             count -= len(pending.pop(0))
         if count:
             pending[0] = pending[0][count:]
+    return offset - start
