@@ -18,7 +18,7 @@ MEBIBYTES = (1, 64, 512, 2048, 4096)
 
 
 def grow(by: str, name: str, where: Path) -> dict[str, Any]:
-    """(arrays, bytes, seconds to save, seconds to load from the page cache), each the best of three, loads of nine."""
+    """(arrays, bytes, seconds to save, seconds to load from the page cache), each the best of three, loads of 25."""
     import jax
     import jax.numpy as jnp
     from contenders import CONTENDERS, clocked
@@ -46,7 +46,7 @@ def grow(by: str, name: str, where: Path) -> dict[str, Any]:
             saves.append(clocked(lambda path=path, tree=tree: contender.save(path, tree))[0])
         points.append([count, count * elements * 4, min(saves), math.inf])
         del tree
-    for _ in range(9):  # in turns: a slow second hits all sizes alike. The first load of each is from the disk
+    for _ in range(25):  # in turns: a slow second hits all sizes alike. The first load of each is from the disk
         for size, point, like in zip(sizes, points, wanted, strict=True):
             gc.collect()
             path = where / f"{by}-{size}-0"

@@ -280,7 +280,7 @@ manager = AsyncCheckpointManager(enable_validation=True)
 manager.save(tree, root / "x", mesh)
 if index == 0:
     for name in ("1", "2"):
-        with open(root / "x" / name / "3.0", "r+b") as file:
+        with open(root / "x" / name / "1.0", "r+b") as file:
             file.write(b"damaged")
 meet(root, "damaged", index, size)
 error = caught(manager.load, root / "x", mesh_over((4, 1)), partition_rules=[(".*", P("a"))])
