@@ -1,6 +1,8 @@
 """A crew of threads: every task once, the first error raised, nothing left running."""
 
 import gc
+import os
+import sys
 import threading
 import time
 
@@ -228,6 +230,25 @@ class TestManners:
             patch.setattr(workers.time, "sleep", naps.append)
             self._worked(polite=False)
         assert not naps
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+    @pytest.mark.parametrize(("polite", "expected"), [(True, 10), (False, 0)])
+    def test_a_polite_thread_that_steps_back_has_a_lower_priority(self, polite: bool, expected: int) -> None:
+        found: list[int] = []
+
+        def work() -> None:
+            if polite:
+                manners.be_polite()
+            for _ in range(2):
+                manners.step_back()
+                found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+        before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert found == [max(before, expected)] * 2
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
     def test_the_threads_of_a_polite_crew_are(self) -> None:
         """All but the calling one, which says so itself."""

@@ -7,10 +7,11 @@ threads of its own, started before `save_async` returns.
 import gc
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 Task = Callable[[], None]
 
@@ -143,7 +144,7 @@ turns = Turns()
 
 
 class _Manners:
-    """What a thread in the background leaves to the training loop where its work is all for the interpreter.
+    """What a thread in the background leaves to the training loop: processors, and the interpreter.
 
     Python's threads take turns, but each time the loop has waited for the disk or a device it gets the interpreter
     back only when the other one's turn is over. So after some work a polite thread sleeps twice as long as that took.
@@ -151,6 +152,7 @@ class _Manners:
 
     _TURN = 0.002
     _MOST = 0.04
+    _NICE = 10
 
     def __init__(self) -> None:
         self._mine = threading.local()
@@ -158,6 +160,15 @@ class _Manners:
     def be_polite(self) -> None:
         """From now on, in this thread."""
         self._mine.since = time.thread_time()
+
+    def step_back(self) -> None:
+        """Called before work that nobody waits for: where there are too few processors, the loop's threads go first."""
+        if getattr(self._mine, "since", None) is None or getattr(self._mine, "behind", False):
+            return
+        self._mine.behind = True
+        if sys.platform == "linux":  # where it is the thread's, not the program's
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._NICE)
 
     def after_you(self) -> None:
         """Called now and then by work on many small things."""

@@ -160,6 +160,7 @@ class _FileWriter:
         return [lambda part=part: self._write_part(part) for part in self.parts]
 
     def _write_part(self, part: Part) -> None:
+        manners.step_back()
         number, first, _ = part[0]
         offset = self._plan.pieces[number].offset + first * BLOCK
         lying = self._lying(part, offset)
