@@ -168,7 +168,8 @@ class _Manners:
         self._mine.behind = True
         if sys.platform == "linux":  # where it is the thread's, not the program's
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._NICE)
+                mine = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, mine, max(os.getpriority(os.PRIO_PROCESS, mine), self._NICE))
 
     def after_you(self) -> None:
         """Called now and then by work on many small things."""
