@@ -146,7 +146,7 @@ def check_eformer_reads_trees_of_ours_from_eight_devices(path: Path) -> None:
         write(sharded(), path / name, "model")
         read_by_eformer(path / name, sharded(), "model")
         chunks = [p for p in (path / name / "model" / "both").iterdir() if p.name != ".zarray"]
-        assert len(chunks) == 8, name
+        assert len(chunks) == (8 if "compressed" in name else 4), name  # shards in a row share a chunk
         rules = ((".*", P("y")),)
         loaded, _ = theirs.AsyncCheckpointManager().load(str(path / name), GRID, prefix="model", partition_rules=rules)
         same(loaded, sharded())
