@@ -18,35 +18,33 @@ MEBIBYTES = (1, 64, 512, 2048, 4096)
 
 
 def grow(by: str, name: str, where: Path) -> dict[str, Any]:
-    """(arrays, bytes, seconds to save, seconds to load from the page cache), each the best of three, loads of 25."""
+    """(arrays, bytes, seconds to save, seconds to load from the page cache), each the best of four, loads of 25."""
     import jax
     import jax.numpy as jnp
     from contenders import CONTENDERS, clocked
 
     contender = CONTENDERS[name]()
-    points: list[list[float]] = []
-    wanted: list[dict[str, Any]] = []
     contender.save(where / "first", {"w": jnp.ones(8)})
     sizes = LEAVES if by == "leaves" else MEBIBYTES
-    for size in sizes:
-        # In whole KiB, as the arrays of models are: what lies askew in a file cannot be used there, and is copied.
-        count, elements = (size, 256) if by == "leaves" else (10, (size << 20) // 40 // 256 * 256)
-        build = (
-            jax.jit(lambda n=count, e=elements: {f"w{i}": jnp.full((e,), i, jnp.float32) for i in range(n)})
-            if (count <= 10)
-            else (lambda n=count, e=elements: {f"w{i}": jnp.full((e,), i, jnp.float32) for i in range(n)})
-        )
-        tree = jax.block_until_ready(build())
-        wanted.append({k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in tree.items()})
-        saves: list[float] = []
-        for number in range(3):
+    # In whole KiB, as the arrays of models are: what lies askew in a file cannot be used there, and is copied.
+    shapes = [(size, 256) if by == "leaves" else (10, (size << 20) // 40 // 256 * 256) for size in sizes]
+    points = [[count, count * elements * 4, math.inf, math.inf] for count, elements in shapes]
+    wanted: list[dict[str, Any]] = [{}] * len(sizes)
+    for number in range(4):  # in turns: a slow second hits all sizes alike
+        for i, (count, elements) in enumerate(shapes):
+
+            def build(count: int = count, elements: int = elements) -> dict[str, Any]:
+                return {f"w{i}": jnp.full((elements,), i, jnp.float32) for i in range(count)}
+
+            tree = jax.block_until_ready((jax.jit(build) if count <= 10 else build)())
+            wanted[i] = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in tree.items()}
             os.sync()
             gc.collect()
-            path = where / f"{by}-{size}-{number}"
-            saves.append(clocked(lambda path=path, tree=tree: contender.save(path, tree))[0])
-        points.append([count, count * elements * 4, min(saves), math.inf])
-        del tree
-    for _ in range(25):  # in turns: a slow second hits all sizes alike. The first load of each is from the disk
+            path = where / f"{by}-{sizes[i]}-{number}"
+            seconds, _ = clocked(lambda path=path, tree=tree: contender.save(path, tree))
+            points[i][2] = min(points[i][2], seconds)
+            del tree
+    for _ in range(25):  # the first load of each is from the disk
         for size, point, like in zip(sizes, points, wanted, strict=True):
             gc.collect()
             path = where / f"{by}-{size}-0"

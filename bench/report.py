@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import itertools
 import os
 import platform
 import statistics
@@ -37,13 +36,17 @@ START, END = "<!-- bench -->", "<!-- /bench -->"
 
 
 def growth_rows(found: Results) -> Iterator[Row]:
-    """t = a + b·leaves + c·bytes: the fixed part, and how far the others are from constant."""
+    """t = a + b·leaves + c·bytes: the fixed part, and how far the others are from constant.
+
+    All from the second point on: neighbours differ by less than the noise of two points.
+    """
     for by, column, unit in (("leaves", 0, 1e6), ("bytes", 1, 1e9)):
         if ("growth", by, "points") not in found:
             continue
         (points,) = found["growth", by, "points"]
         for what, at in (("save", 2), ("load", 3)):
-            slopes = [(q[at] - p[at]) / (q[column] - p[column]) for p, q in itertools.pairwise(points[1:])]
+            base = points[1]
+            slopes = [(p[at] - base[at]) / (p[column] - base[column]) for p in points[2:]]
             shown = ", ".join(f"{slope * unit:.3g}" for slope in slopes)
             unit_name = "µs for each array" if by == "leaves" else "s for each GB"
             spread = max(slopes) / max(min(slopes), 1e-12)
