@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from shardkeep.arrays import (
     ArraySpec,
     Region,
+    cut,
     dtype_from_name,
     dtype_name,
     is_partition,
     kind_of,
     parse_dtype,
+    rows_of,
     touched_blocks,
 )
 
@@ -261,3 +263,38 @@ def test_empty_arrays_have_one_empty_piece() -> None:
 )
 def test_gaps_overlaps_and_overhang_are_no_partition(found: list[Region]) -> None:
     assert not is_partition((4,), found)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_parts_on_a_grid_are_put_together_in_rows(axes: list[tuple[int, int]], offset: int, random: Any) -> None:
+    whole = Region((offset,) * len(axes), tuple(n * k for n, k in axes))
+    parts = cut(whole, [k for _, k in axes])
+    random.shuffle(parts)
+    rows = rows_of(whole, tuple(parts))
+    assert bool(rows) == (len(parts) > 1)
+    data = np.arange(whole.size).reshape(whole.shape)
+    found = np.full_like(data, -1)
+    for slices, axis, numbers in rows:
+        np.concatenate([data[parts[n].within(whole).slices] for n in numbers], axis, out=found[slices])
+    assert not rows or (found == data).all()
+    assert sorted(n for _, _, numbers in rows for n in numbers) == list(range(len(parts) if rows else 0))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [((0, 0), (2, 4))],  # half is missing
+        [((0, 0), (2, 4)), ((0, 0), (2, 4))],  # twice the same
+        [((0, 0), (2, 4)), ((1, 0), (2, 4))],  # not on a grid
+        [((0, 0), (1, 4)), ((1, 0), (3, 4))],  # not of one shape
+        [((0, 0), (2, 4)), ((4, 0), (2, 4))],  # outside
+        [((0, 0), (4, 4))],  # all of it
+        [((0, 0), (0, 4)), ((0, 0), (0, 4))],
+    ],
+)
+def test_other_parts_are_in_no_rows(parts: Any) -> None:
+    assert rows_of(Region((0, 0), (4, 4)), tuple(Region(*part) for part in parts)) == ()

@@ -5,12 +5,18 @@ import os
 import sys
 import threading
 import time
+import weakref
+from typing import Any
 
 import pytest
 
 from shardkeep import workers
 from shardkeep.workers import Crew, collector, default_size, manners
 from support import run_python
+
+
+class _Thing:
+    other: Any = None
 
 
 def _ours() -> int:
@@ -197,6 +203,44 @@ class TestCollector:
         leave.set()
         thread.join()
         assert gc.isenabled()
+
+    @pytest.mark.parametrize(("count", "searches"), [(50_000, False), (3_000, True)])
+    def test_thousands_of_objects_are_not_searched_as_soon_as_it_is_over(self, count: int, searches: bool) -> None:
+        seen: list[str] = []
+
+        def watch(phase: str, info: dict[str, int]) -> None:
+            seen.append(phase)
+
+        gc.collect()
+        with collector.paused():
+            made = [[number] for number in range(count)]
+            gc.callbacks.append(watch)
+        try:
+            made.append([0])
+        finally:
+            gc.callbacks.remove(watch)
+        assert bool(seen) == searches
+
+    def test_garbage_among_them_is_found_later(self) -> None:
+        with collector.paused():
+            thing = _Thing()
+            thing.other = [thing, *([number] for number in range(50_000))]
+            gone = weakref.ref(thing)
+            del thing
+        assert gone() is not None
+        gc.collect()
+        assert gone() is None
+
+    def test_what_someone_froze_stays_frozen(self) -> None:
+        gc.freeze()
+        try:
+            frozen = gc.get_freeze_count()
+            with collector.paused():
+                made = [[number] for number in range(50_000)]
+            assert gc.get_freeze_count() == frozen > 0
+            assert len(made) == 50_000
+        finally:
+            gc.unfreeze()
 
 
 class TestManners:

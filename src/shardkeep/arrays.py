@@ -223,6 +223,35 @@ def cut(region: Region, counts: Sequence[int]) -> list[Region]:
     ]
 
 
+@lru_cache(maxsize=256)
+def rows_of(whole: Region, parts: tuple[Region, ...]) -> tuple[tuple[tuple[slice, ...], int, tuple[int, ...]], ...]:
+    """Parts in rows that fill a region: (where a row lies in it, along which axis, which parts); none if they do not.
+
+    To put a row together takes one call instead of one for each part.
+
+    >>> rows_of(Region((0, 0), (4, 6)), (Region((0, 0), (4, 3)), Region((0, 3), (4, 3))))
+    (((slice(0, 4, None), slice(None, None, None)), 1, (0, 1)),)
+    """
+    shape, outer = parts[0].shape, whole.shape
+    places = [part.within(whole).start for part in parts]
+    on_grid = all(
+        part.shape == shape
+        and all(n > 0 and 0 <= a <= m - n and a % n == 0 for a, n, m in zip(at, shape, outer, strict=True))
+        for part, at in zip(parts, places, strict=True)
+    )
+    if shape == outer or not on_grid or len(set(places)) < len(places) or len(places) * parts[0].size != whole.size:
+        return ()
+    axis = max(i for i, (n, m) in enumerate(zip(shape, outer, strict=True)) if n != m)
+    count = outer[axis] // shape[axis]
+    order = sorted(range(len(parts)), key=places.__getitem__)
+    found: list[tuple[tuple[slice, ...], int, tuple[int, ...]]] = []
+    for first in range(0, len(order), count):
+        row = tuple(order[first : first + count])
+        at = enumerate(zip(places[row[0]], shape, strict=True))
+        found.append((tuple(slice(None) if i == axis else slice(a, a + n) for i, (a, n) in at), axis, row))
+    return tuple(found)
+
+
 def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: int) -> list[tuple[int, int]]:
     """Ranges [first, last) of blocks of a C-order array of shape `outer` that hold bytes of `inner`.
 

@@ -185,8 +185,11 @@ manners = _Manners()
 class _Collector:
     """Python's search for cyclic garbage, held off while anyone makes thousands of objects that are none.
 
-    Each such search looks at every object of the program, which takes longer than to save many small arrays.
+    Each such search looks at every object of the program, which takes longer than to save many small arrays. It is
+    not made up for at once: thousands of new objects count as old ones then, which are looked at less often.
     """
+
+    _MANY = 10_000
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -205,6 +208,9 @@ class _Collector:
             with self._lock:
                 self._held_off -= 1
                 if self._held_off == 0 and self._was_on:
+                    if gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:  # else they are someone's
+                        gc.freeze()  # moves all objects aside, and back to the old ones
+                        gc.unfreeze()
                     gc.enable()
 
 

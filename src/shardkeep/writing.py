@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import zstandard
 
-from shardkeep.arrays import common_slices
+from shardkeep.arrays import common_slices, rows_of
 from shardkeep.digests import BLOCK, block_count, blocks, digest
 from shardkeep.errors import TreeError
 from shardkeep.memory import PAGE, Array, Shard, address_of, aligned_empty
@@ -343,7 +343,10 @@ def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Ar
         return memory
     memory = aligned_empty(piece.nbytes) if memory is None else memory
     whole: Array = memory.view(leaf.spec.dtype).reshape(piece.region.shape)
-    for shard, region in piece.sources:
+    rows = rows_of(piece.region, tuple([region for _, region in piece.sources]))
+    for slices, axis, numbers in rows:
+        np.concatenate([shards[piece.sources[n][0]].data for n in numbers], axis, out=whole[slices])
+    for shard, region in () if rows else piece.sources:
         here, there = common_slices(piece.region, region)
         whole[here] = shards[shard].data[there]
     return memory
