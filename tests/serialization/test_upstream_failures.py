@@ -180,9 +180,9 @@ def test_a_flip_in_any_file_we_wrote_is_noticed_or_harmless(tmp_path: Path) -> N
 
 def test_a_deleted_chunk_is_noticed(tmp_path: Path) -> None:
     manager = AsyncCheckpointManager(enable_validation=True)
-    manager.save({"w": sharded(1.0, (8, 300_000))}, tmp_path, MESH)
-    (tmp_path / "w" / "3.0").unlink()
-    with pytest.raises(FileNotFoundError, match=r"leaf 'w'.*w/3.0 is missing"):
+    manager.save({"w": sharded(1.0, (8, 1_000_000))}, tmp_path, MESH)
+    (tmp_path / "w" / "1.0").unlink()
+    with pytest.raises(FileNotFoundError, match=r"leaf 'w'.*w/1.0 is missing"):
         manager.load(tmp_path, None)
 
 
