@@ -1,4 +1,4 @@
-"""The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard, small ones together.
+"""The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard or row of shards.
 
 An uncompressed chunk file is exactly the C-order bytes of its region, so it is written with plain writes and
 can be mapped straight into an array. That is true of each shard, too, where several follow each other along the
