@@ -1,4 +1,4 @@
-"""Files of the tensorstore format: zarr arrays that TensorStore and zarr-python read, one chunk per shard or row of shards."""
+"""Files of the tensorstore format: zarr arrays that TensorStore and zarr-python read, shards in their chunks."""
 
 import json
 import math
