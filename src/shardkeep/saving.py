@@ -175,6 +175,7 @@ def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: boo
         pending.mention_exit()
 
     manners.be_polite()
+    manners.step_back()  # and with it those of the crew: the snapshot is taken
     try:
         bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
         with job.operation, crew, bar as show:

@@ -75,6 +75,8 @@ class Crew:
         if self._polite:
             manners.be_polite()
         while (round_ := self._work.get()) is not None:
+            if round_.behind:
+                manners.step_back()
             round_.work()
             left = round_.left
             del round_  # while this waits for more it must not hold on to what the tasks held
@@ -92,6 +94,7 @@ class _Round:
     def __init__(self, tasks: list[Task]) -> None:
         self.error: BaseException | None = None
         self.left = threading.Semaphore(0)
+        self.behind = manners.is_behind  # as the thread that waits for it
         self._next = iter(tasks)
         self._lock = threading.Lock()
 
@@ -161,9 +164,13 @@ class _Manners:
         """From now on, in this thread."""
         self._mine.since = time.thread_time()
 
+    @property
+    def is_behind(self) -> bool:
+        return getattr(self._mine, "behind", False)
+
     def step_back(self) -> None:
-        """Called before work that nobody waits for: where there are too few processors, the loop's threads go first."""
-        if getattr(self._mine, "since", None) is None or getattr(self._mine, "behind", False):
+        """From now on, in this thread: where there are too few processors, the loop's threads go first."""
+        if self.is_behind:
             return
         self._mine.behind = True
         if sys.platform == "linux":  # where it is the thread's, not the program's

@@ -49,7 +49,7 @@ def write_files(
     complete: Complete | None = None,
     memory: Array | None = None,
 ) -> list[WrittenFile]:
-    """Write files as planned. What the caller gets has a digest for every byte; nothing is synced yet.
+    """Write files as planned. What the caller gets has a digest for every byte; their names are not synced yet.
 
     `complete` gives a file its header once its digests are known: objects are put whole, and never changed.
     `memory`: where shards were copied to; what lies there as it will in a file is written from there.
@@ -73,7 +73,7 @@ def write_files(
             crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
         else:
             _write_all(batch)
-        if len(files) <= _FEW:  # one by one; more are synced all at once
+        if len(files) <= _FEW:  # by who wrote them, who learns of every error, and then they leave the page cache
             for file in kept.files:
                 file.sync()
     finally:
@@ -160,7 +160,6 @@ class _FileWriter:
         return [lambda part=part: self._write_part(part) for part in self.parts]
 
     def _write_part(self, part: Part) -> None:
-        manners.step_back()
         number, first, _ = part[0]
         offset = self._plan.pieces[number].offset + first * BLOCK
         lying = self._lying(part, offset)
@@ -178,10 +177,10 @@ class _FileWriter:
         with _Run(self._open(), offset) as run:
             for number, first, last in part:
                 piece, digests = self._plan.pieces[number], self.digests[number]
-                put_together = len(piece.sources) > 1 and piece.nbytes <= _ROOM
-                memory = run.room(piece.nbytes) if put_together else None
+                several = len(piece.sources) > 1
+                memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
                 raw = gather(piece, self._leaves[piece.leaf], self._shards, memory)
-                stable = put_together or all(self._shards[shard].stable for shard, _ in piece.sources)
+                stable = several or all(self._shards[shard].stable for shard, _ in piece.sources)
                 for block, start, end in blocks(first, last, raw.size):
                     data = raw[start:end]
                     if not stable:  # someone could change it between hashing and writing
@@ -327,7 +326,7 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
 
 
 def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
-    """The piece's bytes in C order: copied into `memory`, or, without one, a view where they lie in one piece."""
+    """The piece's bytes in C order: a view where they lie in one piece, else put together, in `memory` if given."""
     assert leaf.spec is not None
     if not piece.nbytes:  # of an empty array a process may hold any empty part, or none
         return np.empty(0, np.uint8)
@@ -336,11 +335,7 @@ def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Ar
         data = shards[shard].data
         if region != piece.region:
             data = data[piece.region.within(region).slices]
-        raw = (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
-        if memory is None:
-            return raw
-        memory[...] = raw
-        return memory
+        return (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
     memory = aligned_empty(piece.nbytes) if memory is None else memory
     whole: Array = memory.view(leaf.spec.dtype).reshape(piece.region.shape)
     rows = rows_of(piece.region, tuple([region for _, region in piece.sources]))

@@ -85,7 +85,7 @@ class TensorstoreFormat:
     def _chunk(self, spec: ArraySpec, pieces: Sequence[PiecePlan]) -> tuple[int, ...]:
         """The shape of the chunks: of a piece, or of as many as one process writes and as lie there one by one."""
         chunk = [max(n, 1) for n in pieces[0].region.shape]
-        if self.compression or len(pieces) == 1:
+        if self.compression or len(pieces) == 1 or spec.nbytes == 0:
             return tuple(chunk)
         last = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk) - 1)
         room = min(_STACKED, self._limit) // pieces[0].nbytes
