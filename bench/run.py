@@ -5,10 +5,10 @@
 
 Every measurement is made in a fresh process that has saved and loaded a tiny tree before. The rounds are interleaved:
 every contender once, then all again, so that a slow minute of the machine hits all alike; medians are shown. Trees are
-outputs of a jitted function that nothing has looked at. Before a save everything earlier is synced. Warm loads read
-files that were read just before, cold ones files whose pages were dropped. Nothing is deleted between the rounds
-(creating files soon after deleting many is slow on ext4): what a process has written is emptied when it
-is done, and all goes at the end.
+outputs of a jitted function that nothing has looked at. Before a save everything earlier is synced. Before a save or a
+load free memory and the interpreter's objects are touched, as in a program that runs. Warm loads read files that were
+read just before, cold ones files whose pages were dropped. Nothing is deleted between the rounds (creating files soon
+after deleting many is slow on ext4): what a process has written is emptied when it is done, and all goes at the end.
 """
 
 import argparse
