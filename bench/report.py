@@ -191,7 +191,7 @@ def short_table(medians: Mapping[tuple[str, str, str], float], rounds: int) -> s
         f"Milliseconds, medians of {rounds} interleaved rounds of one `make bench`, each in a fresh process, on eight "
         "virtual CPU devices. shardkeep writes digests and checks them in all of these loads; the call to `save_async` "
         "and its stall are of the second save and later. Free memory and the interpreter's objects are touched before "
-        f"each timing, for all alike: a virtual machine has to get it back from its host.  \n{machine()}.",
+        f"each timing, for all alike: a virtual machine gets memory back from its host slowly.  \n{machine()}.",
         "",
         "| | " + " | ".join(contenders) + " |",
         "|---" * (len(contenders) + 1) + "|",

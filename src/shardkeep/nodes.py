@@ -106,12 +106,9 @@ def find_class(class_name: str) -> type | None:
 
 def _treedef(cls: type, node: Node) -> Any:
     """JAX's own description of one node of a registered class; None if JAX does not know the class."""
-    make = getattr(tree_util.PyTreeDef, "from_node_data_and_children", None) or getattr(
-        tree_util.PyTreeDef, "make_from_node_data_and_children", None
-    )
-    assert make is not None, "this version of JAX has no way to make a tree node"
+    leaves = [tree_util.tree_structure(0)] * len(node.names)
     try:
-        return make(tree_util.default_registry, (cls, node.aux), [tree_util.tree_structure(0)] * len(node.names))
+        return tree_util.PyTreeDef.from_node_data_and_children(tree_util.default_registry, (cls, node.aux), leaves)
     except (ValueError, TypeError, RuntimeError):
         return None
 

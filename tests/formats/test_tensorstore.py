@@ -191,6 +191,15 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
     assert {piece.region for file in files for piece in file.pieces} == {*regions}
 
 
+def test_an_empty_array_of_several_processes_has_chunks() -> None:
+    """Each writes a part of it, and all of them are empty."""
+    regions = [Region((0, 0), (0, 4)), Region((0, 4), (0, 4))]
+    leaf = LeafPlan(("w",), "jax", ArraySpec((0, 8), np.dtype("f4")), held=tuple(regions))
+    pieces = [PiecePlan(0, region, 0, ((i, region),), writer=i) for i, region in enumerate(regions)]
+    description, *_ = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
+    assert json.loads(description.header)["chunks"] == [1, 4]
+
+
 def test_a_chunk_is_written_by_one_process() -> None:
     """Four processes with two of eight shards each, in rows or in columns; or one by one, in turns."""
     regions = cut(Region.whole((8, 1 << 20)), (8, 1))
