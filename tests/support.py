@@ -1,12 +1,15 @@
 """What the tests share: an exact comparison of trees, classes to put in trees, formats to save in, subprocesses."""
 
 import ctypes
+import json
 import mmap
 import os
 import struct
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +20,9 @@ from jax import tree_util
 from jax.sharding import Mesh
 
 import shardkeep
+from shardkeep.scopes import Scope, frame_above
+from shardkeep.stores.base import Held, Store
+from shardkeep.workers import Crew
 
 TESTS = Path(__file__).parent
 
@@ -212,3 +218,22 @@ def cached_pages(path: Path) -> int:
     assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found) == 0
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     return sum(page & 1 for page in found)
+
+
+def hold(store: Store, name: str, line: bytes) -> Held:
+    """A record that is taken."""
+    held = store.hold(name)
+    held.take(line)
+    return held
+
+
+def record(store: Store, save_id: str, names: list[str]) -> Held:
+    """The record of a running save, as a save makes it."""
+    return hold(store, f"{store.saves}/{save_id}", json.dumps(names).encode())
+
+
+@contextmanager
+def crew_of(*arguments: Any, **more: Any) -> Iterator[Crew]:
+    """A crew, ended when the block is left."""
+    with Scope("a test", frame_above(2)) as scope:
+        yield scope.add(Crew(*arguments, **more))

@@ -13,7 +13,6 @@ import pytest
 
 import shardkeep
 from shardkeep.arrays import ArraySpec, Region
-from shardkeep.commit import record
 from shardkeep.directory import Directory
 from shardkeep.formats.base import Format
 from shardkeep.formats.safetensors import SafetensorsFormat
@@ -21,7 +20,7 @@ from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.planning import Draft, LeafPlan
 from shardkeep.stores.local import LocalStore
 from shardkeep.tree import flatten
-from support import assert_same
+from support import assert_same, record
 
 TREE = {"w": np.ones((2, 3), np.float32)}
 INDEX, METADATA = "tensorstore_index.json", "checkpoint_metadata.json"
@@ -145,11 +144,11 @@ class TestNames:
         """As a file, or as a directory where the other needs a file."""
         held = record(LocalStore(str(tmp_path)), "3" * 32, [name])
         assert planned(TREE)[0].startswith("~")
-        held.release()
+        held.remove()
         assert planned(TREE) == ["w/.zarray", "w/0.0"]
 
     def test_others_names_are_no_hindrance(self, tmp_path: Path, planned: Planned) -> None:
-        record(LocalStore(str(tmp_path)), "3" * 32, ["w/1.0", "ww", "m/w"]).abandon()
+        record(LocalStore(str(tmp_path)), "3" * 32, ["w/1.0", "ww", "m/w"]).release()
         assert planned(TREE) == ["w/.zarray", "w/0.0"]
 
 

@@ -17,8 +17,7 @@ from shardkeep import donation
 from shardkeep.donation import Donations, donations
 from shardkeep.memory import Shard
 from shardkeep.stores.places import store_at
-from shardkeep.workers import Crew
-from support import assert_same, bits, mesh_of, pattern
+from support import assert_same, bits, crew_of, mesh_of, pattern
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,7 @@ def test_arrays_that_are_copied_and_arrays_that_are_not_lie_in_one_file(tmp_path
 def test_what_could_change_is_copied_and_what_could_not_is_not() -> None:
     data = [pattern(np.float32, (8, 8)), pattern(np.int16, (5,)), np.zeros((0, 2), np.int8), np.array(7, np.int64)]
     shards = [Shard(array, stable=number % 2 == 0) for number, array in enumerate(data)]
-    with Crew() as crew:
+    with crew_of() as crew:
         settled, memory = Donations().settle(shards, crew)
         assert memory is not None
         assert [one.data is array for one, array in zip(settled, data, strict=True)] == [True, False, True, False]

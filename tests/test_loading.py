@@ -22,8 +22,7 @@ from shardkeep.opening import open_checkpoint
 from shardkeep.planning import plan_read
 from shardkeep.reading import Source, Target, read_targets
 from shardkeep.stores.mapping import LocalFile
-from shardkeep.workers import Crew
-from support import Dense, Keyed, Point, assert_same, bits, mesh_of, pattern, run_python, save_as
+from support import Dense, Keyed, Point, assert_same, bits, crew_of, mesh_of, pattern, run_python, save_as
 
 P = PartitionSpec
 MIB = 1 << 20
@@ -772,7 +771,7 @@ class TestPartialReads:
             (leaf,) = tree.leaves
             target = Target(leaf, [region], True, [None])
             source = Source(store, tree.files, tree.compression, verify=verify, mapped=False)
-            with Crew() as crew:
+            with crew_of() as crew:
                 read_targets(source, [target], plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
             assert target.arrays[0] is not None
             assert bits(target.arrays[0]) == host[24:32].tobytes()
@@ -786,7 +785,7 @@ class TestPartialReads:
         (leaf,) = tree.leaves
         region = Region((513, 7), (1, 100))
         target = Target(leaf, [region], True, [None])
-        with Crew() as crew:
+        with crew_of() as crew:
             read_targets(
                 Source(store, tree.files, mapped=False),
                 [target],

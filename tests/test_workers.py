@@ -12,7 +12,7 @@ import pytest
 
 from shardkeep import workers
 from shardkeep.workers import Crew, collector, default_size, manners
-from support import run_python
+from support import crew_of, run_python
 
 
 class _Thing:
@@ -27,7 +27,7 @@ def _ours() -> int:
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
 def test_every_task_runs_once(size: int, count: int) -> None:
     done: list[int] = []
-    with Crew(size) as crew:
+    with crew_of(size) as crew:
         for _ in range(3):
             crew.run([lambda i=i: done.append(i) for i in range(count)])
     assert sorted(done) == sorted(list(range(count)) * 3)
@@ -36,7 +36,7 @@ def test_every_task_runs_once(size: int, count: int) -> None:
 def test_tasks_run_at_the_same_time() -> None:
     """Two tasks that wait for each other both end: the calling thread works too."""
     meet = threading.Barrier(2, timeout=10)
-    with Crew(2) as crew:
+    with crew_of(2) as crew:
         crew.run([lambda: meet.wait() and None, lambda: meet.wait() and None])
 
 
@@ -48,7 +48,7 @@ def test_the_first_error_is_raised_and_ends_the_others_turn() -> None:
             raise ValueError("the tenth")
         done.append(i)
 
-    with Crew(2) as crew, pytest.raises(ValueError, match="the tenth"):
+    with crew_of(2) as crew, pytest.raises(ValueError, match="the tenth"):
         crew.run([lambda i=i: work(i) for i in range(10_000)])
     assert len(done) < 9_999
 
@@ -67,7 +67,7 @@ def test_no_task_runs_after_the_error_was_raised() -> None:
         running.acquire(timeout=10)
         raise ValueError("now")
 
-    with Crew(2) as crew:
+    with crew_of(2) as crew:
         with pytest.raises(ValueError, match="now"):
             crew.run([slow, fail])
         assert ended.is_set()
@@ -78,7 +78,7 @@ def test_a_crew_is_usable_after_an_error() -> None:
         raise KeyError("x")
 
     done: list[int] = []
-    with Crew(3) as crew:
+    with crew_of(3) as crew:
         for _ in range(5):
             with pytest.raises(KeyError, match="x"):
                 crew.run([fail] * 5)
@@ -90,13 +90,13 @@ def test_an_error_that_is_no_exception_is_raised_too() -> None:
     def leave() -> None:
         raise SystemExit("bye")
 
-    with Crew(2) as crew, pytest.raises(SystemExit, match="bye"):
+    with crew_of(2) as crew, pytest.raises(SystemExit, match="bye"):
         crew.run([leave, leave])
 
 
 def test_tasks_may_be_made_while_they_run() -> None:
     done: list[int] = []
-    with Crew(2) as crew:
+    with crew_of(2) as crew:
         crew.run((lambda i=i: done.append(i)) for i in range(10))
     assert sorted(done) == list(range(10))
 
@@ -112,7 +112,7 @@ def test_closing_ends_the_threads() -> None:
 
 def test_threads_are_started_only_for_work_that_needs_them() -> None:
     before = _ours()
-    with Crew(4) as crew:
+    with crew_of(4) as crew:
         crew.run([lambda: None])
         assert _ours() == before
         crew.run([lambda: None] * 2)
@@ -137,7 +137,7 @@ def slow():
 def interrupt():
     threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
     time.sleep(0.05)
-with Crew(3) as crew:
+with crew_of(3) as crew:
     try:
         crew.run([interrupt, slow, slow])
     except KeyboardInterrupt:
@@ -153,7 +153,7 @@ def test_the_program_ends_although_a_crew_was_never_closed_by_an_error() -> None
         """
 from shardkeep.workers import Crew
 try:
-    with Crew(3) as crew:
+    with crew_of(3) as crew:
         crew.run([lambda: 1 / 0])
 except ZeroDivisionError:
     pass
@@ -294,7 +294,7 @@ class TestManners:
                 manners.step_back()
             crew.run([note] * 3)
 
-        with Crew(3, polite=True) as crew:
+        with crew_of(3, polite=True) as crew:
             crew.run([note] * 3)  # the snapshot, say: somebody waits for it
             assert list(found.values()) == [before] * 3
             found.clear()
@@ -315,6 +315,6 @@ class TestManners:
 
         for given, expected in ((True, [False, True, True]), (False, [False] * 3)):
             polite.clear()
-            with Crew(3, polite=given) as crew:
+            with crew_of(3, polite=given) as crew:
                 crew.run([look] * 3)
             assert sorted(polite) == expected

@@ -24,9 +24,8 @@ from shardkeep.stores.local import LocalStore
 from shardkeep.stores.mapping import file_system
 from shardkeep.stores.newfile import DIRECT, LocalNewFile
 from shardkeep.tree import Skeleton
-from shardkeep.workers import Crew
-from shardkeep.writing import gather, write_files
-from support import FORMATS, assert_same, bits, cached_pages, mesh_of, pattern, save_as
+from shardkeep.writing import NewFiles, gather, write_files
+from support import FORMATS, assert_same, bits, cached_pages, crew_of, mesh_of, pattern, save_as
 
 
 def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> LeafPlan:
@@ -49,9 +48,11 @@ def _write(
 ) -> list[WrittenFile]:
     leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
     plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
-    with Crew() as crew:
+    with crew_of() as crew:
         shards = [Shard(array, stable) for array in arrays]
-        return write_files(LocalStore(str(root)), plan.files, plan.leaves, shards, crew, progress, memory=memory)
+        return write_files(
+            LocalStore(str(root)), plan.files, plan.leaves, shards, crew, NewFiles(), progress, memory=memory
+        )
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -184,9 +185,9 @@ def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, r
     told: list[int] = []
     plan = FilePlan("file", b"h" * offset, pieces, offset + host.nbytes + 100)
     leaves = [_leaf(host, regions), _leaf(last, first=8)]
-    with Crew() as crew:
+    with crew_of() as crew:
         store = LocalStore(str(tmp_path))
-        (written,) = write_files(store, [plan], leaves, [*shards, Shard(last, True)], crew, told.append)
+        (written,) = write_files(store, [plan], leaves, [*shards, Shard(last, True)], crew, NewFiles(), told.append)
     assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
     raw = bits(host)
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))

@@ -8,9 +8,9 @@ comes later removes what dead saves recorded and no document names: never an unk
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shardkeep.errors import (
@@ -26,6 +26,7 @@ from shardkeep.errors import (
 from shardkeep.manifest import Manifest, Tree, check_name
 from shardkeep.planning import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile
 from shardkeep.processes import ALONE, LEADER, Operation
+from shardkeep.scopes import Scope
 from shardkeep.stores.base import Held, Store
 from shardkeep.tree import Path
 
@@ -99,68 +100,104 @@ class Target(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
-    """A save's turn at a target, from `begin` until `commit` or `abandon`."""
+    """A save's turn at a target, from `begin` until it is committed or released."""
 
     target: Target
     draft: Draft
-    base_id: str | None
-    plan: SavePlan
-    held: Held
+    plan: SavePlan = field(init=False)
+    held: Held | None = None
+    base_id: str | None = None
     writer: int = LEADER
     attempted: bool = False  # the commit may have been begun: only reading back tells whether it happened
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.plan = SavePlan(self.draft.save_id, "", None, self.draft.skeleton, (), ())  # nothing, so far
 
     @property
     def name(self) -> str:
         prefix = self.draft.prefix
         return f"{self.target.where} (prefix {prefix!r})" if prefix else self.target.where
 
+    def record(self) -> None:
+        """Tell, durably and before it is done, which names this process will use."""
+        store = self.target.store
+        suffix = "" if self.writer == LEADER else f".{self.writer}"
+        self.held = store.hold(f"{store.saves}/{self.draft.save_id}{suffix}")
+        self.held.take(json.dumps([file.name for file in self.plan.files_of(self.writer)]).encode())
 
-def begin(
-    target: Target, leaves: Sequence[LeafPlan], draft: Draft, overwrite: bool, operation: Operation = ALONE
-) -> Turn:
+    def note(self, told: object) -> None:
+        """Add a line to the record."""
+        assert self.held is not None
+        self.held.append(json.dumps(told).encode())
+
+    def close(self) -> None:
+        """The record is not needed any more."""
+        if self.held is not None:
+            self.held.remove()
+        self.closed = True
+
+    def release(self) -> None:
+        """Give up: remove what was written unless it may be committed, or leave the record for a later save."""
+        if self.closed or self.held is None:
+            return
+        store = self.target.store
+        try:
+            # Of several processes one may give up while the leader commits: then only the lock says which came first.
+            with store.lock(_LOCK_SECONDS) if self.attempted else nullcontext():
+                if self.attempted and _is_committed(self):
+                    self.held.release()
+                else:
+                    store.remove(file.name for file in self.plan.files_of(self.writer))
+                    self.held.remove()
+        except (ShardkeepError, OSError) as error:
+            log.warning("shardkeep: left-overs of a failed save may remain at %s (%s)", self.target.where, error)
+            self.held.release()
+        self.closed = True
+
+
+def begin(turn: Turn, leaves: Sequence[LeafPlan], overwrite: bool, operation: Operation = ALONE) -> None:
     """Clean up after dead saves, check that this save may go on, choose its names and record them."""
     if not operation.leads:
-        return _follow(target, leaves, draft, operation)
+        _follow(turn, leaves, operation)
+        return
+    target, draft = turn.target, turn.draft
     store = target.store
     with store.lock(_LOCK_SECONDS):
         current = target.read_if_any()
-        over = left_overs(target, current)
-        if over.records or over.names:
-            clean_up(store, over)
+        clean_up(target, current)
         existing = current.trees.get(draft.prefix) if current else None
         if existing is not None and not overwrite:
             what = f"a tree of prefix {draft.prefix!r}" if draft.prefix else "a checkpoint"
             raise CheckpointExistsError(f"{target.where} already holds {what}; pass overwrite=True to replace it")
-        plan = target.plan(leaves, draft, current)
+        turn.base_id = existing.save_id if existing else None
+        turn.plan = target.plan(leaves, draft, current)
         free = store.free_bytes()
-        if free is not None and plan.nbytes + _SLACK > free:
+        if free is not None and turn.plan.nbytes + _SLACK > free:
             raise NotEnoughSpaceError(
-                f"saving to {target.where} needs {plan.nbytes + _SLACK:,} bytes and {free:,} are free; "
+                f"saving to {target.where} needs {turn.plan.nbytes + _SLACK:,} bytes and {free:,} are free; "
                 "nothing was written"
             )
-        held = record(store, plan.save_id, [file.name for file in plan.files_of(LEADER)])
+        turn.record()
     if operation.size > 1:
-        operation.share([draft.save_id, draft.created, plan.directory])
-    return Turn(target, draft, existing.save_id if existing else None, plan, held)
+        operation.share([draft.save_id, draft.created, turn.plan.directory])
 
 
-def _follow(target: Target, leaves: Sequence[LeafPlan], draft: Draft, operation: Operation) -> Turn:
+def _follow(turn: Turn, leaves: Sequence[LeafPlan], operation: Operation) -> None:
     """Begin as one of several processes, under the names that the leader chose."""
-    store = target.store
+    target, store = turn.target, turn.target.store
     save_id, created, directory = operation.share()
-    draft = replace(draft, save_id=save_id, created=created)
-    plan = target.plan(leaves, draft, None, directory)
+    turn.draft = replace(turn.draft, save_id=save_id, created=created)
+    turn.writer = operation.index
+    turn.plan = target.plan(leaves, turn.draft, None, directory)
     if store.size(f"{store.saves}/{save_id}") is None:
         raise StorageError(
             f"saving to {target.where}: this directory is not the one that process {LEADER} sees. All processes must "
             "save to the same shared directory or bucket. Nothing was written"
         )
-    names = [file.name for file in plan.files_of(operation.index)]
-    held = record(store, f"{save_id}.{operation.index}", names)
-    return Turn(target, draft, None, plan, held, operation.index)
+    turn.record()
 
 
 def commit(turn: Turn, tree: Tree) -> None:
@@ -183,7 +220,7 @@ def commit(turn: Turn, tree: Tree) -> None:
             _find_again(turn, tree)
         old = [file.name for file in replaced.files] if replaced else []
         if old:
-            turn.held.append(json.dumps(old).encode())
+            turn.note(old)
         turn.attempted = True
         try:
             document = target.put(turn, tree, current)
@@ -196,11 +233,9 @@ def commit(turn: Turn, tree: Tree) -> None:
             try:  # failing to remove what was replaced does not undo the save
                 if unneeded := {*old, *target.documents} - others:
                     target.store.remove(unneeded)
-                turn.held.release()
+                turn.close()
             except OSError as error:
                 log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
-                turn.held.abandon()
-            turn.closed = True
 
 
 def _find_again(turn: Turn, tree: Tree) -> None:
@@ -239,25 +274,6 @@ def _is_committed(turn: Turn) -> bool:
     return tree is not None and tree.save_id == turn.plan.save_id
 
 
-def abandon(turn: Turn) -> None:
-    """Give up: remove what was written unless it may be committed, or leave the record so that a later save does."""
-    if turn.closed:
-        return
-    turn.closed = True
-    store = turn.target.store
-    try:
-        # Of several processes one may give up while the leader commits: then only the lock says which came first.
-        with store.lock(_LOCK_SECONDS) if turn.attempted else nullcontext():
-            if turn.attempted and _is_committed(turn):
-                turn.held.abandon()
-                return
-            store.remove(file.name for file in turn.plan.files_of(turn.writer))
-            turn.held.release()
-    except (ShardkeepError, OSError) as error:
-        log.warning("shardkeep: left-overs of a failed save may remain at %s (%s)", turn.target.where, error)
-        turn.held.abandon()
-
-
 def outcome(target: Target, turn: Turn | None) -> str:
     """For an error: what is there now."""
     try:
@@ -277,15 +293,15 @@ class LeftOvers:
     running: int
 
 
-def left_overs(target: Target, manifest: Manifest | None) -> LeftOvers:
-    """What the next save would remove. Call it with the lock held."""
+def left_overs(target: Target, manifest: Manifest | None, scope: Scope) -> LeftOvers:
+    """What the next save would remove. Call it with the lock held; the records are held until the scope is closed."""
     store = target.store
     records: list[Held] = []
     names: list[str] = []
     needed = set(target.documents) | (names_in(manifest) if manifest else set())
     saves = store.children(store.saves)
     for save_id in saves:
-        held = store.try_hold(f"{store.saves}/{save_id}")
+        held = store.try_hold(f"{store.saves}/{save_id}", scope)
         recorded = recorded_names(store, save_id)
         if held is None:
             needed.update(recorded)
@@ -298,11 +314,14 @@ def left_overs(target: Target, manifest: Manifest | None) -> LeftOvers:
     return LeftOvers(records, [name for name in names if name not in needed], len(saves) - len(records))
 
 
-def clean_up(store: Store, found: LeftOvers) -> None:
-    """Remove what dead saves left. Call it with the lock held, as `left_overs` before."""
-    store.remove(found.names)
-    for held in found.records:
-        held.release()
+def clean_up(target: Target, manifest: Manifest | None) -> None:
+    """Remove what dead saves left. Call it with the lock held."""
+    with Scope(f"cleaning up at {target.where}") as scope:
+        found = left_overs(target, manifest, scope)
+        if found.names:
+            target.store.remove(found.names)
+        for held in found.records:
+            held.remove()
 
 
 def recorded_names(store: Store, save_id: str) -> list[str]:
@@ -331,23 +350,20 @@ def delete(target: Target) -> None:
             raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
     except IncompleteCheckpointError:
         pass  # what a save that never finished left goes too
-    with store.lock(_LOCK_SECONDS):
+    with store.lock(_LOCK_SECONDS), Scope(f"deleting {target.where}") as scope:
         manifest = target.read_if_any()
-        clean_up(store, left_overs(target, manifest))
+        clean_up(target, manifest)
         if store.children(store.saves):
             raise ConflictError(f"a save to {target.where} is running; nothing was deleted")
         names = sorted(names_in(manifest))
-        held = record(store, "0" * 32, names)  # so that a delete cut short is completed by whoever comes next
+        # A record, so that a delete cut short is completed by whoever comes next.
+        held = scope.add(store.hold(f"{store.saves}/{'0' * 32}"))
+        held.take(json.dumps(names).encode())
         store.remove(target.documents)
         store.sync_directory("")
         store.remove([*names, *target.companions])
-        held.release()
+        held.remove()
         store.remove_control()
-
-
-def record(store: Store, save_id: str, names: Iterable[str]) -> Held:
-    """Tell, durably and before it is done, which names a save will use."""
-    return store.hold(f"{store.saves}/{save_id}", json.dumps(list(names)).encode())
 
 
 def leave(target: Target) -> None:

@@ -6,9 +6,11 @@ saved. From then on they are copied, into memory that is kept from save to save,
 """
 
 import heapq
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import jax
@@ -22,7 +24,7 @@ _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
 _PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds
-_LOOK = 0.1
+_LOOK = 0.01
 
 
 class Donations:
@@ -30,11 +32,10 @@ class Donations:
 
     def __init__(self) -> None:
         self.expected = False
-        self._free: Array | None = None
+        self._free: list[Array] = []  # at most one
         self._wanted = 0
-        self._lock = threading.Lock()
-        self._preparing = threading.Lock()
-        self._hurry = threading.Event()
+        self._preparing = threading.RLock()
+        self._hurry = False
 
     def watch(self, sized: Iterable[tuple[int, jax.Array]]) -> list[jax.Array]:
         """A few small ones, to be looked at again when the save is done. They are always copied: of an array that is
@@ -53,9 +54,8 @@ class Donations:
         if watched:
             self.expected = any(array.is_deleted() for array in watched)
         self._wanted = lay_out([shard.data.nbytes for shard in shards])[1] if self.expected else 0
-        with self._lock:
-            if not self.expected:
-                self._free = None
+        if not self.expected:
+            self._free.clear()
 
     def settle(self, shards: Sequence[Shard], crew: Crew) -> tuple[tuple[Shard, ...], Array | None]:
         """Shards that nobody can change or takes away, and the memory of those that were copied, for `give_back`."""
@@ -81,13 +81,14 @@ class Donations:
         return tuple(settled), memory
 
     def _take(self, total: int) -> Array:
-        self._hurry.set()
-        with self._preparing, self._lock:
-            self._hurry.clear()
-            memory, self._free = self._free, None
-            self._wanted = 0
-        if memory is not None and total <= memory.size <= 2 * total:
-            return memory
+        self._hurry = True
+        with self._preparing:
+            self._hurry, self._wanted = False, 0
+        with suppress(IndexError):
+            memory = self._free.pop()
+            if total <= memory.size <= 2 * total:
+                return memory
+            del memory  # before there is other memory
         if self.expected and total >= _COPY_FROM:  # as in `prepare`, which had no time for it
             release_freed()
         return aligned_empty(total)
@@ -96,7 +97,7 @@ class Donations:
         """Have the memory for the next save ready, so that it does not wait for its first touch."""
         with self._preparing:
             wanted, self._wanted = self._wanted, 0
-            if wanted >= _COPY_FROM and self._free is None:
+            if wanted >= _COPY_FROM and not self._free:
                 freed = 0
                 for pause in _PAUSES:  # what the save kept from XLA was as much; a step may still be reading it
                     if self._is_disturbed(pause):
@@ -114,18 +115,18 @@ class Donations:
     def _is_disturbed(self, pause: float = 0.0) -> bool:
         """Whether the next save comes, or the program ends, within so many seconds."""
         until = time.monotonic() + pause
-        while not self._hurry.wait(min(pause, _LOOK)):
-            if not threading.main_thread().is_alive():
-                return True
-            if time.monotonic() >= until:
+        while not self._hurry and threading.main_thread().is_alive():
+            left = until - time.monotonic()
+            if left <= 0:
                 return False
+            time.sleep(min(left, _LOOK))
         return True
 
     def give_back(self, memory: Array | None) -> None:
         """For the next save: one piece of memory is kept, as long as donations are expected."""
-        with self._lock:
-            if memory is not None and memory.size >= _COPY_FROM and self.expected:
-                self._free = memory
+        if memory is not None and memory.size >= _COPY_FROM and self.expected:
+            self._free[:] = [memory]
 
 
 donations = Donations()
+os.register_at_fork(after_in_child=donations.__init__)

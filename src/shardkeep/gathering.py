@@ -11,9 +11,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardkeep.arrays import kind_of, parse_dtype
-from shardkeep.memory import budget
+from shardkeep.memory import Claim, budget
 from shardkeep.placing import stays_numpy
 from shardkeep.progress import Bar
+from shardkeep.scopes import Scope
 from shardkeep.staging import gather_whole, is_prng_dtype
 from shardkeep.tree import flatten
 
@@ -52,11 +53,9 @@ def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) ->
     """One array gathered; on its way to the host it waits until pending saves leave room in the memory budget."""
     if not cpu_offload:
         return to_host(array, None, mesh, False)
-    budget.take(array.nbytes, f"moving {key} to the host")
-    try:
+    with Scope(f"moving {key} to the host") as scope:
+        scope.add(Claim(budget)).take(array.nbytes, scope.what)
         return to_host(array, None, mesh, True)
-    finally:
-        budget.give_back(array.nbytes)
 
 
 def cast_floats(x: Any, float_dtype: Any) -> Any:

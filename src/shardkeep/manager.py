@@ -79,7 +79,7 @@ class AsyncCheckpointManager:
         self.use_tensorstore = use_tensorstore
         self._global_manager: GlobalAsyncCheckpointManager | None = None
         self._pending: list[PendingSave] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def save(
         self,

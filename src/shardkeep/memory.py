@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.records import record
+from shardkeep.scopes import LOOK, Bell, is_nested, sweep
 
 log = logging.getLogger("shardkeep")
 
@@ -109,8 +110,9 @@ class MemoryBudget:
 
     def __init__(self) -> None:
         self._limit: int | None = None
-        self._used = 0
-        self._changed = threading.Condition()
+        self._claims: dict[Claim, int] = {}
+        self._lock = threading.RLock()
+        self._changed = Bell()
 
     @property
     def limit(self) -> int:
@@ -119,36 +121,65 @@ class MemoryBudget:
             self._limit = int(text) if text else available_memory() // 2
         return self._limit
 
+    @property
+    def used(self) -> int:
+        return sum(tuple(self._claims.values()))
+
     def set(self, nbytes: int | None) -> None:
         if nbytes is not None and nbytes <= 0:
             raise ValueError(f"a memory budget must be positive, not {nbytes}")
-        with self._changed:
-            self._limit = nbytes
-            self._changed.notify_all()
+        self._limit = nbytes
+        self._changed.ring()
 
-    def take(self, nbytes: int, what: str) -> None:
+    def take(self, claim: "Claim", nbytes: int, what: str) -> None:
         """Wait until `nbytes` fit. A single request larger than the budget waits until it is alone."""
-        with self._changed:
-            if not self._fits(nbytes):
-                log.warning(
-                    "shardkeep: %s waits: %d bytes are held by earlier saves, the budget is %d",
-                    what,
-                    self._used,
-                    self.limit,
-                )
-                self._changed.wait_for(lambda: self._fits(nbytes))
-            self._used += nbytes
+        nested = is_nested()  # then what is held below cannot be given back before this is done
+        said = False
+        with self._changed.waiting() as wait:
+            while True:
+                with self._lock:
+                    if nested or self._fits(nbytes):
+                        self._claims[claim] = nbytes
+                        return
+                if not said:
+                    said = True
+                    log.warning(
+                        "shardkeep: %s waits: %d bytes are held by earlier saves, the budget is %d",
+                        what,
+                        self.used,
+                        self.limit,
+                    )
+                wait(LOOK)
+                sweep()
 
-    def give_back(self, nbytes: int) -> None:
-        with self._changed:
-            self._used -= nbytes
-            self._changed.notify_all()
+    def give_back(self, claim: "Claim") -> None:
+        self._claims.pop(claim, None)
+        self._changed.ring()
 
     def _fits(self, nbytes: int) -> bool:
-        return self._used == 0 or self._used + nbytes <= self.limit
+        used = self.used
+        return used == 0 or used + nbytes <= self.limit
+
+    def start_over(self) -> None:
+        """In a forked child, which holds nothing."""
+        self._claims, self._lock, self._changed = {}, threading.RLock(), Bell()
+
+
+class Claim:
+    """A call's part of the budget."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+
+    def take(self, nbytes: int, what: str) -> None:
+        self._budget.take(self, nbytes, what)
+
+    def release(self) -> None:
+        self._budget.give_back(self)
 
 
 budget = MemoryBudget()
+os.register_at_fork(after_in_child=budget.start_over)
 
 
 def set_memory_budget(nbytes: int | None) -> None:

@@ -1,12 +1,16 @@
-"""Saves in the background: the handle, the order of saves to one target, and what happens when the program ends."""
+"""Saves in the background: the handle, and what happens when the program ends."""
 
 import atexit
 import logging
+import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
+from shardkeep.errors import ProcessError
 from shardkeep.reports import SaveReport
+from shardkeep.scopes import LOOK, Latch, Scope, sweep
 
 log = logging.getLogger("shardkeep")
 
@@ -16,7 +20,9 @@ class PendingSave:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._finished = threading.Event()
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._finished = Latch()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._mentioned = False
@@ -31,16 +37,28 @@ class PendingSave:
 
     def done_well(self) -> bool:
         """Whether the save has ended and nothing went wrong."""
-        return self._finished.is_set() and self._error is None
+        return self.done() and self._error is None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
-        return self._finished.is_set()
+        if not self._finished.is_set and self._process != os.getpid():
+            raise ProcessError(
+                f"the save to {self.path} is made by the process that this one was forked from (its id is "
+                f"{self._process}); only that process can wait for it"
+            )
+        ended = self._thread is not None and _has_ended(self._thread)
+        if ended and not self._finished.is_set:
+            self._end(None, RuntimeError(f"the thread of the save to {self.path} ended before the save did"))
+        return self._finished.is_set
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Block until the save is durable; raises what went wrong, or `TimeoutError` (the save then goes on)."""
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"the save to {self.path} is still running after {timeout} s")
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = LOOK if until is None else min(until - time.monotonic(), LOOK)
+            if left <= 0:
+                raise TimeoutError(f"the save to {self.path} is still running after {timeout} s")
+            self._finished.wait(left)
         _unwaited.discard(self)
         if self._error is not None:
             raise self._error
@@ -52,22 +70,39 @@ class PendingSave:
         """What the save took; None until it has ended well."""
         return self._report
 
-    def start(self, work: Callable[[], SaveReport], after: Callable[[], None] = lambda: None) -> None:
-        """Run `work` on a thread of its own, which keeps the program alive until it is done; then `after`."""
-        threading.Thread(target=self._run, args=(work, after), name="shardkeep-save", daemon=False).start()
+    def start(self, scope: Scope, work: Callable[[], SaveReport], after: Callable[[], None] = lambda: None) -> None:
+        """Run `work` on a thread of its own, which keeps the program alive until it is done; then `after`.
 
-    def _run(self, work: Callable[[], SaveReport], after: Callable[[], None]) -> None:
+        The thread takes over the scope, and `work` closes it.
+        """
+        run = threading.Thread(target=self._run, args=(scope, work, after), name="shardkeep-save", daemon=False)
+        self._thread = run
+        scope.give_to(run)
+        run.start()
+
+    def _run(self, scope: Scope, work: Callable[[], SaveReport], after: Callable[[], None]) -> None:
+        report, error = None, None
         try:
-            self._report = work()
-        except BaseException as error:  # noqa: BLE001  (raised by wait)
-            self._error = error
+            if not scope.take_over():
+                return  # an interrupt ended `save_async`, which has cleaned up
+            with scope:
+                report = work()
+        except BaseException as raised:  # noqa: BLE001  (raised by wait)
+            error = raised
             _forget_frames(error)
+        del work  # the error's traceback keeps this frame, which must not keep the snapshot
+        self._end(report, error)
+        after()
+
+    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        if error is not None:
+            self._error = error
             _unwaited.add(self)
             log.error("shardkeep: the save to %s failed: %s", self.path, error)
-        del work  # the error's traceback keeps this frame, which must not keep the snapshot
+            sweep()
+        self._report = report
         self.mention_exit(ended=True)
         self._finished.set()
-        after()
 
     def mention_exit(self, ended: bool = False) -> None:
         """Say once that the program is being kept alive, and once that it is not any more."""
@@ -80,8 +115,12 @@ class PendingSave:
             log.warning("shardkeep: the save to %s is finished", self.path)
 
     def __repr__(self) -> str:
-        state = "running" if not self.done() else "failed" if self._error else "done"
+        state = "running" if not self._finished.is_set else "failed" if self._error else "done"
         return f"<PendingSave {self.path!r} {state}>"
+
+
+def _has_ended(thread: threading.Thread) -> bool:
+    return thread.ident is not None and not thread.is_alive()
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -92,6 +131,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 _unwaited: set[PendingSave] = set()
+os.register_at_fork(after_in_child=_unwaited.clear)
 
 
 @atexit.register

@@ -23,6 +23,7 @@ from shardkeep.planning import Fetch, plan_read
 from shardkeep.processes import ALONE, Operation
 from shardkeep.progress import Bar, Progress
 from shardkeep.reading import Source, Target, read_targets
+from shardkeep.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.together import compare
 from shardkeep.values import show
@@ -51,7 +52,8 @@ def read_leaves(
     if read_once:
         compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
-    with Crew(store.concurrency) as crew, bar as progress:
+    with Scope(f"loading {store.url}") as scope, bar as progress:
+        crew = scope.add(Crew(store.concurrency))
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
             if read_once:

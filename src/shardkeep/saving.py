@@ -5,7 +5,6 @@ import errno
 import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from shardkeep.commit import Target, Turn, abandon, begin, commit, leave, outcome
+from shardkeep.commit import Target, Turn, begin, commit, leave, outcome
 from shardkeep.donation import donations
 from shardkeep.errors import (
     AccessError,
@@ -28,18 +27,20 @@ from shardkeep.errors import (
 )
 from shardkeep.formats.eformer import INDEX
 from shardkeep.manifest import check_metadata, check_prefix
-from shardkeep.memory import budget
+from shardkeep.memory import Claim, budget
 from shardkeep.opening import new_target
 from shardkeep.pending import PendingSave
 from shardkeep.planning import Draft
 from shardkeep.processes import Operation, announced, join
 from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
+from shardkeep.save_queue import QueueEntry
+from shardkeep.scopes import Scope
 from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.together import close, compare, describe, hand_in, outline
 from shardkeep.tree import Leaf, flatten, to_json
-from shardkeep.workers import Crew, manners, turns
-from shardkeep.writing import write_files
+from shardkeep.workers import Crew, manners
+from shardkeep.writing import NewFiles, write_files
 
 _NOTHING = Snapshot((), ())
 
@@ -121,53 +122,39 @@ class SaveRequest:
 
 def run_save(request: SaveRequest) -> SaveReport:
     """The one way a tree is saved in the foreground."""
-    with join(f"saving to {request.target.where}") as operation:
-        job = _Job.prepare(request, operation)
-        job.take_snapshot(None)
-        job.before, job.finished = turns.queue(os.path.realpath(job.path))
+    with join(f"saving to {request.target.where}") as operation, Scope(operation.what) as scope:
         # Nobody trains meanwhile: one thread more keeps the disk busier.
-        with Crew(request.target.store.concurrency, more=1) as crew:
-            if not request.verbose:
-                return job.run(crew, lambda _: None)
-            with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
-                return job.run(crew, progress)
+        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
+        job.take_snapshot(None)
+        job.entry.enter()
+        if not request.verbose:
+            return job.run(lambda _: None)
+        with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
+            return job.run(progress)
 
 
 def start_save(request: SaveRequest) -> PendingSave:
     """The one way a tree is saved in the background: returns after the snapshot."""
-    with join(f"saving to {request.target.where}") as operation:
-        job = _Job.prepare(request, operation)
+    with join(f"saving to {request.target.where}") as operation, Scope(operation.what) as scope:
+        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, polite=True))
         job.refuse_existing()
         sized = staged_sizes(job.leaves)
-        held = sum(nbytes for nbytes, _ in sized)
-        budget.take(held, f"the save to {job.path}")
-        crew = Crew(request.target.store.concurrency, polite=True)
-        try:
-            if operation.size == 1:  # of several processes each has its own loop, but they save as one
-                job.watched = donations.watch(
-                    (nbytes, array)
-                    for nbytes, array in sized
-                    if isinstance(array, jax.Array) and not is_prng_dtype(array.dtype)
-                )
-            crew.start()  # now: at the end of the program no thread can be started
-            job.take_snapshot(crew)
-        except BaseException:
-            crew.close()
-            budget.give_back(held)
-            raise
-        job.before, job.finished = turns.queue(os.path.realpath(job.path))
+        job.claim.take(sum(nbytes for nbytes, _ in sized), f"the save to {job.path}")
+        if operation.size == 1:  # of several processes each has its own loop, but they save as one
+            job.watched = donations.watch(
+                (nbytes, array)
+                for nbytes, array in sized
+                if isinstance(array, jax.Array) and not is_prng_dtype(array.dtype)
+            )
+        job.crew.start()  # now: at the end of the program no thread can be started
+        job.take_snapshot(job.crew)
+        job.entry.enter()
         pending = PendingSave(job.path)
-        try:
-            pending.start(partial(_work, job, crew, held, pending, request.verbose), donations.prepare)
-        except BaseException:  # no thread to be had: the save did not begin, and later ones must not wait for it
-            crew.close()
-            job.finished()
-            budget.give_back(held)
-            raise
+        pending.start(scope, partial(_work, job, pending, request.verbose), donations.prepare)
         return pending
 
 
-def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: bool) -> SaveReport:
+def _work(job: "_Job", pending: PendingSave, verbose: bool) -> SaveReport:
     """A save in the background, once it has a thread."""
 
     def progress(nbytes: int) -> None:
@@ -176,23 +163,14 @@ def _work(job: "_Job", crew: Crew, held: int, pending: PendingSave, verbose: boo
 
     manners.be_polite()
     manners.step_back()  # and with it those of the crew: the snapshot is taken
-    try:
-        bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
-        with job.operation, crew, bar as show:
-            return job.run(crew, progress)
-    finally:
-        donations.learn(job.watched, job.snapshot.shards)
-        donations.give_back(job.snapshot.memory)
-        job.snapshot, job.watched = (
-            _NOTHING,
-            [],
-        )  # an error's traceback keeps the job alive, and must not keep the arrays
-        budget.give_back(held)
+    bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
+    with job.operation, bar as show:
+        return job.run(progress)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
-    """One save, from the call to the commit."""
+    """One save, from the call to the commit. Its resources are given back in the reverse order of `prepare`."""
 
     request: SaveRequest
     path: str
@@ -200,23 +178,56 @@ class _Job:
     draft: Draft
     leaves: list[Leaf]
     started: float
+    entry: QueueEntry
+    turn: Turn
+    opened: NewFiles
+    crew: Crew
+    claim: Claim
     snapshot: Snapshot = _NOTHING
     snapshot_seconds: float = 0.0
     watched: list[jax.Array] = field(default_factory=list[jax.Array])
-    before: threading.Event | None = None
-    finished: Callable[[], None] = lambda: None
+    is_tidy: bool = True  # nothing remains of a save that failed, or it may not be touched
 
     @classmethod
-    def prepare(cls, request: SaveRequest, operation: Operation) -> "_Job":
+    def prepare(cls, request: SaveRequest, operation: Operation, scope: Scope, crew: Crew) -> "_Job":
         """Check what was asked and take the tree apart. Nothing is written."""
         started = time.perf_counter()
         name = "" if request.prefix is None else check_prefix(request.prefix)
         checked = {} if request.metadata is None else check_metadata(request.metadata)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         skeleton, leaves = flatten(request.tree)
-        request.target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
+        target = request.target
+        target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
         draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed)
-        return cls(replace(request, tree=None), request.target.where, operation, draft, leaves, started)
+        job = cls(
+            request=replace(request, tree=None),
+            path=target.where,
+            operation=operation,
+            draft=draft,
+            leaves=leaves,
+            started=started,
+            entry=scope.add(QueueEntry(target.where if target.store.remote else os.path.realpath(target.where), scope)),
+            turn=Turn(target, draft),
+            opened=NewFiles(),
+            crew=crew,
+            claim=Claim(budget),
+        )
+        # The threads end first: then nothing uses the files, the memory and the names any more.
+        for resource in (job.claim, job, job.turn, job.opened, job.crew):
+            scope.add(resource)
+        return job
+
+    def release(self) -> None:
+        """The last things: what was learnt of the loop, the memory of the snapshot, the control directory."""
+        watched, snapshot = self.watched, self.snapshot
+        if watched or snapshot.memory is not None:
+            donations.learn(watched, snapshot.shards)
+            donations.give_back(snapshot.memory)
+        # An error's traceback keeps the job alive, and must not keep the arrays.
+        self.leaves, self.snapshot, self.watched = [], _NOTHING, []
+        if not self.is_tidy:
+            leave(self.request.target)
+            self.is_tidy = True
 
     def refuse_existing(self) -> None:
         """Raise before the snapshot what the commit would refuse anyway."""
@@ -254,13 +265,12 @@ class _Job:
         self.leaves = []  # the caller's arrays are not held any longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
 
-    def run(self, crew: Crew, progress: Progress) -> SaveReport:
+    def run(self, progress: Progress) -> SaveReport:
         """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
-        target, snapshot, operation, turn = self.request.target, self.snapshot, self.operation, None
+        target, snapshot, operation, turn = self.request.target, self.snapshot, self.operation, self.turn
         parts = self.request.checksums
         try:
-            if self.before is not None:
-                self.before.wait()
+            self.entry.wait()
             clock = [time.perf_counter()]
             if operation.size > 1:
                 compare(operation, self._asked())
@@ -269,12 +279,21 @@ class _Job:
                         self.draft.metadata.get("checksum", {}).update(some)
             if operation.leads and target.keeps_control and (inside := target.store.children("")):
                 self._refuse_hiding(set(inside))
-            turn = begin(target, snapshot.leaves, self.draft, self.request.overwrite, operation)
+            self.is_tidy = False
+            begin(turn, snapshot.leaves, self.request.overwrite, operation)
             manners.after_you()
             files = turn.plan.files_of(operation.index)
             complete = partial(target.complete, turn) if target.store.remote else None
             written = write_files(
-                target.store, files, turn.plan.leaves, snapshot.shards, crew, progress, complete, snapshot.memory
+                target.store,
+                files,
+                turn.plan.leaves,
+                snapshot.shards,
+                self.crew,
+                self.opened,
+                progress,
+                complete,
+                snapshot.memory,
             )
             clock.append(time.perf_counter())
             manners.after_you()
@@ -292,12 +311,12 @@ class _Job:
                 total = close(operation, turn, total)
             if not target.keeps_control:
                 leave(target)  # whoever is the last to be done finds nobody at work
+            self.is_tidy = True
             clock.append(time.perf_counter())
         except BaseException as error:
-            self._give_up(turn, error)
+            self._give_up(error)
             raise
-        finally:
-            self.finished()
+        self.entry.release()  # the next save need not wait for the callback
         if self.request.on_commit is not None and operation.leads:
             self.request.on_commit()
         phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
@@ -319,20 +338,17 @@ class _Job:
             *describe(self.snapshot),
         ]
 
-    def _give_up(self, turn: Turn | None, error: BaseException) -> None:
-        """Tell the others, remove what was written, and raise what went wrong in our words."""
-        said = self._in_our_words(turn, error)
-        self.operation.fail(said)  # first of all: they may stumble over what is removed
-        if turn is not None:
-            abandon(turn)
-        if not isinstance(said, AccessError):  # who may not write has left nothing
-            leave(self.request.target)
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the others, before what was written is removed, and raise what went wrong in our words."""
+        said = self._in_our_words(error)
+        self.operation.fail(said)
+        self.is_tidy = isinstance(said, AccessError)  # who may not write has left nothing
         if said is not error:
             raise said from error
 
-    def _in_our_words(self, turn: Turn | None, error: BaseException) -> BaseException:
+    def _in_our_words(self, error: BaseException) -> BaseException:
         """What another process met and told, what the operating system refused, or what became of a lost process."""
-        attempted = turn is not None and turn.attempted  # then it says what became of the commit
+        attempted = self.turn.attempted  # then it says what became of the commit
         if isinstance(error, OSError) and not attempted and (elsewhere := self.operation.heard()) is not None:
             return elsewhere
         if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
@@ -342,5 +358,5 @@ class _Job:
                 then = f"It needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             return storage_error(error, f"saving to {self.path}", then)
         if isinstance(error, ProcessError) and not error.told:
-            return error.but(outcome(self.request.target, turn))
+            return error.but(outcome(self.request.target, self.turn))
         return error

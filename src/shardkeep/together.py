@@ -127,7 +127,7 @@ def hand_in(
     """Everyone's written files, in the order of the plan, and checksums, for the leader; nothing for the others."""
     if not operation.leads:
         told = [[file.size, file.header_digest, file.digests] for file in written]
-        turn.held.append(json.dumps({"written": told, "checksums": dict(checksums)}).encode())
+        turn.note({"written": told, "checksums": dict(checksums)})
         turn.attempted = True  # from here on the leader may commit
     operation.gather(len(written))
     if not operation.leads:
@@ -146,8 +146,7 @@ def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
     """After the commit: everyone knows of it, and what it came to (bytes, files)."""
     total = operation.share(total)
     if not operation.leads:
-        turn.held.release()
-        turn.closed = True
+        turn.close()
     return total
 
 

@@ -16,7 +16,7 @@ from shardkeep.progress import Bar, Progress
 from shardkeep.reading import Source, check_blocks, unpack
 from shardkeep.reports import Problem, VerifyReport
 from shardkeep.stores.base import Store
-from shardkeep.workers import Crew, Task
+from shardkeep.workers import Task, run_tasks
 
 _PART = 16 << 20
 
@@ -42,8 +42,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     total = sum(file.size for tree in trees for file in tree.files)
     with Bar(f"checking {path}", total) if progress else nullcontext(lambda _: None) as show:
         check = _Check(store, manifest, show)
-        with Crew(store.concurrency) as crew:
-            crew.run(task for tree in trees for task in check.tasks(tree))
+        run_tasks((task for tree in trees for task in check.tasks(tree)), store.concurrency)
     if check.problems and _was_replaced(path, manifest):
         return verify(path, prefix=prefix, progress=progress)  # what looked like damage was a writer at work
     return VerifyReport(

@@ -1,7 +1,8 @@
 """A crew of threads that belongs to one save or load.
 
 Executors refuse work once the interpreter begins to exit, so a save that has to outlive the main thread brings
-threads of its own, started before `save_async` returns.
+threads of its own, started before `save_async` returns. They are daemons: the thread of the save itself keeps the
+program alive, and helpers that an interrupt left behind must not.
 """
 
 import gc
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 
+from shardkeep.scopes import LOOK, Bell, Scope, frame_above
+
 Task = Callable[[], None]
 
 
@@ -22,11 +25,11 @@ def default_size() -> int:
 
 
 class Crew:
-    """Runs lists of tasks on several threads, the calling one included.
+    """Runs lists of tasks on several threads, the calling one included. Add it to a `Scope`, which ends the threads.
 
     >>> done = []
-    >>> with Crew() as crew:
-    ...     crew.run([lambda i=i: done.append(i) for i in range(3)])
+    >>> with Scope("an example") as scope:
+    ...     scope.add(Crew()).run([lambda i=i: done.append(i) for i in range(3)])
     >>> sorted(done)
     [0, 1, 2]
     """
@@ -36,18 +39,18 @@ class Crew:
         self._size, self._more, self._polite = size, more, polite
         self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._released = False
 
-    def start(self) -> "Crew":
+    def start(self) -> None:
         """Start the threads now rather than when there is work for more than one."""
         size = self._size or default_size() + self._more
         for i in range(size - 1 - len(self._threads)):
-            thread = threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=False)
-            thread.start()
+            thread = threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=True)
             self._threads.append(thread)
-        return self
+            thread.start()
 
     def run(self, tasks: Iterable[Task]) -> None:
-        """Run every task; the first error ends the others' turn and is raised here."""
+        """Run every task; the first error ends the others' turn and is raised here, when no task runs any more."""
         todo = list(tasks)
         if len(todo) < 2:
             for task in todo:
@@ -55,95 +58,96 @@ class Crew:
             return
         self.start()
         round_ = _Round(todo)
-        helpers = min(len(self._threads), len(todo) - 1)
-        for _ in range(helpers):
-            self._work.put(round_)
-        round_.work()
-        round_.wait(helpers)
-        if round_.error is not None:
-            error, round_.error = round_.error, None
-            raise error
+        try:
+            for _ in range(min(len(self._threads), len(todo) - 1)):
+                self._work.put(round_)
+            round_.work()
+        finally:
+            round_.end()
+        round_.raise_error()
 
-    def close(self, *_unused: object) -> None:
+    def release(self) -> None:
+        """End the threads, each when it has finished its task."""
+        self._released = True
         for _thread in self._threads:
             self._work.put(None)
         for thread in self._threads:
-            thread.join()
-        self._threads = []
+            with suppress(RuntimeError):  # never started
+                thread.join()
 
     def _serve(self) -> None:
         if self._polite:
             manners.be_polite()
-        while (round_ := self._work.get()) is not None:
+        while not self._released and (round_ := self._work.get()) is not None:
             if round_.behind:
                 manners.step_back()
-            round_.work()
-            left = round_.left
+            round_.help()
             del round_  # while this waits for more it must not hold on to what the tasks held
-            left.release()
 
-    def __enter__(self) -> "Crew":
-        return self
 
-    __exit__ = close
+def run_tasks(tasks: Iterable[Task], size: int | None = None) -> None:
+    """Run every task on a crew of its own; the first error is raised.
+
+    >>> done = []
+    >>> run_tasks([lambda: done.append(1), lambda: done.append(2)])
+    >>> sorted(done)
+    [1, 2]
+    """
+    with Scope("running tasks") as scope:
+        scope.add(Crew(size)).run(tasks)
 
 
 class _Round:
     """One list of tasks being worked off."""
 
     def __init__(self, tasks: list[Task]) -> None:
-        self.error: BaseException | None = None
-        self.left = threading.Semaphore(0)
         self.behind = manners.is_behind  # as the thread that waits for it
-        self._next = iter(tasks)
-        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._next, self._lock = iter(tasks), threading.Lock()
+        self._total, self._done = len(tasks), list[None]()
+        self._over = False
+        self._helping, self._helped = list[threading.Thread](), list[threading.Thread]()
+        self._bell = Bell()
 
     def work(self) -> None:
-        while self.error is None:
-            with self._lock:
-                task = next(self._next, None)
-            if task is None:
-                return
-            try:
+        try:
+            while not self._over and self._error is None:
+                with self._lock:
+                    task = next(self._next, None)
+                if task is None:
+                    return
                 task()
-            except BaseException as error:  # noqa: BLE001  (raised again by the thread that called run)
-                self.error = self.error or error
-            del task
+                self._done.append(None)
+                del task
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that called run)
+            self._error = self._error or error
 
-    def wait(self, helpers: int) -> None:
-        """Until the helpers are done. An interrupt ends their turn, but they are waited for all the same."""
-        while helpers:
-            try:
-                self.left.acquire()
-                helpers -= 1
-            except KeyboardInterrupt as interrupt:
-                self.error = interrupt
+    def help(self) -> None:
+        """What a helper does: only if the round is not over yet, so that nobody need wait for one who comes late."""
+        me = threading.current_thread()
+        try:
+            self._helping.append(me)
+            self.work()
+        finally:
+            self._helped.append(me)
+            self._bell.ring()
 
+    def end(self) -> None:
+        """Begin no more tasks, and wait until those begun have ended. An interrupt does not end the waiting."""
+        self._over = True
+        with self._bell.waiting() as wait:
+            while any(thread.is_alive() for thread in self._helping if thread not in self._helped):
+                try:
+                    wait(LOOK)
+                except BaseException as interrupt:  # noqa: BLE001  (raised by `raise_error`)
+                    self._error = self._error or interrupt
 
-class Turns:
-    """Who is at work on a target in this program: saves to one target go one after another, in order of the calls."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, threading.Event] = {}
-        self._lock = threading.Lock()
-
-    def queue(self, target: str) -> tuple[threading.Event | None, Callable[[], None]]:
-        """(what to wait for before beginning, what to call when done)."""
-        mine = threading.Event()
-        with self._lock:
-            before = self._last.get(target)
-            self._last[target] = mine
-
-        def done() -> None:
-            with self._lock:
-                if self._last.get(target) is mine:
-                    del self._last[target]
-            mine.set()
-
-        return before, done
-
-
-turns = Turns()
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if len(self._done) != self._total:
+            raise RuntimeError("a thread ended before its task was done")
 
 
 class _Manners:
@@ -199,26 +203,53 @@ class _Collector:
     _MANY = 10_000
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held_off, self._was_on = 0, False
+        self._lock = threading.RLock()
+        self._pauses: set[_Pause] = set()
+        self._is_ours = False  # whether it was on, and we have turned it off
+        self._has_frozen = False
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        with self._lock:
-            if self._held_off == 0:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._held_off += 1
-        try:
+        with Scope("pausing the garbage collector", frame_above(2)) as scope:
+            self.pause(scope.add(_Pause(self)))
             yield
-        finally:
-            with self._lock:
-                self._held_off -= 1
-                if self._held_off == 0 and self._was_on:
-                    if gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:  # else they are someone's
-                        gc.freeze()  # moves all objects aside, and back to the old ones
-                        gc.unfreeze()
-                    gc.enable()
+
+    def pause(self, pause: "_Pause") -> None:
+        with self._lock:
+            self._pauses.add(pause)
+            self._is_ours = gc.isenabled() or self._is_ours
+            gc.disable()
+
+    def resume(self, pause: "_Pause") -> None:
+        with self._lock:
+            self._pauses.discard(pause)
+            if self._pauses or not self._is_ours:
+                return
+            if gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:  # else they are someone's
+                self._has_frozen = True
+                gc.freeze()  # moves all objects aside, and back to the old ones
+            if self._has_frozen:
+                gc.unfreeze()
+                self._has_frozen = False
+            gc.enable()
+            self._is_ours = False
+
+    def start_over(self) -> None:
+        """In a forked child, where nobody goes on with what the parent's threads did."""
+        if self._is_ours:
+            gc.enable()
+        self.__init__()
+
+
+class _Pause:
+    """One reason to pause."""
+
+    def __init__(self, collector: _Collector) -> None:
+        self._collector = collector
+
+    def release(self) -> None:
+        self._collector.resume(self)
 
 
 collector = _Collector()
+os.register_at_fork(after_in_child=collector.start_over)

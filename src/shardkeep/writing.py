@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -33,7 +33,6 @@ _ZSTD_LEVEL = 1
 
 _ROOMS = 2  # rooms that wait for the next save
 _rooms: list[Array] = []
-_lock = threading.Lock()
 
 Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
 Complete = Callable[[FilePlan, WrittenFile], bytes]
@@ -45,6 +44,7 @@ def write_files(
     leaves: Sequence[LeafPlan],
     shards: Sequence[Shard],
     crew: Crew,
+    opened: "NewFiles",
     progress: Progress,
     complete: Complete | None = None,
     memory: Array | None = None,
@@ -54,8 +54,7 @@ def write_files(
     `complete` gives a file its header once its digests are known: objects are put whole, and never changed.
     `memory`: where shards were copied to; what lies there as it will in a file is written from there.
     """
-    kept = _Kept()
-    writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory, kept) for file in files]
+    writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory, opened) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -68,18 +67,13 @@ def write_files(
         if cost >= _BATCH or store.remote:
             tasks.append(partial(_write_all, batch))
             batch, cost = [], 0
-    try:
-        if tasks:
-            crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
-        else:
-            _write_all(batch)
-        if len(files) <= _FEW:  # by who wrote them, who learns of every error, and then they leave the page cache
-            for file in kept.files:
-                file.sync()
-    finally:
-        for file in (*kept.files, *(writer.file for writer in writers)):
-            if file is not None:
-                file.close()
+    if tasks:
+        crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
+    else:
+        _write_all(batch)
+    if len(files) <= _FEW:  # by who wrote them, who learns of every error, and then they leave the page cache
+        opened.sync()
+    opened.release()
     return [WrittenFile(writer.size or 0, writer.loose_digest, tuple(map(tuple, writer.digests))) for writer in writers]
 
 
@@ -102,10 +96,10 @@ class _FileWriter:
         progress: Progress,
         complete: Complete | None,
         memory: Array | None,
-        kept: "_Kept",
+        opened: "NewFiles",
     ) -> None:
         self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
-        self._leaves, self._shards, self._memory, self._kept = leaves, shards, memory, kept
+        self._leaves, self._shards, self._memory, self._opened = leaves, shards, memory, opened
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
@@ -130,7 +124,8 @@ class _FileWriter:
         total = len(header) + sum(map(len, segments))
         file = self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
         if file is not None:
-            self._kept.add(file)
+            self._opened.add(file)
+            self._opened.finish(file)
         self._progress(self.nbytes)
 
     def result(self) -> WrittenFile:
@@ -170,7 +165,7 @@ class _FileWriter:
         with self._lock:
             self._left -= 1
             if self._left == 0 and self.file is not None:
-                self._kept.add(self.file)
+                self._opened.finish(self.file)
                 self.file = None
 
     def _write_copied(self, part: Part, offset: int) -> None:
@@ -224,7 +219,8 @@ class _FileWriter:
         """The file, opened by the first part and closed by the last: few are open at any time."""
         with self._lock:
             if self.file is None:
-                self.file = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
+                new = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
+                self.file = self._opened.add(new)
                 self.file.write(0, [memoryview(self._plan.header)])
             return self.file
 
@@ -256,8 +252,8 @@ class _Run:
     def room(self, nbytes: int) -> Array:
         """Memory, at most `_ROOM`, for bytes that are to be added next."""
         if self._memory is None:
-            with _lock:
-                self._memory = _rooms.pop() if _rooms else None
+            with suppress(IndexError):
+                self._memory = _rooms.pop()
         if self._memory is None:
             self._memory = aligned_empty(_ROOM)
         if self._taken + nbytes > _ROOM:
@@ -284,25 +280,40 @@ class _Run:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._flush()
-        if self._memory is not None:
-            with _lock:
-                if len(_rooms) < _ROOMS:
-                    _rooms.append(self._memory)
+        if self._memory is not None and len(_rooms) < _ROOMS:
+            _rooms.append(self._memory)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """Files that are finished, closed some files later: what is on the disk by then leaves the page cache."""
+class NewFiles:
+    """The files a save has open. They belong to its scope: no thread may write any more when they are closed.
 
-    files: deque[NewFile] = field(default_factory=deque["NewFile"])
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    A finished file is closed some files later: what is on the disk by then leaves the page cache.
+    """
 
-    def add(self, file: NewFile) -> None:
-        with self._lock:
-            self.files.append(file)
-            oldest = self.files.popleft() if len(self.files) > _KEPT else None
-        if oldest is not None:
-            oldest.close()
+    def __init__(self) -> None:
+        self._open: list[NewFile] = []
+        self._finished: deque[NewFile] = deque()
+
+    def add(self, file: NewFile) -> NewFile:
+        self._open.append(file)
+        return file
+
+    def finish(self, file: NewFile) -> None:
+        self._finished.append(file)
+        if len(self._finished) > _KEPT:
+            with suppress(IndexError):  # another thread was faster
+                oldest = self._finished.popleft()
+                oldest.close()
+                self._open.remove(oldest)
+
+    def sync(self) -> None:
+        for file in self._open:
+            file.sync()
+
+    def release(self) -> None:
+        while self._open:
+            self._open[-1].close()
+            self._open.pop()
 
 
 def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:

@@ -9,10 +9,9 @@ import pytest
 import shardkeep
 from buckets.fixtures import Place
 from cli.commands import DEAD, Run
-from shardkeep.commit import record
 from shardkeep.stores import leases
 from shardkeep.stores.places import store_at
-from support import assert_same, pattern
+from support import assert_same, pattern, record
 
 
 def test_every_command_takes_a_bucket(
@@ -44,7 +43,7 @@ def test_every_command_takes_a_bucket(
 
     store = store_at(f"{url}/run/step_1")
     with store.lock(5):
-        record(store, DEAD, ["dead.safetensors"]).abandon()
+        record(store, DEAD, ["dead.safetensors"]).release()
         store.write_new("dead.safetensors", 3, [memoryview(b"abc")])
     assert run("clean", url, "--yes").code == 0
     assert "run/step_1/dead.safetensors" in place.names(), "its save may be alive"

@@ -18,6 +18,7 @@ import shardkeep
 from buckets.fixtures import Place, gcs_server, make_place, s3_server
 from buckets.writers import Keeper, Writer, number_at, tree, until
 from shardkeep.stores import cloud, leases
+from support import hold
 
 FORM: dict[str, Any] = {"format": "tensorstore"}  # an object for each leaf
 
@@ -98,7 +99,7 @@ def a_delete_killed_in_the_middle_is_completed(place: Place) -> None:
     # As a delete leaves it that died after the manifest went: its record names what has to go.
     names = [name.removeprefix("run/") for name in data(place)]
     store = cloud.CloudStore(cloud.Bucket(place.scheme, "bucket"), f"{place.prefix}/run", ".shardkeep")
-    store.hold(f".shardkeep/saves/{'0' * 32}", json.dumps(names).encode()).abandon()
+    hold(store, f".shardkeep/saves/{'0' * 32}", json.dumps(names).encode()).release()
     place.client.delete("run/manifest.json")
     assert not shardkeep.exists(path)
     with pytest.raises(shardkeep.ConflictError, match="is running; nothing was deleted"):

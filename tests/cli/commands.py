@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardkeep.cli.main import main
-from shardkeep.commit import record
 from shardkeep.opening import find
+from support import record
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
@@ -96,7 +96,7 @@ def leave_dead_save(path: Path, save_id: str = DEAD) -> Path:
     store = find(path).store
     name = f"{store.control}/{save_id}.tmp" if path.suffix else f"{save_id}-00000.safetensors"
     if not store.children(store.saves):
-        record(store, save_id, [name]).abandon()
+        record(store, save_id, [name]).release()
     file = Path(store.locate(name))
     file.write_bytes(b"x" * 1000)
     return file
@@ -105,6 +105,7 @@ def leave_dead_save(path: Path, save_id: str = DEAD) -> Path:
 _KILLED = """
 import os, signal, sys
 import numpy as np
+from support import record
 import shardkeep
 from shardkeep import saving
 saving.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

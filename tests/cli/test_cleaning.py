@@ -6,9 +6,8 @@ import numpy as np
 from commands import DEAD, Run, data_file, kill_save, leave_dead_save
 
 import shardkeep
-from shardkeep.commit import record
 from shardkeep.opening import find
-from support import assert_same
+from support import assert_same, record
 
 TREE = {"w": np.ones((2, 3), np.float32)}
 
@@ -53,20 +52,20 @@ def test_a_running_save_is_never_touched(run: Run, tmp_path: Path) -> None:
     held = record(store, "aa" * 16, [live.name])
     live.write_bytes(b"y" * 10)
     left = leave_dead_save(tmp_path / "c", "bb" * 16)
-    record(store, DEAD, [left.name, live.name]).abandon()
+    record(store, DEAD, [left.name, live.name]).release()
     document = run.document("clean", tmp_path / "c", "--yes")
     assert document["left_over"][0]["running_saves"] == 1
     assert [file["name"] for file in document["left_over"][0]["files"]] == [left.name]
     assert live.exists()
     assert not left.exists()
-    held.release()
+    held.remove()
 
 
 def test_a_damaged_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
     """Without a readable manifest nobody knows which files are needed."""
     shardkeep.save(tmp_path / "c", TREE)
     data = data_file(tmp_path / "c")
-    record(find(tmp_path / "c").store, DEAD, [data.name]).abandon()
+    record(find(tmp_path / "c").store, DEAD, [data.name]).release()
     (tmp_path / "c" / "manifest.json").write_bytes(b"{")
     result = run("clean", tmp_path, "--yes")
     assert result.code == 1
@@ -76,7 +75,7 @@ def test_a_damaged_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
 
 def test_files_a_checkpoint_needs_stay_even_if_a_dead_save_recorded_them(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", TREE)
-    record(find(tmp_path / "c").store, DEAD, [data_file(tmp_path / "c").name, "manifest.json"]).abandon()
+    record(find(tmp_path / "c").store, DEAD, [data_file(tmp_path / "c").name, "manifest.json"]).release()
     document = run.document("clean", tmp_path, "--yes")
     assert document["left_over"][0]["files"] == []
     assert_same(shardkeep.load(tmp_path / "c"), TREE)

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkeep.scopes import Scope
 from shardkeep.stores import base
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import LocalStore
 from shardkeep.stores.places import location
+from support import hold
 
 # A store that is added goes in here, and everything below is asked of it too.
 STORES: dict[str, Callable[[Path], Store]] = {"local": lambda path: LocalStore(str(path / "store"))}
@@ -32,7 +34,7 @@ def put(store: Store, name: str, *parts: bytes) -> None:
 
 def test_a_store_and_what_it_gives_have_every_method_with_the_same_parameters(store: Store) -> None:
     put(store, "old", b"1")
-    held = store.hold(f"{store.saves}/1", b"")
+    held = hold(store, f"{store.saves}/1", b"")
     with store.open("old") as opened, store.create("new", 100) as new:
         things: dict[Any, object] = {base.Store: store, base.StoredFile: opened, base.NewFile: new, base.Held: held}
         if store.mappable:
@@ -41,7 +43,7 @@ def test_a_store_and_what_it_gives_have_every_method_with_the_same_parameters(st
             assert _parameters(protocol).items() <= _parameters(type(thing)).items(), protocol.__name__
             properties = [name for name, member in vars(protocol).items() if isinstance(member, property)]
             assert all(hasattr(thing, name) for name in (*inspect.get_annotations(protocol), *properties))
-    held.release()
+    held.remove()
 
 
 def _parameters(cls: type) -> dict[str, list[str]]:
@@ -62,7 +64,7 @@ class TestNothingThere:
             with pytest.raises((FileNotFoundError, NotADirectoryError), match=name):
                 look(name)
         store.remove([name])  # gone already: no error
-        assert store.try_hold("x") is None
+        assert store.try_hold("x", Scope("a test")) is None
 
     def test_looking_at_a_store_does_not_make_it(self, store: Store) -> None:
         assert store.children("") == store.find_directories_with("x") == []
@@ -92,7 +94,7 @@ class TestFiles:
         with pytest.raises(FileExistsError, match="/a"):
             store.create("a", 100)
         with pytest.raises(FileExistsError, match="/a"):
-            store.hold("a", b"new")
+            hold(store, "a", b"new")
         assert not store.claim("a")
         assert store.read("a") == b"old"
 
@@ -150,23 +152,23 @@ class TestFiles:
 
 class TestControl:
     def test_a_record_is_held_by_one_until_it_lets_go(self, store: Store) -> None:
-        held = store.hold(f"{store.saves}/1", b"one")
+        held = hold(store, f"{store.saves}/1", b"one")
         held.append(b"two")
         assert store.read(f"{store.saves}/1") == b"one\ntwo\n"
-        assert store.try_hold(f"{store.saves}/1") is None
-        held.abandon()
-        taken = store.try_hold(f"{store.saves}/1")
+        assert store.try_hold(f"{store.saves}/1", Scope("a test")) is None
+        held.release()
+        taken = store.try_hold(f"{store.saves}/1", Scope("a test"))
         assert taken is not None
-        taken.release()
+        taken.remove()
         assert store.children(store.saves) == []
-        for end in (held.release, held.abandon, taken.release, taken.abandon):
+        for end in (held.remove, held.release, taken.remove, taken.release):
             end()  # once more is no error
 
     def test_the_control_directory_goes_with_everything_shardkeep_puts_there(self, store: Store) -> None:
         put(store, "data", b"1")
         with store.lock(1):
             store.claim(f"{store.control}/claims/x")
-            store.hold(f"{store.saves}/1", b"").abandon()
+            hold(store, f"{store.saves}/1", b"").release()
             store.remove_control()
         assert store.children("") == ["data"]
         store.remove_if_empty()

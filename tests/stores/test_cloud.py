@@ -14,11 +14,12 @@ import shardkeep
 from buckets.fixtures import Both, Place, _alone, both, gcs, place, watched  # noqa: F401
 from buckets.writers import Writer, number_at, until
 from shardkeep.errors import ConflictError, StorageError
+from shardkeep.scopes import Scope
 from shardkeep.stores import base, cloud, leases, objects
 from shardkeep.stores.cloud import CloudStore
 from shardkeep.stores.credentials import Bucket
 from shardkeep.stores.places import store_at
-from support import assert_same, pattern, run_python
+from support import assert_same, hold, pattern, run_python
 
 
 def store_of(place: Place, whole: bool = True) -> CloudStore:
@@ -39,7 +40,7 @@ def read(store: Any, name: str, start: int, length: int) -> bytes:
 def test_it_has_what_is_asked_of_a_store(place: Place) -> None:
     store = store_of(place)
     put(store, "old", b"1")
-    held = store.hold(f"{store.saves}/1", b"")
+    held = hold(store, f"{store.saves}/1", b"")
     opened = store.open("old")
     things = {base.Store: store, base.StoredFile: opened, base.Held: held, base.Mapping: opened.map(0, 1)}
     for protocol, thing in things.items():
@@ -48,7 +49,7 @@ def test_it_has_what_is_asked_of_a_store(place: Place) -> None:
                 ours = list(inspect.signature(getattr(type(thing), name)).parameters)
                 assert ours[: len(inspect.signature(method).parameters)] == list(inspect.signature(method).parameters)
         assert all(hasattr(thing, name) for name in inspect.get_annotations(protocol))
-    held.release()
+    held.remove()
 
 
 class TestObjects:
@@ -166,40 +167,40 @@ class TestDocuments:
 class TestLeases:
     def test_a_record_and_its_lines(self, place: Place) -> None:
         store = store_of(place)
-        held = store.hold(".shardkeep/saves/1", b'["a"]')
+        held = hold(store, ".shardkeep/saves/1", b'["a"]')
         held.append(b'["b"]')
         lines = store.read(".shardkeep/saves/1").splitlines()
         assert lines[1:] == [b'["a"]', b'["b"]']
         with pytest.raises(ConflictError, match="saves/1 is there already"):
-            store_of(place).hold(".shardkeep/saves/1", b"")
-        held.release()
+            hold(store_of(place), ".shardkeep/saves/1", b"")
+        held.remove()
         assert place.names() == {}
 
     def test_no_two_renewals_are_the_same(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         """S3 tells states apart by their bytes: without that a renewed record could be taken over."""
         monkeypatch.setattr(leases, "LEASE", 0.4)
-        held = store_of(place).hold("record", b"[]")
+        held = hold(store_of(place), "record", b"[]")
         seen: dict[bytes, float] = {}
         deadline = time.monotonic() + 5
         while len(seen) < 4 and time.monotonic() < deadline:
             seen.setdefault(place.get("record"), time.monotonic())
             time.sleep(0.02)
         assert len(seen) == 4
-        held.release()
+        held.remove()
 
     def test_a_held_record_is_not_taken_over_and_a_dead_one_is(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(leases, "LEASE", 1.0)
-        live = store_of(place).hold("live", b'["a"]')
-        dead = store_of(place).hold("dead", b'["b"]')
-        dead.abandon()
+        live = hold(store_of(place), "live", b'["a"]')
+        dead = hold(store_of(place), "dead", b'["b"]')
+        dead.release()
         store = store_of(place)
         time.sleep(2.2)
         with store.lock(10):
-            assert store.try_hold("live") is None
-            assert store.try_hold("gone") is None
-            taken = store.try_hold("dead")
+            assert store.try_hold("live", Scope("a test")) is None
+            assert store.try_hold("gone", Scope("a test")) is None
+            taken = store.try_hold("dead", Scope("a test"))
             assert taken is not None
             assert store.read("dead").splitlines()[1:] == [b'["b"]']
             # The owner was only stopped, and goes on: it is told.
@@ -207,11 +208,11 @@ class TestLeases:
             for action in (lambda: dead.append(b"[]"), lambda: dead.confirm(0)):
                 with pytest.raises(ConflictError, match="taken for dead. Nothing was committed"):
                     action()
-            taken.release()
+            taken.remove()
             with pytest.raises(ConflictError, match="taken for dead"):
                 dead.confirm(0)
         live.confirm(0)
-        live.release()
+        live.remove()
         assert place.names() == {}
 
     def test_who_was_taken_for_dead_replaces_nothing(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +221,10 @@ class TestLeases:
         place.put("manifest.json", b"old")
         place.put("aside", b"new")
         store.read("manifest.json")
-        store.hold("record", b"[]").abandon()
+        hold(store, "record", b"[]").release()
         time.sleep(2.2)
         with other.lock(10):
-            assert other.try_hold("record") is not None
+            assert other.try_hold("record", Scope("a test")) is not None
         store._leases[0]._over.clear()
         with pytest.raises(ConflictError, match="taken for dead"):
             store.replace("manifest.json", b"new")
@@ -234,7 +235,7 @@ class TestLeases:
     def test_a_renewal_whose_answer_never_came_is_no_other_owner(self, watched: Place, monkeypatch: Any) -> None:
         """It was done, but nobody heard of it: the next one finds its own hand."""
         store = store_of(watched)
-        held = store.hold("record", b"[]")
+        held = hold(store, "record", b"[]")
         monkeypatch.setattr(objects, "PATIENCE", 0.0)
         watched.inject("close", "PUT", "record", served=True)
         watched.inject("status", "GET", "record", status=403)
@@ -242,7 +243,7 @@ class TestLeases:
             held.append(b'["a"]')
         held.append(b'["b"]')
         assert store.read("record").splitlines()[1:] == [b"[]", b'["b"]']
-        held.release()
+        held.remove()
         assert watched.names() == {}
 
     def test_the_lock_excludes_until_it_is_released(self, place: Place) -> None:
@@ -271,7 +272,7 @@ class TestLeases:
             with pytest.raises(ConflictError, match="taken for dead"):
                 first.replace("manifest.json", b"")
             held = place.get(".shardkeep/lock")
-            first._leases[0].release()
+            first._leases[0].remove()
             assert place.get(".shardkeep/lock") == held
         assert set(place.names()) <= {".shardkeep/lock"}
 

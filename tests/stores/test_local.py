@@ -22,10 +22,12 @@ import shardkeep
 from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
+from shardkeep.scopes import Scope
 from shardkeep.stores.local import LocalStore, make_directories
 from shardkeep.stores.mapping import MAPPABLE, file_system
 from shardkeep.stores.newfile import write_at
 from shardkeep.stores.places import location
+from support import hold
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
@@ -148,14 +150,14 @@ class TestLock:
             import os, time
             from shardkeep.stores.local import LocalStore
             store = LocalStore({store.url!r})
-            held = store.hold("saves/1", b"[]")
+            held = hold(store, "saves/1", b"[]")
             child = os.fork()
             if child == 0:
                 time.sleep(20)
                 os._exit(0)
             try:
-                held.abandon()
-                taken = store.try_hold("saves/1")
+                held.release()
+                taken = store.try_hold("saves/1", Scope("a test"))
                 assert taken is not None, "a save that has ended still counts as running"
             finally:
                 os.kill(child, 9)
@@ -165,16 +167,16 @@ class TestLock:
 
 class TestRecords:
     def test_a_held_record_cannot_be_taken_over(self, store: LocalStore) -> None:
-        held = store.hold("saves/1", b"[]")
-        assert store.try_hold("saves/1") is None
+        held = hold(store, "saves/1", b"[]")
+        assert store.try_hold("saves/1", Scope("a test")) is None
         held.append(b'["more"]')
         assert store.read("saves/1") == b'[]\n["more"]\n'
-        held.abandon()
-        taken = store.try_hold("saves/1")
+        held.release()
+        taken = store.try_hold("saves/1", Scope("a test"))
         assert taken is not None
-        taken.release()
+        taken.remove()
         assert store.children("saves") == []
-        assert store.try_hold("saves/1") is None
+        assert store.try_hold("saves/1", Scope("a test")) is None
 
     def test_a_record_that_could_not_be_written_is_not_held(self, tmp_path: Path, spawner: Spawner) -> None:
         """Otherwise the failed save would count as running, and stop deletes, as long as its process lives."""

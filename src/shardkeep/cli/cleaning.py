@@ -10,6 +10,7 @@ from shardkeep.cli.survey import Found, survey
 from shardkeep.commit import Target, clean_up, leave, left_overs
 from shardkeep.directory import Directory
 from shardkeep.errors import ShardkeepError
+from shardkeep.scopes import Scope
 
 _LOCK_SECONDS = 20.0
 _SHOWN = 20
@@ -68,10 +69,8 @@ def _look(found: Found) -> _LeftOver:
         return left
     try:
         # The lock keeps saves from beginning or ending while we look at who is alive.
-        with store.lock(_LOCK_SECONDS):
-            over = left_overs(target, target.read_if_any())
-            for held in over.records:
-                held.abandon()
+        with store.lock(_LOCK_SECONDS), Scope(f"looking at {found.name}") as scope:
+            over = left_overs(target, target.read_if_any(), scope)
             left.saves, left.running = len(over.records), over.running
             sizes = store.sizes(sorted(set(over.names)))
             left.files = {name: size for name, size in sizes.items() if size is not None}
@@ -85,7 +84,7 @@ def _remove(left: _LeftOver) -> None:
     target = left.target
     try:
         with target.store.lock(_LOCK_SECONDS):
-            clean_up(target.store, left_overs(target, target.read_if_any()))
+            clean_up(target, target.read_if_any())
         leave(target)
         if isinstance(target, Directory):
             target.store.remove_if_empty()

@@ -22,7 +22,7 @@ from shardkeep.cli.output import Cell, Output, UsageError, bar, counted, json_nu
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.progress import Progress
 from shardkeep.values import encode
-from shardkeep.workers import Crew, Task
+from shardkeep.workers import Task, run_tasks
 
 # How a leaf was compared: by digests alone, by reading both, as plain values, or not at all.
 How = Literal["digests", "read", "value", "not_compared"]
@@ -145,8 +145,8 @@ def _compare(a: Opened, b: Opened, paired: Sequence[tuple[_Comparison, Tree, Tre
                 pair.how, pair.difference = "read", Difference()
                 work.append((pair, tree_a, tree_b))
     total = sum(pair.a.nbytes + pair.b.nbytes for pair, _, _ in work)
-    with bar("comparing", total) as progress, Crew() as crew:
-        crew.run(task for pair, x, y in work for task in _tasks(a, x, b, y, pair, progress))
+    with bar("comparing", total) as progress:
+        run_tasks(task for pair, x, y in work for task in _tasks(a, x, b, y, pair, progress))
     for pair, _, _ in work:
         if pair.difference is not None and pair.difference.changed:
             pair.reasons.append("values")

@@ -25,7 +25,7 @@ from shardkeep.placing import check_fits
 from shardkeep.progress import Progress
 from shardkeep.reading import Source, check_blocks
 from shardkeep.stores.base import Mapping
-from shardkeep.workers import Crew, Task
+from shardkeep.workers import Task, run_tasks
 
 _ALIGN = 64
 _MOST_MAPPINGS = 30_000  # Linux allows 65,530 to a process
@@ -78,8 +78,7 @@ def make(
                 made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
     rooms = _allot(made, scratch, directory)
     tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
-    with Crew() as crew:
-        crew.run([*maker.checks, *tasks])
+    run_tasks([*maker.checks, *tasks])
     return made
 
 

@@ -25,7 +25,7 @@ from shardkeep.cli.output import Cell, Output, UsageError, bar, counted, json_nu
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.progress import Progress
 from shardkeep.reading import Source
-from shardkeep.workers import Crew, Task
+from shardkeep.workers import Task, run_tasks
 
 
 @dataclass
@@ -53,8 +53,8 @@ def stats(path: str, output: Output, prefix: str | None, match: str | None) -> i
     if match is not None and not any(chosen.values()):
         raise UsageError(f"--match {match!r} finds no leaf in {path}")
     measured = [_Measured(name, leaf) for name, leaves in chosen.items() for leaf in leaves]
-    with steady(opened), bar("reading", sum(m.leaf.nbytes for m in measured)) as progress, Crew() as crew:
-        crew.run(task for m in measured for task in _tasks(opened, trees[m.prefix], m, progress))
+    with steady(opened), bar("reading", sum(m.leaf.nbytes for m in measured)) as progress:
+        run_tasks(task for m in measured for task in _tasks(opened, trees[m.prefix], m, progress))
     shown = [m for m in measured if m.leaf.spec is not None or m.flags]
     if output.as_json:
         output.document({"path": path, "leaves": [_document(m) for m in shown]})

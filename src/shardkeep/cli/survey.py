@@ -21,6 +21,7 @@ from shardkeep.formats.eformer import INDEX as EFORMER_INDEX
 from shardkeep.formats.zarr import ZARRAY, describe
 from shardkeep.manifest import MANIFEST, Manifest
 from shardkeep.opening import find
+from shardkeep.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL, LocalStore
 from shardkeep.stores.places import location, sibling, store_at
@@ -218,12 +219,11 @@ def _unfinished(target: Target | None) -> State:
     if target is None:
         return "unfinished"
     store = target.store
-    for save in store.children(store.saves):
-        try:
-            held = store.try_hold(f"{store.saves}/{save}")
-        except OSError:  # not ours to look at
-            return "unfinished"
-        if held is None:
-            return "saving"
-        held.abandon()
+    with Scope(f"looking at {target.where}") as scope:
+        for save in store.children(store.saves):
+            try:
+                if store.try_hold(f"{store.saves}/{save}", scope) is None:
+                    return "saving"
+            except OSError:  # not ours to look at
+                return "unfinished"
     return "unfinished"

@@ -86,8 +86,8 @@ class _HandOver:
     """
 
     def __init__(self) -> None:
-        self._starting = threading.Lock()
-        self._lock = threading.Lock()
+        self._starting = threading.RLock()
+        self._lock = threading.RLock()
         self._pending: list[PendingSave] = []
         self._failure: Exception | None = None
         self._under_way = False

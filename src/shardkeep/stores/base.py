@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardkeep.scopes import Scope
+
 
 class StoredFile(AbstractContextManager["StoredFile"], Protocol):
     """An open file of a checkpoint."""
@@ -55,17 +57,21 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
 
 
 class Held(Protocol):
-    """A record that tells others its save is alive, until it is released."""
+    """A record that tells others its save is alive, from `take` until it is removed or released."""
+
+    def take(self, line: bytes, /) -> None:
+        """Create the record with a first line, durably, and hold it."""
+        ...
 
     def append(self, line: bytes) -> None:
         """Add a line to the record, durably."""
         ...
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Remove the record and stop telling."""
         ...
 
-    def abandon(self) -> None:
+    def release(self) -> None:
         """Stop telling but leave the record, so that a later save cleans up after this one."""
         ...
 
@@ -175,12 +181,12 @@ class Store(Protocol):
         """Exclude every other writer, making the place if need be; `ConflictError` if it cannot be had in time."""
         ...
 
-    def hold(self, name: str, line: bytes) -> Held:
-        """Create a record with a first line and hold it."""
+    def hold(self, name: str) -> Held:
+        """A record that is to be taken."""
         ...
 
-    def try_hold(self, name: str) -> Held | None:
-        """Take over a record nobody holds; None if its save is alive or it is gone."""
+    def try_hold(self, name: str, scope: Scope) -> Held | None:
+        """Take over a record nobody holds, as a resource of `scope`; None if its save is alive or it is gone."""
         ...
 
     def claim(self, name: str) -> bool:

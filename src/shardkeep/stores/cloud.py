@@ -18,12 +18,13 @@ from typing import Any
 import obstore
 
 from shardkeep.errors import ConflictError, StorageError
+from shardkeep.scopes import Scope, frame_above, sweep
 from shardkeep.stores import leases
 from shardkeep.stores.credentials import Bucket, is_final
 from shardkeep.stores.leases import Lease, is_dead
 from shardkeep.stores.objects import PAGE, REFUSED, Objects, version_of
 from shardkeep.stores.ranges import GAP, CloudFile
-from shardkeep.workers import Crew
+from shardkeep.workers import run_tasks
 
 OBJECT_LIMIT = 32 << 20  # what is put as one object
 LARGE = 2 * OBJECT_LIMIT  # what is larger goes up in parts
@@ -208,8 +209,7 @@ class CloudStore(Objects):
         for name in wanted:
             self._forget(name)
         if self.bucket.scheme == "gs":  # there is no deleting in bulk
-            with Crew(CONCURRENCY) as crew:
-                crew.run(partial(self._remove_some, name, self.key(name)) for name in wanted)
+            run_tasks((partial(self._remove_some, name, self.key(name)) for name in wanted), CONCURRENCY)
             return
         for start in range(0, len(wanted), 1000):
             self._remove_some("", [self.key(name) for name in wanted[start : start + 1000]])
@@ -265,62 +265,42 @@ class CloudStore(Objects):
     @contextmanager
     def lock(self, seconds: float) -> Generator[None]:
         self._writes = True
-        lease = self._take_lock(f"{self.control}/lock", time.monotonic() + seconds)
-        self._leases.append(lease)
-        self._inside = {}
-        try:
-            lease.check_conditions()
+        name = f"{self.control}/lock"
+        with Scope(f"locking {self.locate(name)}", frame_above(2)) as scope:
+            lock = scope.add(_Lock(self, name, scope))
+            lock.take(time.monotonic() + seconds)
+            self._inside = {}
             yield
-        finally:
-            self._inside = None
-            self._leases.remove(lease)
-            try:
-                lease.release()
-            except StorageError as error:
-                log.warning("shardkeep: the lock of %s stays until it expires (%s)", self.url, error)
 
-    def _take_lock(self, name: str, deadline: float) -> Lease:
-        """The lock, once it is free; or that of an owner who does not renew it any more."""
-        seen: tuple[Any, float] = (None, 0.0)
-        pause = 0.02
-        while True:
-            with suppress(*REFUSED):
-                return Lease(self, name, b"", "create")
-            with suppress(FileNotFoundError, *REFUSED):
-                version = version_of(self.call(obstore.head, name))
-                if version != seen[0]:
-                    seen = (version, time.monotonic())
-                if time.monotonic() - seen[1] > leases.LEASE:
-                    return Lease(self, name, b"", version)
-            now = time.monotonic()
-            if now > deadline and now - seen[1] < leases.LEASE / 2:  # else its owner may be dead, which soon will show
-                raise ConflictError(f"another program holds the lock {self.locate(name)} for too long")
-            time.sleep(pause)
-            pause = min(pause * 2, 1.0)
-
-    def hold(self, name: str, line: bytes) -> Lease:
+    def hold(self, name: str) -> "_Record":
         self._writes = True
         self._forget(name)
-        try:
-            lease = Lease(self, name, line + b"\n", "create")
-        except REFUSED as error:
-            raise ConflictError(f"{self.locate(name)} is there already: another program does the same") from error
-        self._leases.append(lease)
-        return lease
+        return _Record(self, name)
 
-    def try_hold(self, name: str) -> Lease | None:
+    def try_hold(self, name: str, scope: Scope) -> Lease | None:
         """Called with the lock held, whose own age tells the time as the server has it.
 
         A save that was only stopped must not go on: what is put in the place of its record tells it.
         """
+        held = scope.add(Lease(self, name, renewed=False))
         try:
             meta, data = self.get(name)
             now = self.call(obstore.head, f"{self.control}/lock")["last_modified"]
             if (now - meta["last_modified"]).total_seconds() <= leases.LEASE and not is_dead(data):
                 return None
-            return Lease(self, name, data.partition(b"\n")[2], version_of(meta), renewed=False)
+            held.take(data.partition(b"\n")[2], version_of(meta))
         except (FileNotFoundError, *REFUSED):
             return None
+        return held
+
+    def watch(self, lease: Lease) -> None:
+        """From now on nothing is committed unless this lease is still ours."""
+        self._leases.append(lease)
+
+    def unlock(self, lease: Lease | None) -> None:
+        self._inside = None
+        if lease in self._leases:
+            self._leases.remove(lease)
 
     def claim(self, name: str) -> bool:
         self._forget(name)
@@ -336,6 +316,83 @@ class CloudStore(Objects):
 
     def free_bytes(self) -> int | None:
         return None
+
+
+class _Lock:
+    """The lock of a checkpoint, while a call needs it."""
+
+    def __init__(self, store: CloudStore, name: str, scope: Scope) -> None:
+        self._store, self._name, self._scope = store, name, scope
+        self._lease: Lease | None = None
+        self._place = store.locate(name)
+
+    def take(self, deadline: float) -> None:
+        """Wait until the lock is free, or its owner does not renew it any more."""
+        seen: tuple[Any, float] = (None, 0.0)
+        pause = 0.02
+        _locks.add(self)
+        while not self._try("create"):
+            self._refuse_below()
+            with suppress(FileNotFoundError):
+                version = version_of(self._store.call(obstore.head, self._name))
+                if version != seen[0]:
+                    seen = (version, time.monotonic())
+                if time.monotonic() - seen[1] > leases.LEASE and self._try(version):
+                    break
+            now = time.monotonic()
+            if now > deadline and now - seen[1] < leases.LEASE / 2:  # else its owner may be dead, which soon will show
+                raise ConflictError(f"another program holds the lock {self._place} for too long")
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
+            sweep()  # it may be held by a call of this program whose clean-up was interrupted
+        assert self._lease is not None
+        self._store.watch(self._lease)
+        self._lease.check_conditions()
+
+    def _try(self, mode: Any) -> bool:
+        self._lease = Lease(self._store, self._name)
+        try:
+            self._lease.take(b"", mode)
+        except REFUSED:
+            return False
+        return True
+
+    def _refuse_below(self) -> None:
+        """`ConflictError` if the lock is held by a call that this one interrupted, and which so cannot release it."""
+        if any(o is not self and o._place == self._place and o._scope.is_below for o in tuple(_locks)):
+            raise ConflictError(
+                f"the lock {self._place} is held by a call that this one has interrupted: it was made by a signal "
+                "handler, on the same thread. Nothing was done. In a handler, set a flag and act on it in the loop"
+            )
+
+    def release(self) -> None:
+        self._store.unlock(self._lease)
+        try:
+            if self._lease is not None:
+                self._lease.remove()
+        except StorageError as error:
+            log.warning("shardkeep: the lock of %s stays until it expires (%s)", self._store.url, error)
+        _locks.discard(self)
+
+
+_locks: set[_Lock] = set()
+os.register_at_fork(after_in_child=_locks.clear)
+
+
+class _Record(Lease):
+    """The record of a running save."""
+
+    def __init__(self, store: CloudStore, name: str) -> None:
+        super().__init__(store, name)
+        self._cloud = store
+
+    def take(self, lines: bytes, mode: Any = "create") -> None:
+        try:
+            super().take(lines + b"\n", mode)
+        except REFUSED as error:
+            place = self._cloud.locate(self._name)
+            raise ConflictError(f"{place} is there already: another program does the same") from error
+        self._cloud.watch(self)
 
 
 class _Listing:

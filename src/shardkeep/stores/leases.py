@@ -12,6 +12,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from shardkeep.errors import ConflictError, StorageError
+from shardkeep.scopes import Latch
 from shardkeep.stores.credentials import Clients
 from shardkeep.stores.objects import REFUSED, Objects, version_of
 
@@ -34,22 +35,22 @@ class Lease:
     Its first line says who and how often, so that no two puts are the same; S3 tells objects apart by their bytes.
     """
 
-    def __init__(self, store: Objects, name: str, lines: bytes, mode: Any, renewed: bool = True) -> None:
+    def __init__(self, store: Objects, name: str, renewed: bool = True) -> None:
         """Not `renewed`: taken from an owner who died, and so dead for whoever comes next."""
-        self._store, self._name, self._lines = store, name, lines
+        self._store, self._name, self._lines = store, name, b""
         self._owner = b'{"owner": "%b"' % os.urandom(16).hex().encode()
-        self._end = b"" if renewed else _DEAD
+        self._is_renewed, self._end = renewed, b"" if renewed else _DEAD
         self._count = 0
-        self._over = threading.Event()
+        self._over = Latch()
         self._lock = threading.Lock()
         self._renewed = time.monotonic()
-        try:
-            self._version = store.put(name, self._signed(lines), mode)
-        except KeyboardInterrupt:  # it comes when the request is done, and nobody else would remove it
-            with suppress(StorageError):
-                store.remove_own(name, self._owner, sure=False)
-            raise
-        if renewed:
+        self._version: dict[str, Any] | None = None
+
+    def take(self, lines: bytes, mode: Any = "create") -> None:
+        """Put the object, on a condition, and go on renewing it; one of `REFUSED` is raised if that does not hold."""
+        self._lines, self._renewed = lines, time.monotonic()
+        self._version = self._store.put(self._name, self._signed(lines), mode)
+        if self._is_renewed:
             with suppress(RuntimeError):  # at the end of the program no thread can be started any more
                 threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()
 
@@ -68,7 +69,7 @@ class Lease:
 
     def _put(self, lines: bytes) -> None:
         with self._lock:
-            if self._over.is_set():
+            if self._over.is_set:
                 return
             began = time.monotonic()  # the server counts from when it is done, which is later
             try:
@@ -82,7 +83,7 @@ class Lease:
 
     def _put_over(self, lines: bytes) -> dict[str, Any]:
         try:
-            return self._store.put(self._name, self._signed(lines), self._version)
+            return self._store.put(self._name, self._signed(lines), self._version or "create")
         except REFUSED:  # by another, or by a put of ours whose answer never came
             with suppress(FileNotFoundError):
                 meta, data = self._store.get(self._name)
@@ -116,12 +117,15 @@ class Lease:
                 )
                 return
 
-    def release(self) -> None:
-        self.abandon()
+    def remove(self) -> None:
+        """Stop renewing the object, and remove it."""
+        self.release()
         # After so long without renewing it may be another's by now, who will remove it.
-        if time.monotonic() - self._renewed < LEASE:
-            self._store.remove_own(self._name, self._owner)
+        if self._count and time.monotonic() - self._renewed < LEASE:
+            # A put that was interrupted may have been done: then it is looked at before it is removed.
+            self._store.remove_own(self._name, self._owner, sure=self._version is not None)
 
-    def abandon(self) -> None:
+    def release(self) -> None:
+        """Stop renewing the object. It stays until somebody finds it dead."""
         with self._lock:
             self._over.set()

@@ -8,10 +8,11 @@ import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 
 from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.scopes import Scope, frame_above, sweep
+from shardkeep.stores.descriptors import Descriptor
 from shardkeep.stores.mapping import MAPPABLE, LocalFile, file_system
 from shardkeep.stores.newfile import DIRECT, LocalNewFile, write_at
 
@@ -23,20 +24,42 @@ _MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
 
 
-_locked: set[int] = set()  # descriptors with a lock, which a forked child must not keep alive
+_locks: "set[_LockFile]" = set()  # held, or about to be
 
 
-def _unlock(descriptor: int) -> None:
-    _locked.discard(descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to a child that was just forked
-    os.close(descriptor)
+class _LockFile:
+    """A file that is locked while a call needs it. The lock goes with the process, however it ends."""
+
+    def __init__(self, path: str, scope: Scope | None = None) -> None:
+        self.path, self.scope = path, scope
+        self.file: Descriptor | None = None
+
+    def open(self, flags: int) -> int:
+        _locks.add(self)
+        self.file = Descriptor(self.path, os.O_RDWR | flags)
+        return self.file.number
+
+    def try_lock(self) -> bool:
+        assert self.file is not None
+        try:
+            fcntl.flock(self.file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        if self.file is not None and self.file.is_open:
+            fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing alone leaves it to a child that was just forked
+            self.file.close()
+        _locks.discard(self)
 
 
 def _let_go() -> None:
-    for descriptor in _locked:
-        with suppress(OSError):
-            os.close(descriptor)
-    _locked.clear()
+    """In a forked child, which must not keep the parent's locks alive."""
+    for lock in _locks:
+        if lock.file is not None:
+            lock.file.close()
+    _locks.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)
@@ -61,11 +84,11 @@ class LocalStore:
 
     def read(self, name: str) -> bytes:
         path = self._checked(name)
-        descriptor = _open_plain(path)
-        with open(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_size > _MAX_DOCUMENT:
+        with _open_plain(path) as file:
+            if os.fstat(file.number).st_size > _MAX_DOCUMENT:
                 raise IntegrityError(f"{path} is too large to be a document of a checkpoint")
-            return file.read()
+            with open(file.number, "rb", closefd=False) as content:
+                return content.read()
 
     def size(self, name: str) -> int | None:
         try:
@@ -146,11 +169,8 @@ class LocalStore:
                 file.close()
                 raise
             return file
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_at(descriptor, 0, list(buffers), path)
-        finally:
-            os.close(descriptor)
+        with Descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
+            write_at(new.number, 0, list(buffers), path)
         return None
 
     def sync(self, names: Sequence[str]) -> None:
@@ -170,13 +190,10 @@ class LocalStore:
     def replace(self, name: str, data: bytes) -> None:
         path = self.locate(name)
         aside = f"{path}.{os.urandom(8).hex()}.tmp"
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                write_at(descriptor, 0, [memoryview(data)], aside)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
+                write_at(new.number, 0, [memoryview(data)], aside)
+                os.fsync(new.number)
             os.rename(aside, path)
         except BaseException:
             with suppress(OSError):
@@ -207,11 +224,8 @@ class LocalStore:
                 directory = os.path.dirname(directory)
 
     def write_into(self, name: str, offset: int, data: bytes) -> None:
-        descriptor = os.open(self.locate(name), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            write_at(descriptor, offset, [memoryview(data)], self.locate(name))
-        finally:
-            os.close(descriptor)
+        with Descriptor(self.locate(name), os.O_WRONLY) as file:
+            write_at(file.number, offset, [memoryview(data)], self.locate(name))
 
     def rename(self, name: str, new: str) -> None:
         os.rename(self.locate(name), self.locate(new))
@@ -259,67 +273,42 @@ class LocalStore:
 
     @contextmanager
     def lock(self, seconds: float) -> Generator[None]:
-        path = self.locate(f"{self.control}/lock")
-        deadline = time.monotonic() + seconds
         for part in (self.control, self.saves, f"{self.control}/claims", f"{self.control}/lock"):
             if os.path.islink(self.locate(part)):  # files are made and removed there: it must be there
                 raise IntegrityError(f"{self.locate(part)} is a symbolic link, which shardkeep never makes; remove it")
+        path = self.locate(f"{self.control}/lock")
+        with Scope(f"locking {path}", frame_above(2)) as scope:
+            self._take_lock(path, time.monotonic() + seconds, scope)
+            yield
+
+    def _take_lock(self, path: str, deadline: float, scope: Scope) -> None:
         while True:
             make_directories(os.path.dirname(path))
+            lock = scope.add(_LockFile(path, scope))
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                number = lock.open(os.O_CREAT)
             except FileNotFoundError:  # a delete was faster
                 continue
-            _locked.add(descriptor)
-            try:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    wait_for_lock(descriptor, path, deadline)
-                # Removed while we waited? Then the lock is another file now.
-                if not os.path.exists(path) or os.fstat(descriptor).st_nlink == 0:
-                    continue
-                yield
+            if not lock.try_lock():
+                _refuse_below(path)
+                wait_for_lock(number, path, deadline)
+            # Removed while we waited? Then the lock is another file now.
+            if os.path.exists(path) and os.fstat(number).st_nlink:
                 return
-            finally:
-                if descriptor in _locked:
-                    _unlock(descriptor)
+            lock.release()
 
-    def hold(self, name: str, line: bytes) -> "LocalHeld":
-        path = self.locate(name)
-        make_directories(os.path.dirname(path))
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        _locked.add(descriptor)
-        held = LocalHeld(path, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            write_at(descriptor, 0, [memoryview(line + b"\n")], path)
-            os.fsync(descriptor)
-            sync_path(os.path.dirname(path))
-        except BaseException:
-            held.release()
-            raise
-        return held
+    def hold(self, name: str) -> "LocalHeld":
+        return LocalHeld(self.locate(name))
 
-    def try_hold(self, name: str) -> "LocalHeld | None":
-        path = self.locate(name)
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        _locked.add(descriptor)
-        return LocalHeld(path, descriptor)
+    def try_hold(self, name: str, scope: Scope) -> "LocalHeld | None":
+        held = scope.add(LocalHeld(self.locate(name)))
+        return held if held.take_over() else None
 
     def claim(self, name: str) -> bool:
         path = self.locate(name)
         make_directories(os.path.dirname(path))
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            Descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL).close()
         except FileExistsError:
             return False
         sync_path(os.path.dirname(path))
@@ -333,44 +322,63 @@ class LocalStore:
         return stats.f_bavail * stats.f_frsize
 
 
-@dataclass(slots=True)
-class LocalHeld:
-    """A locked record file. The lock goes with the process, however it ends."""
+class LocalHeld(_LockFile):
+    """A record file, locked as long as its save lives."""
 
-    _path: str
-    _descriptor: int
+    def take(self, line: bytes) -> None:
+        make_directories(os.path.dirname(self.path))
+        number = self.open(os.O_CREAT | os.O_EXCL)
+        fcntl.flock(number, fcntl.LOCK_EX)
+        write_at(number, 0, [memoryview(line + b"\n")], self.path)
+        os.fsync(number)
+        sync_path(os.path.dirname(self.path))
+
+    def take_over(self) -> bool:
+        """Lock the record of a save that has died; False if it lives, or the record is gone."""
+        try:
+            self.open(0)
+        except FileNotFoundError:
+            return False
+        taken = self.try_lock()
+        if not taken:
+            self.release()
+        return taken
 
     def append(self, line: bytes) -> None:
         # A line torn by a crash is the last one and is ignored; what was there before stays readable.
-        end = os.fstat(self._descriptor).st_size
-        write_at(self._descriptor, end, [memoryview(line + b"\n")], self._path)
-        os.fsync(self._descriptor)
+        assert self.file is not None
+        end = os.fstat(self.file.number).st_size
+        write_at(self.file.number, end, [memoryview(line + b"\n")], self.path)
+        os.fsync(self.file.number)
 
-    def release(self) -> None:
+    def remove(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(self._path)
-        if self._descriptor in _locked:
-            _unlock(self._descriptor)
-        self._descriptor = -1
-
-    def abandon(self) -> None:
-        if self._descriptor in _locked:
-            _unlock(self._descriptor)
-        self._descriptor = -1
+            os.unlink(self.path)
+        self.release()
 
 
-def _open_plain(path: str) -> int:
+def _refuse_below(path: str) -> None:
+    """`ConflictError` if the lock is held by a call that this one interrupted, and which so cannot release it."""
+    below = next((lock for lock in tuple(_locks) if lock.path == path and lock.scope and lock.scope.is_below), None)
+    if below is not None:
+        raise ConflictError(
+            f"the lock {path} is held by a call that this one has interrupted: it was made by a signal handler, on the "
+            "same thread. Nothing was done. In a handler, set a flag and act on it in the training loop"
+        )
+
+
+def _open_plain(path: str) -> Descriptor:
     """Open a file to read; what is no plain file (and could block, or never end) is an `IntegrityError`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise IntegrityError(f"{path} is a symbolic link that leads nowhere") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    if not stat.S_ISREG(os.fstat(file.number).st_mode):
+        file.close()
         raise IntegrityError(f"{path} is not a plain file")
-    return descriptor
+    return file
 
 
 def make_directories(path: str, durable: bool = True) -> None:
@@ -394,13 +402,11 @@ def make_directories(path: str, durable: bool = True) -> None:
 
 def sync_path(path: str) -> None:
     """Make a file or a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
-    finally:
-        os.close(descriptor)
+    with Descriptor(path, os.O_RDONLY) as opened:
+        try:
+            os.fsync(opened.number)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
 
 
 def sync_file_system(path: str) -> bool:
@@ -408,13 +414,10 @@ def sync_file_system(path: str) -> bool:
     call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
     if call is None:
         return False
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if call(descriptor) != 0:
+    with Descriptor(path, os.O_RDONLY) as opened:
+        if call(opened.number) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), path)
-    finally:
-        os.close(descriptor)
     return True
 
 
@@ -431,3 +434,4 @@ def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
                 ) from None
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
+        sweep()  # it may be held by a call of this program whose clean-up was interrupted

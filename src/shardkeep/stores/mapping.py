@@ -4,12 +4,13 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+
+from shardkeep.stores.descriptors import Descriptor
 
 _MAX_READ = 1 << 30
 _HUGEPAGE = 14  # MADV_HUGEPAGE: a file comes into the page cache in huge pages, as fast as past it, and is mapped so
@@ -22,15 +23,14 @@ MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tm
 class LocalFile:
     """An open file; its mappings stay valid after it is closed."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self.size = os.fstat(descriptor).st_size
+    def __init__(self, file: Descriptor, path: str) -> None:
+        self._path, self._file = path, file
+        self.size = os.fstat(file.number).st_size
 
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
         target = memoryview(cast(Any, buffer))
         while len(target):
-            count = os.preadv(self._descriptor, [target[:_MAX_READ]], offset)
+            count = os.preadv(self._file.number, [target[:_MAX_READ]], offset)
             if count == 0:
                 raise EOFError(f"{self._path} ends before byte {offset + len(target)}")
             target = target[count:]
@@ -40,10 +40,10 @@ class LocalFile:
         if offset + length > self.size:
             raise EOFError(f"{self._path} ends before byte {offset + length}")
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        return LocalMapping(Pages(self._descriptor, start, offset + length - start), offset - start, self._path)
+        return LocalMapping(Pages(self._file.number, start, offset + length - start), offset - start, self._path)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
     def __enter__(self) -> "LocalFile":
         return self
@@ -68,12 +68,12 @@ class LocalMapping:
             raise OSError(errno.EIO, "Input/output error", self._path)
 
 
-_lock = threading.RLock()  # a collection may end one while another begins
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class Pages:
@@ -84,18 +84,17 @@ class Pages:
     """
 
     most = 30_000  # of the 65,530 mappings that Linux gives a process
-    count = 0
+    addresses: set[int] = set()
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._address, self._length = None, length
-        if Pages.count >= Pages.most:
+        if len(Pages.addresses) >= Pages.most:
             raise OSError(errno.ENOMEM, "there are as many mapped files as a process should have")
-        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
-        if address == ctypes.c_void_p(-1).value:
+        self._address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
+        if self._address == _FAILED:
+            self._address = None
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._address = address
-        with _lock:
-            Pages.count += 1
+        Pages.addresses.add(self._address or 0)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -113,11 +112,10 @@ class Pages:
         failed = _libc.madvise((self._address or 0) + start, length, _POPULATE_READ) != 0
         return ctypes.get_errno() if failed else 0
 
-    def __del__(self, unmap: Any = _libc.munmap, lock: Any = _lock) -> None:
-        if self._address is not None:
+    def __del__(self, unmap: Any = _libc.munmap, failed: Any = _FAILED) -> None:
+        if self._address not in (None, failed):
+            type(self).addresses.discard(self._address)  # first: the next mapping may be given the same one
             unmap(self._address, self._length)
-            with lock:
-                type(self).count -= 1
 
 
 def file_system(directory: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from shardkeep.memory import PAGE, Array
+from shardkeep.stores.descriptors import Descriptor
 
 DIRECT = frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()  # file systems that gain by it
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
@@ -26,45 +27,38 @@ class LocalNewFile:
 
     def __init__(self, path: str, size: int = 0, direct: bool = False) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._direct = -1
-        try:
-            self._prepare(size, direct)
-        except BaseException:
-            self.close()
-            raise
-
-    def _prepare(self, size: int, direct: bool) -> None:
+        self._file = Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._direct: Descriptor | None = None
         try:
             if direct:
-                self._direct = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._direct = Descriptor(path, os.O_WRONLY | os.O_DIRECT)
             if size:
-                os.posix_fallocate(self._descriptor, 0, size)  # several threads write best where there is room already
+                os.posix_fallocate(self._file.number, 0, size)  # several threads write best where there is room already
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise OSError(error.errno, error.strerror, self.path) from None
+                raise OSError(error.errno, error.strerror, path) from None
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        written = write_at(self._descriptor, offset, buffers, self.path)
+        written = write_at(self._file.number, offset, buffers, self.path)
         if written >= _LARGE:
             self._send()
 
     def _send(self) -> None:
         """What is in the page cache is sent to the disk; what is there already leaves the cache."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write_aligned(self, offset: int, memory: Array) -> None:
         """Put `memory` at `offset`; both lie equally far from the start of a block."""
         end = offset + memory.size
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
-        if self._direct < 0 or first >= last:
+        if self._direct is None or first >= last:
             self.write(offset, [_view(memory)])
             return
         head, tail = first - offset, last - offset
         self.write(offset, [_view(memory[:head])])
         try:
-            write_at(self._direct, first, [_view(memory[head:tail])], self.path)
+            write_at(self._direct.number, first, [_view(memory[head:tail])], self.path)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a disk with larger blocks
                 raise
@@ -73,17 +67,16 @@ class LocalNewFile:
 
     def sync(self) -> None:
         try:
-            os.fsync(self._descriptor)
+            os.fsync(self._file.number)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self.path) from None
 
     def close(self) -> None:
-        if self._descriptor >= 0:
+        if self._file.is_open:
             self._send()
-        for descriptor in (self._direct, self._descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._direct = self._descriptor = -1
+            self._file.close()
+        if self._direct is not None:
+            self._direct.close()
 
     def __enter__(self) -> "LocalNewFile":
         return self
