@@ -73,10 +73,10 @@ def test_its_memory_is_used_again_and_let_go_when_the_loop_stops_donating(
     for number in range(4):
         tree = saved_while_donated(tmp_path / str(number), tree)
     assert len(taken) == 2, "a little for the few that are watched, then for all, which is used again and again"
-    assert donations._free is not None
+    assert donations._free
     shardkeep.save_async(tmp_path / "kept", tree).wait()
     assert not donations.expected
-    assert donations._free is None
+    assert not donations._free
     shardkeep.save_async(tmp_path / "views", tree).wait()
     assert taken[2:] == taken[:1]
 
@@ -130,12 +130,12 @@ def test_a_save_that_comes_early_does_not_wait_until_all_memory_is_prepared(monk
     monkeypatch.setattr(donation, "_PAUSES", (60.0,))
     preparing = threading.Thread(target=fresh.prepare)
     preparing.start()
-    while not fresh._preparing.locked():
+    while fresh._wanted:
         pass
     memory = fresh._take(1 << 20)
     preparing.join()
     assert memory.size == 1 << 20
-    assert fresh._free is None
+    assert not fresh._free
     memory[:] = 1
 
 
@@ -193,7 +193,7 @@ from shardkeep import donation
 donation._PAUSES = (3600.0,)
 donation.donations.expected, donation.donations._wanted = True, 256 << 20  # as after a save
 threading.Thread(target=donation.donations.prepare).start()
-while not donation.donations._preparing.locked():
+while donation.donations._wanted:
     pass
 print("over")
 """

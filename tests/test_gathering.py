@@ -25,6 +25,8 @@ from shardkeep.gathering import (
     reshard,
     to_host,
 )
+from shardkeep.memory import Claim
+from shardkeep.scopes import Scope
 from support import Point, assert_same, bits, mesh_of
 
 P = PartitionSpec
@@ -71,9 +73,12 @@ class TestOffload:
         """Whether two saves that fill the budget together need not wait."""
 
         def fill() -> None:
-            gathering.budget.take(1, "one")
-            gathering.budget.take(99, "another")
-            gathering.budget.give_back(100)
+            scope = Scope("a test")
+            claims = [Claim(gathering.budget, scope), Claim(gathering.budget, scope)]
+            claims[0].take(1, "one")
+            claims[1].take(99, "another")
+            for claim in claims:
+                claim.release()
 
         thread = threading.Thread(target=fill, daemon=True)
         thread.start()
@@ -81,22 +86,24 @@ class TestOffload:
         return not thread.is_alive()
 
     def test_it_waits_for_room_and_leaves_it_as_it_was(self, caplog: pytest.LogCaptureFixture) -> None:
-        gathering.budget.take(90, "another save")
+        other = Claim(gathering.budget, Scope("a test"))
+        other.take(90, "another save")
         moved: list[Any] = []
         thread = threading.Thread(target=lambda: moved.append(offload(spread(), "enc.w", MESH, True)))
         thread.start()
         thread.join(0.2)
         assert moved == []
         assert "moving enc.w to the host waits: 90 bytes are held" in caplog.text
-        gathering.budget.give_back(90)
+        other.release()
         thread.join(20)
         assert_same(moved[0], jnp.asarray(np.asarray(spread())))
         assert self.all_is_free()
 
     def test_a_gather_on_devices_needs_no_room_on_the_host(self) -> None:
-        gathering.budget.take(100, "another save")
+        other = Claim(gathering.budget, Scope("a test"))
+        other.take(100, "another save")
         assert offload(spread(), "w", MESH, False).sharding == NamedSharding(MESH, P())
-        gathering.budget.give_back(100)
+        other.release()
 
     def test_room_is_given_back_when_the_array_cannot_be_moved(self) -> None:
         gone = spread()

@@ -21,7 +21,8 @@ import shardkeep
 from faults.spawner import MODES, Pause, shim
 from shardkeep.memory import budget
 from shardkeep.pending import PendingSave
-from shardkeep.workers import Turns
+from shardkeep.save_queue import QueueEntry, _queue
+from shardkeep.scopes import Scope
 from support import assert_same
 
 TESTS = Path(__file__).parent
@@ -232,7 +233,8 @@ class TestHandle:
             go.wait()
             return report
 
-        pending.start(work)
+        with Scope("a test") as scope:
+            pending.start(scope, work)
         assert not pending.done()
         assert "running" in repr(pending)
         with pytest.raises(TimeoutError, match=r"somewhere is still running after 0\.05 s"):
@@ -300,25 +302,22 @@ class TestOrder:
                 handle.wait()
             assert shardkeep.load(tmp_path / "real" / "run")["w"][0] == len(names) - 1
 
-    def test_turns_follow_each_other_and_leave_nothing(self) -> None:
-        turns = Turns()
-        first, first_done = turns.queue("x")
-        second, second_done = turns.queue("x")
-        other, other_done = turns.queue("y")
-        assert first is None
-        assert other is None
-        assert second is not None
-        assert not second.is_set()
-        first_done()
-        assert second.is_set()
-        third, third_done = turns.queue("x")
-        assert third is not None
-        assert not third.is_set()
-        second_done()
-        assert third.is_set()
-        third_done()
-        other_done()
-        assert turns.queue("x")[0] is None
+    def test_entries_follow_each_other_and_leave_nothing(self) -> None:
+        with Scope("a test") as scope:
+            first, second, third = (QueueEntry("x", scope) for _ in range(3))
+            other = QueueEntry("y", scope)
+            for entry in (first, second, third, other):
+                entry.enter()
+            assert first._ahead() == other._ahead() == []
+            assert second._ahead() == [first]
+            assert third._ahead() == [first, second]
+            second.release()  # interrupted while it waited: the third goes on waiting for the first
+            assert third._ahead() == [first]
+            first.release()
+            assert third._ahead() == []
+            for entry in (first, third, other):
+                entry.release()
+            assert _queue == []
 
 
 class TestMemoryBudget:
@@ -359,7 +358,7 @@ class TestMemoryBudget:
             with pytest.raises(shardkeep.UnsupportedLeafError, match="bad"):
                 shardkeep.save_async(tmp_path / "x", {"w": np.ones(100_000), "bad": object()})
             shardkeep.save_async(tmp_path / f"good{i}", {"w": np.ones(100_000)}).wait(20)
-        assert budget._used == 0
+        assert budget.used == 0
 
     def test_the_budget_comes_from_the_environment(self, program: Program) -> None:
         process = program.start("from shardkeep.memory import budget; print(budget.limit)")

@@ -23,6 +23,7 @@ SOURCE = ROOT / "src" / "shardkeep"
 LAYERS = [
     "_version",
     "errors",
+    "scopes",
     "processes",
     "records",
     "arrays",
@@ -34,9 +35,11 @@ LAYERS = [
     "naming",
     "reports",
     "workers",
+    "save_queue",
     "progress",
     "memory",
     "stores.base",
+    "stores.descriptors",
     "stores.mapping",
     "stores.newfile",
     "stores.local",
@@ -97,7 +100,7 @@ LAYERS = [
     "cli.main",
     "__main__",
 ]
-MOST_FUNCTIONS, MOST_FILES, MOST_DEPTH = 80, 17, 9
+MOST_FUNCTIONS, MOST_FILES, MOST_DEPTH = 123, 21, 10
 
 
 def _modules() -> dict[str, Path]:

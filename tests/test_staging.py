@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
 from shardkeep import staging
-from shardkeep.memory import MemoryBudget, aligned_empty, available_memory
+from shardkeep.memory import Claim, MemoryBudget, aligned_empty, available_memory
+from shardkeep.scopes import Scope
 from shardkeep.staging import Snapshot, staged_sizes, take_snapshot
 from shardkeep.tree import flatten
 from shardkeep.workers import Crew
@@ -166,22 +167,25 @@ class TestBudget:
     def test_what_fits_is_taken_at_once_and_what_does_not_waits(self, caplog: pytest.LogCaptureFixture) -> None:
         budget = MemoryBudget()
         budget.set(100)
-        budget.take(60, "the first")
-        budget.take(40, "the second")
+        scope = Scope("a test")
+        first, second = Claim(budget, scope), Claim(budget, scope)
+        first.take(60, "the first")
+        second.take(40, "the second")
         taken = threading.Event()
 
         def take() -> None:
-            budget.take(50, "the third")
+            Claim(budget, Scope("a test")).take(50, "the third")
             taken.set()
 
         thread = threading.Thread(target=take)
         thread.start()
         time.sleep(0.05)
         assert not taken.is_set()
-        budget.give_back(40)
+        second.release()
         time.sleep(0.05)
         assert not taken.is_set()
-        budget.give_back(60)
+        first.release()
+        first.release()
         thread.join(5)
         assert taken.is_set()
         waits = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -190,14 +194,16 @@ class TestBudget:
     def test_more_than_the_budget_goes_alone(self) -> None:
         budget = MemoryBudget()
         budget.set(100)
-        budget.take(1000, "all")
-        budget.give_back(1000)
+        all_of_it = Claim(budget, Scope("a test"))
+        all_of_it.take(1000, "all")
+        all_of_it.release()
+        assert budget.used == 0
 
     def test_a_larger_budget_wakes_those_who_wait(self) -> None:
         budget = MemoryBudget()
         budget.set(100)
-        budget.take(100, "first")
-        thread = threading.Thread(target=lambda: budget.take(100, "second"))
+        Claim(budget, Scope("a test")).take(100, "first")
+        thread = threading.Thread(target=lambda: Claim(budget, Scope("a test")).take(100, "second"))
         thread.start()
         time.sleep(0.02)
         budget.set(1000)

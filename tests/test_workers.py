@@ -103,11 +103,12 @@ def test_tasks_may_be_made_while_they_run() -> None:
 
 def test_closing_ends_the_threads() -> None:
     before = _ours()
-    crew = Crew(4).start()
+    crew = Crew(4)
+    crew.start()
     assert _ours() == before + 3
-    crew.close()
+    crew.release()
     assert _ours() == before
-    crew.close()
+    crew.release()
 
 
 def test_threads_are_started_only_for_work_that_needs_them() -> None:
@@ -129,6 +130,7 @@ def test_ctrl_c_waits_for_the_helpers() -> None:
     printed = run_python(
         """
 import signal, threading, time, _thread
+from shardkeep.scopes import Scope
 from shardkeep.workers import Crew
 ended = []
 def slow():
@@ -137,9 +139,9 @@ def slow():
 def interrupt():
     threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
     time.sleep(0.05)
-with crew_of(3) as crew:
+with Scope("a test") as scope:
     try:
-        crew.run([interrupt, slow, slow])
+        scope.add(Crew(3)).run([interrupt, slow, slow])
     except KeyboardInterrupt:
         print("interrupted", len(ended))
 """
@@ -151,10 +153,11 @@ def test_the_program_ends_although_a_crew_was_never_closed_by_an_error() -> None
     """`with` closes it on every way out, so no thread keeps the program alive."""
     run_python(
         """
+from shardkeep.scopes import Scope
 from shardkeep.workers import Crew
 try:
-    with crew_of(3) as crew:
-        crew.run([lambda: 1 / 0])
+    with Scope("a test") as scope:
+        scope.add(Crew(3)).run([lambda: 1 / 0])
 except ZeroDivisionError:
     pass
 """,

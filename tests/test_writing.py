@@ -20,10 +20,12 @@ from shardkeep.arrays import ArraySpec, Region
 from shardkeep.digests import BLOCK, digest
 from shardkeep.memory import PAGE, Array, Shard, aligned_empty, lay_out
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
+from shardkeep.scopes import Scope
 from shardkeep.stores.local import LocalStore
 from shardkeep.stores.mapping import file_system
 from shardkeep.stores.newfile import DIRECT, LocalNewFile
 from shardkeep.tree import Skeleton
+from shardkeep.workers import Crew
 from shardkeep.writing import NewFiles, gather, write_files
 from support import FORMATS, assert_same, bits, cached_pages, crew_of, mesh_of, pattern, save_as
 
@@ -48,11 +50,10 @@ def _write(
 ) -> list[WrittenFile]:
     leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
     plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
-    with crew_of() as crew:
-        shards = [Shard(array, stable) for array in arrays]
-        return write_files(
-            LocalStore(str(root)), plan.files, plan.leaves, shards, crew, NewFiles(), progress, memory=memory
-        )
+    shards = [Shard(array, stable) for array in arrays]
+    with Scope("a test") as scope:
+        opened, crew = scope.add(NewFiles()), scope.add(Crew())
+        return write_files(LocalStore(str(root)), plan.files, plan.leaves, shards, crew, opened, progress, None, memory)
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -274,13 +275,12 @@ def test_each_shard_of_a_large_array_is_a_piece(tmp_path: Path, format: Any) -> 
 
 
 def test_finished_files_are_closed_some_files_later(tmp_path: Path) -> None:
-    kept = writing._Kept()
+    opened = NewFiles()
     for number in range(40):
-        kept.add(LocalNewFile(str(tmp_path / f"f{number}")))
+        opened.finish(opened.add(LocalNewFile(str(tmp_path / f"f{number}"))))
     assert {*_descriptors(tmp_path)} == {str(tmp_path / f"f{number}") for number in range(8, 40)}
-    for file in kept.files:
-        file.sync()
-        file.close()
+    opened.sync()
+    opened.release()
     assert _descriptors(tmp_path) == []
 
 

@@ -54,7 +54,7 @@ def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) ->
     if not cpu_offload:
         return to_host(array, None, mesh, False)
     with Scope(f"moving {key} to the host") as scope:
-        scope.add(Claim(budget)).take(array.nbytes, scope.what)
+        scope.add(Claim(budget, scope)).take(array.nbytes, scope.what)
         return to_host(array, None, mesh, True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.records import record
-from shardkeep.scopes import LOOK, Bell, is_nested, sweep
+from shardkeep.scopes import LOOK, Bell, Scope, is_nested, sweep
 
 log = logging.getLogger("shardkeep")
 
@@ -133,7 +133,7 @@ class MemoryBudget:
 
     def take(self, claim: "Claim", nbytes: int, what: str) -> None:
         """Wait until `nbytes` fit. A single request larger than the budget waits until it is alone."""
-        nested = is_nested()  # then what is held below cannot be given back before this is done
+        nested = is_nested(claim.scope)  # then what is held below cannot be given back before this is done
         said = False
         with self._changed.waiting() as wait:
             while True:
@@ -168,8 +168,8 @@ class MemoryBudget:
 class Claim:
     """A call's part of the budget."""
 
-    def __init__(self, budget: MemoryBudget) -> None:
-        self._budget = budget
+    def __init__(self, budget: MemoryBudget, scope: Scope) -> None:
+        self._budget, self.scope = budget, scope
 
     def take(self, nbytes: int, what: str) -> None:
         self._budget.take(self, nbytes, what)

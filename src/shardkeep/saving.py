@@ -210,7 +210,7 @@ class _Job:
             turn=Turn(target, draft),
             opened=NewFiles(),
             crew=crew,
-            claim=Claim(budget),
+            claim=Claim(budget, scope),
         )
         # The threads end first: then nothing uses the files, the memory and the names any more.
         for resource in (job.claim, job, job.turn, job.opened, job.crew):

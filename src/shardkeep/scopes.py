@@ -151,9 +151,9 @@ def sweep() -> None:
         scope.close_if_left()
 
 
-def is_nested() -> bool:
-    """Whether this call is made by a signal handler that interrupted another one of shardkeep."""
-    return any(scope.is_below for scope in tuple(_open))
+def is_nested(mine: Scope) -> bool:
+    """Whether the call of this scope was made by a signal handler that interrupted another call of shardkeep."""
+    return any(scope.is_below for scope in tuple(_open) if scope is not mine)
 
 
 class Bell:

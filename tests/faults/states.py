@@ -189,7 +189,7 @@ def save_with_few_threads(path: str, how: str, spare: int) -> dict[str, int]:
     deadline = time.monotonic() + 2
     while threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
-    return {"threads": threading.active_count(), "held": budget._used, "loaded": loaded}
+    return {"threads": threading.active_count(), "held": budget.used, "loaded": loaded}
 
 
 def _layer(fields: dict[str, int]) -> Any:

@@ -14,7 +14,7 @@ import shardkeep
 from buckets.fixtures import Both, Place, _alone, both, gcs, place, watched  # noqa: F401
 from buckets.writers import Writer, number_at, until
 from shardkeep.errors import ConflictError, StorageError
-from shardkeep.scopes import Scope
+from shardkeep.scopes import Latch, Scope
 from shardkeep.stores import base, cloud, leases, objects
 from shardkeep.stores.cloud import CloudStore
 from shardkeep.stores.credentials import Bucket
@@ -204,7 +204,7 @@ class TestLeases:
             assert taken is not None
             assert store.read("dead").splitlines()[1:] == [b'["b"]']
             # The owner was only stopped, and goes on: it is told.
-            dead._over.clear()
+            dead._over = Latch()
             for action in (lambda: dead.append(b"[]"), lambda: dead.confirm(0)):
                 with pytest.raises(ConflictError, match="taken for dead. Nothing was committed"):
                     action()
@@ -225,7 +225,7 @@ class TestLeases:
         time.sleep(2.2)
         with other.lock(10):
             assert other.try_hold("record", Scope("a test")) is not None
-        store._leases[0]._over.clear()
+        store._leases[0]._over = Latch()
         with pytest.raises(ConflictError, match="taken for dead"):
             store.replace("manifest.json", b"new")
         with pytest.raises(ConflictError, match="taken for dead"):
@@ -259,21 +259,33 @@ class TestLeases:
 
     def test_a_lock_that_is_renewed_is_not_taken_over(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(leases, "LEASE", 0.8)
-        with store_of(place).lock(10), pytest.raises(ConflictError, match=r"holds the lock .*\.shardkeep/lock"):  # noqa: SIM117
-            with store_of(place).lock(2):
-                pass
+        with store_of(place).lock(10), ThreadPoolExecutor(1) as pool:
+            entering = pool.submit(_enter, place, [], 2)
+            with pytest.raises(ConflictError, match=r"holds the lock .*\.shardkeep/lock"):
+                entering.result()
         assert place.names() == {}
 
     def test_who_lost_the_lock_does_not_remove_it(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(leases, "LEASE", 0.5)
         monkeypatch.setattr(leases.Lease, "_renew_often", lambda self: None)  # as if stopped
         first = store_of(place)
-        with first.lock(10), store_of(place).lock(10):
+        entered, leave = threading.Event(), threading.Event()
+
+        def enter() -> None:
+            with store_of(place).lock(10):
+                entered.set()
+                leave.wait(30)
+
+        with first.lock(10), ThreadPoolExecutor(1) as pool:
+            entering = pool.submit(enter)
+            assert entered.wait(30)
             with pytest.raises(ConflictError, match="taken for dead"):
                 first.replace("manifest.json", b"")
             held = place.get(".shardkeep/lock")
             first._leases[0].remove()
             assert place.get(".shardkeep/lock") == held
+            leave.set()
+            entering.result()
         assert set(place.names()) <= {".shardkeep/lock"}
 
     def test_one_of_many_claims(self, place: Place) -> None:
@@ -283,8 +295,8 @@ class TestLeases:
         assert not store_of(place).claim("claims/1")
 
 
-def _enter(place: Place, inside: list[int]) -> None:
-    with store_of(place).lock(10):
+def _enter(place: Place, inside: list[int], seconds: float = 10) -> None:
+    with store_of(place).lock(seconds):
         inside.append(1)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shardkeep
+from shardkeep.stores.descriptors import Descriptor
 from shardkeep.stores.mapping import LocalFile, Pages, file_system
 from shardkeep.stores.newfile import DIRECT
 from support import assert_same, cached_pages, run_python
@@ -18,7 +19,7 @@ from support import assert_same, cached_pages, run_python
 
 def opened(path: Path, data: bytes) -> LocalFile:
     path.write_bytes(data)
-    return LocalFile(os.open(path, os.O_RDONLY), str(path))
+    return LocalFile(Descriptor(str(path), os.O_RDONLY), str(path))
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 10_000), (1, 9_999), (4_096, 10), (5_000, 5_000), (9_999, 1)])

@@ -59,7 +59,7 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
 class Held(Protocol):
     """A record that tells others its save is alive, from `take` until it is removed or released."""
 
-    def take(self, line: bytes, /) -> None:
+    def take(self, line: bytes) -> None:
         """Create the record with a first line, durably, and hold it."""
         ...
 

@@ -386,9 +386,9 @@ class _Record(Lease):
         super().__init__(store, name)
         self._cloud = store
 
-    def take(self, lines: bytes, mode: Any = "create") -> None:
+    def take(self, line: bytes, mode: Any = "create") -> None:
         try:
-            super().take(lines + b"\n", mode)
+            super().take(line + b"\n", mode)
         except REFUSED as error:
             place = self._cloud.locate(self._name)
             raise ConflictError(f"{place} is there already: another program does the same") from error

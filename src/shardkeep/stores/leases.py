@@ -46,10 +46,10 @@ class Lease:
         self._renewed = time.monotonic()
         self._version: dict[str, Any] | None = None
 
-    def take(self, lines: bytes, mode: Any = "create") -> None:
+    def take(self, line: bytes, mode: Any = "create") -> None:
         """Put the object, on a condition, and go on renewing it; one of `REFUSED` is raised if that does not hold."""
-        self._lines, self._renewed = lines, time.monotonic()
-        self._version = self._store.put(self._name, self._signed(lines), mode)
+        self._lines, self._renewed = line, time.monotonic()
+        self._version = self._store.put(self._name, self._signed(line), mode)
         if self._is_renewed:
             with suppress(RuntimeError):  # at the end of the program no thread can be started any more
                 threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()

@@ -47,6 +47,14 @@ class _LockFile:
             return False
         return True
 
+    def refuse_below(self) -> None:
+        """`ConflictError` if the lock is held by a call that this one interrupted, and which so cannot release it."""
+        if any(o is not self and o.path == self.path and o.scope and o.scope.is_below for o in tuple(_locks)):
+            raise ConflictError(
+                f"the lock {self.path} is held by a call that this one has interrupted: it was made by a signal "
+                "handler, on the same thread. Nothing was done. In a handler, set a flag and act on it in the loop"
+            )
+
     def release(self) -> None:
         if self.file is not None and self.file.is_open:
             fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing alone leaves it to a child that was just forked
@@ -290,7 +298,7 @@ class LocalStore:
             except FileNotFoundError:  # a delete was faster
                 continue
             if not lock.try_lock():
-                _refuse_below(path)
+                lock.refuse_below()
                 wait_for_lock(number, path, deadline)
             # Removed while we waited? Then the lock is another file now.
             if os.path.exists(path) and os.fstat(number).st_nlink:
@@ -355,16 +363,6 @@ class LocalHeld(_LockFile):
         with suppress(FileNotFoundError):
             os.unlink(self.path)
         self.release()
-
-
-def _refuse_below(path: str) -> None:
-    """`ConflictError` if the lock is held by a call that this one interrupted, and which so cannot release it."""
-    below = next((lock for lock in tuple(_locks) if lock.path == path and lock.scope and lock.scope.is_below), None)
-    if below is not None:
-        raise ConflictError(
-            f"the lock {path} is held by a call that this one has interrupted: it was made by a signal handler, on the "
-            "same thread. Nothing was done. In a handler, set a flag and act on it in the training loop"
-        )
 
 
 def _open_plain(path: str) -> Descriptor:
