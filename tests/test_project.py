@@ -24,6 +24,7 @@ LAYERS = [
     "_version",
     "errors",
     "scopes",
+    "forks",
     "processes",
     "records",
     "arrays",

@@ -83,9 +83,9 @@ class PendingSave:
     def _run(self, scope: Scope, work: Callable[[], SaveReport], after: Callable[[], None]) -> None:
         report, error = None, None
         try:
-            if not scope.take_over():
-                return  # an interrupt ended `save_async`, which has cleaned up
             with scope:
+                if not scope.take_over():
+                    return  # an interrupt ended `save_async`, which has cleaned up
                 report = work()
         except BaseException as raised:  # noqa: BLE001  (raised by wait)
             error = raised

@@ -13,6 +13,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from shardkeep import forks
 from shardkeep.arrays import NUMPY_NAMES, Region, kind_of
 from shardkeep.choosing import Request, Wanted
 from shardkeep.errors import IntegrityError, ProcessError
@@ -169,6 +170,8 @@ def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) ->
             whole.setdefault(w.place.sharding, []).append(number)
         else:
             alike.setdefault((w.place.sharding, target.leaf.spec, len(target.regions)), []).append(number)
+    if whole or alike:
+        forks.use(forks.JAX)
     for sharding, numbers in whole.items():
         arrays = [_reshaped(_array(targets[n]), wanted[n]) for n in numbers]
         for number, array in zip(numbers, _put_all(arrays, sharding), strict=True):

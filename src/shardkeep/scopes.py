@@ -76,9 +76,9 @@ class Scope:
         self._owner = _Owner(threading.get_ident(), frame or frame_above(1))
         self._thread: threading.Thread | None = None
         self._right = [True]  # to close it, or to go on with it: taken by one thread only
-        _open.add(self)
 
     def add(self, resource: R) -> R:
+        _open.add(self)  # not before: only inside the `with` block does any exception close it
         self._held.append(resource)
         return resource
 
@@ -135,9 +135,12 @@ class Scope:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        given = self._thread is not None  # looked at first: once the thread has taken over, this is not its owner
-        is_mine = self._owner.thread == threading.get_ident()
-        if (kind is not None and self._take_right()) if given else is_mine:
+        thread = self._thread  # looked at first: once that thread has taken over, another is not the owner any more
+        if thread is None:
+            close = self._owner.thread == threading.get_ident()
+        else:
+            close = kind is not None and (thread is threading.current_thread() or self._take_right())
+        if close:
             self.close()
 
 

@@ -1,0 +1,488 @@
+"""Exceptions at every line, storms of SIGINT, saves in signal handlers, forks: what a call leaves behind.
+
+The points are made by worker processes (`python -m faults.interrupts`), many in one process, in which a trace function
+raises before a chosen line, calls shardkeep, or forks. A worker that hangs ends itself, and the point is a violation.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import opcode
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from faults.result import Result
+
+HANG = 40  # seconds
+CALLS = ("save", "save_async", "zarr", "exchange", "load", "verify", "delete")
+_CLEAN_UP = {"Scope.close", "Scope.__exit__", "_Round.end", "_Job._give_up", "PendingSave._end"}
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Point:
+    """A line of the sources, reached for the `nth` time in a call, on the calling thread or one of its own."""
+
+    call: str
+    file: str
+    line: int
+    thread: str  # "caller", "save" or "helper"
+    nth: int = 1
+    does: str = "raise"
+
+    @property
+    def name(self) -> str:
+        return f"{self.call}, {self.does} at {self.file}:{self.line} ({self.thread}, time {self.nth})"
+
+
+def run(quick: bool) -> Iterator[Result]:
+    step = 40 if quick else 1
+    yield _sweep(
+        "an exception is raised anywhere in a call",
+        "a trace function raises before each line of save, save_async (its threads included), load, verify and delete, "
+        "the first and the last time it is reached; then the next save is made",
+        [point for call in CALLS for point in _points(call)][::step],
+    )
+    yield _sweep(
+        "a signal handler saves while a call is suspended",
+        "a trace function calls save before each line of save and save_async: to another path, and to the same one",
+        [Point(p.call, p.file, p.line, p.thread, p.nth, how) for how in ("other", "same") for p in _callers()][::step],
+    )
+    yield _sweep(
+        "a child is forked during a save",
+        "a trace function forks before lines of save_async, on the calling thread and while its threads are stopped "
+        "there: the child waits for its parent's save, and saves and loads NumPy arrays itself",
+        [Point(p.call, p.file, p.line, p.thread, 1, "fork") for p in _points("save_async")][:: 12 * step],
+    )
+    yield _storm(4 if quick else 120)
+
+
+def _callers() -> list[Point]:
+    return [p for call in ("save", "save_async") for p in _points(call) if p.thread == "caller"]
+
+
+def _points(call: str) -> list[Point]:
+    """Where a call goes, found by making it once."""
+    told = _worker({"find": call})
+    lines = [line for line in told if line.get("point")]
+    assert lines, told
+    return [Point(**line["point"]) for line in lines]
+
+
+def _sweep(fault: str, how: str, points: Sequence[Point], workers: int = 2) -> Result:
+    found: list[str] = []
+    hits: list[bool] = []
+
+    def work(mine: Sequence[Point]) -> None:
+        left = list(mine)
+        while left:
+            told = _worker({"make": [asdict(point) for point in left]})
+            done = [line for line in told if "made" in line]
+            found.extend(f"{left[n].name}: {problem}" for n, line in enumerate(done) for problem in line["made"])
+            hits.extend(line["hit"] for line in done)
+            if len(done) < len(left):
+                log = next((line["log"] for line in told if "log" in line), "")
+                found.append(f"{left[len(done)].name}: it hung, or the program ended: {log[-1500:]}")
+            left = left[len(done) + 1 :]
+
+    threads = [threading.Thread(target=work, args=(points[n::workers],)) for n in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    missed = hits.count(False)
+    note = f"{missed} lines were not reached again" if missed else ""
+    if missed > len(points) // 4:
+        found.append(f"{missed} of {len(points)} points were not reached")
+    return Result(fault, how, len(points), tuple(found), note)
+
+
+def _worker(order: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a worker process tells, line by line."""
+    environment = {**os.environ, "PYTHONPATH": str(_HERE.parent), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "faults.interrupts"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        out, _ = process.communicate(json.dumps(order))
+        log.seek(0)
+        told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        return [*told, {"log": log.read()}] if process.returncode else told
+
+
+def _storm(rounds: int) -> Result:
+    """Real signals at random moments, one or several, in programs that save in the background and then end."""
+    found: list[str] = []
+    for seed in range(rounds):
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _STORM, str(seed)],
+                env={**os.environ, "PYTHONPATH": str(_HERE.parent), "JAX_PLATFORMS": "cpu"},
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            if done.returncode or "left" in done.stdout:
+                found.append(f"seed {seed}: {done.stdout[-300:]} {done.stderr[-600:]}")
+        except subprocess.TimeoutExpired as error:
+            found.append(f"seed {seed}: the program did not end: {error.stderr!s:.600}")
+    how = f"{rounds} programs, each of 25 saves, loads and waits with one to four SIGINTs at random moments"
+    return Result("storms of Ctrl-C", how, rounds * 25, tuple(found))
+
+
+_STORM = """
+import os, random, signal, sys, tempfile, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import numpy as np, shardkeep
+from faults.interrupts import leaks
+chance = random.Random(int(sys.argv[1]))
+room = tempfile.mkdtemp(prefix="shardkeep-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+path = room + "/run"
+shardkeep.save(path, {"a": np.ones(9)})
+tree = {"a": np.ones(9), "b": np.ones(1 << 20)}
+def strike():
+    for _ in range(chance.choice([1, 1, 2, 4])):
+        time.sleep(chance.random() * 0.004)
+        os.kill(os.getpid(), signal.SIGINT)
+def quietly(action):
+    while True:
+        try:
+            return action()
+        except KeyboardInterrupt:
+            pass
+for _ in range(25):
+    striking = threading.Thread(target=strike)
+    try:
+        striking.start()
+        kind = chance.choice(["async", "async", "save", "load"])
+        if kind == "load":
+            shardkeep.load(path)
+        elif kind == "save":
+            shardkeep.save(path, tree, overwrite=True)
+        else:
+            shardkeep.save_async(path, tree, overwrite=True).wait()
+    except KeyboardInterrupt:
+        pass
+    except shardkeep.ShardkeepError as error:
+        print("left: an error", repr(error))
+    quietly(striking.join)
+    quietly(lambda: time.sleep(0.01))
+shardkeep.save_async(path, {"a": np.zeros(9)}, overwrite=True).wait(60)
+if found := leaks():
+    print("left:", found)
+assert shardkeep.load(path)["a"][0] == 0 and shardkeep.verify(path).ok
+import shutil
+shutil.rmtree(room)
+"""
+
+
+def leaks(seconds: float = 5.0) -> list[str]:
+    """What calls that are over still hold, once threads that are ending have ended."""
+    from shardkeep import save_queue, scopes, workers
+    from shardkeep.memory import budget
+    from shardkeep.stores import local
+
+    def look() -> list[str]:
+        found = [f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("shardkeep-")]
+        found += [f"scope {scope.what!r}" for scope in tuple(scopes._open)]
+        found += [f"lock {lock.path}" for lock in tuple(local._locks)]
+        found += ["a place in the queue"] * len(save_queue._queue)
+        found += [f"{budget.used} bytes of the budget"] if budget.used else []
+        found += ["a pause of the collector"] if workers.collector._pauses or not gc.isenabled() else []
+        return found
+
+    until = time.monotonic() + seconds
+    while (found := look()) and time.monotonic() < until:
+        time.sleep(0.005)
+    return found
+
+
+class Injected(BaseException):
+    """What the trace function raises."""
+
+
+class Tracer:
+    """Does something before a line of the sources, the nth time it is reached on that kind of thread."""
+
+    def __init__(self, point: Point | None, action: Callable[[], None] = lambda: None) -> None:
+        import shardkeep
+
+        self.root = str(Path(shardkeep.__file__).parent) + os.sep
+        self.point, self.action = point, action
+        self.seen: dict[tuple[str, int, str], int] = {}
+        self.hit = False
+        self.in_clean_up = False
+        self._caller = threading.current_thread()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Tracer":
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(self.root) or self.hit:
+            return None
+        if self.point is None:
+            return self.count
+        last = max((line for _, _, line in code.co_lines() if line), default=0)
+        inside = code.co_filename.endswith("/" + self.point.file) and code.co_firstlineno <= self.point.line <= last
+        return self.look if inside else None
+
+    def _kind(self) -> str:
+        thread = threading.current_thread()
+        return "caller" if thread is self._caller else "save" if thread.name == "shardkeep-save" else "helper"
+
+    def count(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and not _leaves_with(frame):
+            key = (frame.f_code.co_filename.removeprefix(self.root), frame.f_lineno, self._kind())
+            with self._lock:
+                self.seen[key] = self.seen.get(key, 0) + 1
+        return self.count
+
+    def look(self, frame: FrameType, event: str, _: object) -> Any:
+        point = self.point
+        if self.hit or event != "line" or point is None or frame.f_lineno != point.line or _leaves_with(frame):
+            return self.look
+        if self._kind() != point.thread:
+            return self.look
+        with self._lock:
+            count = self.seen[point.file, point.line, point.thread] = (
+                self.seen.get((point.file, point.line, point.thread), 0) + 1
+            )
+            if count != point.nth:
+                return self.look
+            self.hit = True
+        self.in_clean_up = _is_in_clean_up(frame)
+        self.action()
+        return self.look
+
+
+def _leaves_with(frame: FrameType) -> bool:
+    """Whether the line is that of a `with` statement whose block has ended: there `__exit__` is called next.
+
+    Python raises what a signal handler raises inside that call, or before, inside the block, never in between.
+    """
+    following = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 6]
+    return following[::2] == bytes([opcode.opmap["LOAD_CONST"]]) * 3 and len(set(following[1::2])) == 1
+
+
+def _is_in_clean_up(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if getattr(frame.f_code, "co_qualname", "") in _CLEAN_UP:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Worker:
+    """Makes points, one after another."""
+
+    def __init__(self, room: Path) -> None:
+        import jax.numpy as jnp
+        import numpy as np
+
+        self.room = room
+        self.was_hit = False
+        self._children: list[int] = []
+        self._jnp_array = jnp.ones(3)
+        self._np, self._jnp = np, jnp
+
+    def tree(self, number: int) -> Any:
+        """Two arrays large enough for several threads, and small leaves."""
+        return {
+            "w": self._jnp.full((5 << 18,), number, self._jnp.float32),
+            "host": self._np.full(5 << 18, number, self._np.float32),
+            "small": self._np.full(10, number),
+            "step": number,
+        }
+
+    def path(self, call: str) -> Path:
+        return self.room / ("model.safetensors" if call == "exchange" else call)
+
+    def begin(self, call: str, number: int, path: Path) -> Any:
+        """Make the call, and wait until it is done; a save in the background is the same with its handle."""
+        import shardkeep
+
+        options: dict[str, Any] = {"format": "tensorstore"} if call == "zarr" else {}
+        if call == "load":
+            return shardkeep.load(path)
+        if call == "verify":
+            return shardkeep.verify(path)
+        if call == "delete":
+            return shardkeep.delete(path)
+        if call in ("save_async", "zarr"):
+            return shardkeep.save_async(path, self.tree(number), overwrite=True, **options).wait(HANG)
+        return shardkeep.save(path, self.tree(number), overwrite=True, **options)
+
+    def find(self, call: str) -> None:
+        path = self.path(call)
+        first = "save" if call in ("load", "verify", "delete") else call
+        self.begin(first, 1, path)
+        for _ in range(2):  # what happens once in a program comes first
+            self.begin(first, 1, path)
+            self.begin(call, 1, path)
+            if call == "delete":
+                self.begin(first, 1, path)
+        with Tracer(None) as tracer:
+            self.begin(call, 2, path)
+            leaks()
+        for (file, line, kind), times in sorted(tracer.seen.items()):
+            for nth in sorted({1, times}):
+                print(json.dumps({"point": asdict(Point(call, file, line, kind, nth))}), flush=True)
+
+    def make(self, point: Point) -> list[str]:
+        import shardkeep
+
+        faulthandler.dump_traceback_later(HANG + 20, exit=True)
+        path = self.path(point.call)
+        call = point.call
+        first = "save" if call in ("load", "verify", "delete") else call
+        self.begin(first, 1, path)
+        problems: list[str] = []
+        before = len(os.listdir("/proc/self/fd"))
+        action = {"raise": self._raise, "fork": lambda: self._fork(path, problems)}.get(
+            point.does, lambda: self._save_within(point, path, problems)
+        )
+        tracer = Tracer(point, action)
+        raised = ""
+        try:
+            with tracer:
+                self.begin(call, 2, path)
+        except BaseException as error:  # noqa: BLE001  (whatever it is, it is looked at)
+            raised = type(error).__name__
+            expected = {"raise": (Injected, shardkeep.ShardkeepError, RuntimeError), "fork": shardkeep.ConflictError}
+            if not isinstance(error, expected.get(point.does, ())):
+                problems.append(f"raised {raised}: {error}: {traceback.format_exc()[-600:]}")
+            del error
+        if not tracer.in_clean_up and point.does == "raise" and (found := leaks(1.0)):
+            problems.append(f"left behind: {found}")
+        self._wait_for_children(problems)
+        if raised and point.does == "raise" and call not in ("load", "verify", "delete", "exchange"):
+            with contextlib.suppress(shardkeep.CheckpointNotFoundError):
+                state = shardkeep.load(path)["step"]
+                if state not in (1, 2) or not shardkeep.verify(path).ok:
+                    problems.append(f"the state is {state}")
+        self.begin(first, 3, path)
+        if found := leaks():
+            problems.append(f"still there after the next save: {found}")
+        if shardkeep.load(path)["step"] != 3 or not shardkeep.verify(path).ok:
+            problems.append("the next save did not load back")
+        from faults.sweep import left_overs
+
+        if extra := left_overs(path):
+            problems.append(f"left over files: {sorted(extra)}")
+        self.was_hit = tracer.hit
+        gc.collect()
+        if (now := len(os.listdir("/proc/self/fd"))) > before:
+            problems.append(f"{now - before} more open files")
+        faulthandler.cancel_dump_traceback_later()
+        return problems
+
+    def _raise(self) -> None:
+        raise Injected
+
+    def _save_within(self, point: Point, path: Path, problems: list[str]) -> None:
+        """What a signal handler does."""
+        import shardkeep
+
+        try:
+            place = path if point.does == "same" else self.room / "other"
+            shardkeep.save(place, {"from": "the handler"}, overwrite=True)
+        except shardkeep.ConflictError as error:
+            if point.does != "same" or "signal handler" not in str(error):
+                problems.append(f"the save in the handler: {error}")
+        except BaseException as error:  # noqa: BLE001
+            problems.append(f"the save in the handler: {type(error).__name__}: {error}")
+
+    def _fork(self, path: Path, problems: list[str]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            os._exit(self._in_child(path))
+        self._children.append(child)
+
+    def _wait_for_children(self, problems: list[str]) -> None:
+        until = time.monotonic() + HANG
+        for child in self._children:
+            while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+                if time.monotonic() > until:
+                    os.kill(child, signal.SIGKILL)
+                    ended = os.waitpid(child, 0)
+                    problems.append("the child hung")
+                    break
+                time.sleep(0.005)
+            if code := os.waitstatus_to_exitcode(ended[1]):
+                problems.append(f"the child ended with {code}")
+        self._children = []
+
+    def _in_child(self, path: Path) -> int:
+        """0 if all is as it should be in a forked child; each kind of failure has its number."""
+        import shardkeep
+
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        signal.alarm(HANG)
+        try:
+            mine = {"child": self._np.arange(5)}
+            shardkeep.save_async(self.room / "child", mine, overwrite=True).wait()
+            if shardkeep.load(self.room / "child")["child"][4] != 4:
+                return 2
+            try:
+                shardkeep.save(self.room / "child", {"w": self._jnp_array}, overwrite=True)
+                return 3
+            except shardkeep.ProcessError:
+                pass
+            with contextlib.suppress(shardkeep.ConflictError):  # if the parent was faster
+                shardkeep.save(path, mine, overwrite=True)
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            return 4
+        return 0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    order = json.loads(sys.stdin.read())
+    threading.excepthook = lambda _: None  # exceptions in threads are made on purpose
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    import logging
+
+    logging.getLogger("shardkeep").setLevel(logging.CRITICAL)
+    random.seed(0)
+    with tempfile.TemporaryDirectory(prefix="shardkeep-", dir=place) as room:
+        worker = Worker(Path(room))
+        if "find" in order:
+            worker.find(order["find"])
+        for point in order.get("make", ()):
+            problems = worker.make(Point(**point))
+            print(json.dumps({"made": problems, "hit": worker.was_hit}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
