@@ -404,7 +404,8 @@ def sync_path(path: str) -> None:
         try:
             os.fsync(opened.number)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
+            error.filename = error.filename or path
+            raise
 
 
 def sync_file_system(path: str) -> bool:

@@ -36,7 +36,8 @@ class LocalNewFile:
                 os.posix_fallocate(self._file.number, 0, size)  # several threads write best where there is room already
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise OSError(error.errno, error.strerror, path) from None
+                error.filename = error.filename or path
+                raise
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         written = write_at(self._file.number, offset, buffers, self.path)
@@ -69,7 +70,8 @@ class LocalNewFile:
         try:
             os.fsync(self._file.number)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from None
+            error.filename = error.filename or self.path
+            raise
 
     def close(self) -> None:
         if self._file.is_open:
@@ -104,7 +106,8 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
         try:
             count = os.pwritev(descriptor, batch, offset)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
+            error.filename = error.filename or path
+            raise
         offset += count
         while pending and count >= len(pending[0]):
             count -= len(pending.pop(0))
