@@ -323,10 +323,13 @@ class _Job:
         """Tell the others, remove what was written, and raise what went wrong in our words."""
         said = self._in_our_words(turn, error)
         self.operation.fail(said)  # first of all: they may stumble over what is removed
+        told = isinstance(said, ShardkeepError) and said.told  # by the leader, if this is not the leader
         if turn is not None:
-            abandon(turn)
+            abandon(turn, leader_gave_up=told)
         if not isinstance(said, AccessError):  # who may not write has left nothing
-            leave(self.request.target)
+            # A leader that is lost may hold the lock; and who interrupts a save does not wait for it.
+            lost = not (self.operation.leads or told) and not isinstance(said, OSError)
+            leave(self.request.target, waits=not lost)
         if said is not error:
             raise said from error
 
