@@ -179,6 +179,9 @@ def test_keys_go_when_operations_are_over_but_not_before(three: list[Group], mon
     held[1].gather("late")
     held[2].gather("later")
     assert held[0].gather("first") == ["first", "late", "later"]
+    for operation in held:
+        operation.over = True
+    del operation
     held.clear()
     for _ in range(6):
         everywhere(three, lambda o: o.share(1))

@@ -23,6 +23,8 @@ SOURCE = ROOT / "src" / "shardkeep"
 LAYERS = [
     "_version",
     "errors",
+    "calls",
+    "group",
     "processes",
     "records",
     "arrays",

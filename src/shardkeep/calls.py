@@ -97,12 +97,13 @@ class Calls:
                 return
             call, answer = order
             try:
-                answer.put((call(), None))
+                result: tuple[Any, BaseException | None] = (call(), None)
             except BaseException as error:  # noqa: BLE001  (it is raised by the one who waits)
-                answer.put((None, error))
+                result = (None, error)
+            self._free.append(True)  # before the answer: the next call may come at once
+            answer.put(result)
             self._late.pop(answer, None)
-            del order, call, answer
-            self._free.append(True)
+            del order, call, answer, result
 
     def close(self) -> None:
         """Let the threads end; no call may be made any more."""

@@ -179,14 +179,13 @@ def join(what: str) -> Operation:
             if operation.size > 1:
                 operation.what = what  # by now more is known of it
             return operation
-    return _new_operation(what)
-
-
-def _new_operation(what: str) -> Operation:
     client = distributed.global_state.client
     size = distributed.global_state.num_processes or 1
-    if client is None or size == 1:
-        return ALONE
+    return ALONE if client is None or size == 1 else Operation(what, _group_of(client, size, what))
+
+
+def _group_of(client: Any, size: int, what: str) -> Group:
+    """This process among the others, of which each client has one."""
     if client is _inherited:
         raise ProcessError(
             f"{what}: this process was forked from one of {size} JAX processes that save and load together, and what "
@@ -201,7 +200,7 @@ def _new_operation(what: str) -> Operation:
         if other != id(client) and (old := _groups.pop(other, None)) is not None:
             old.close()  # of an earlier jax.distributed.initialize()
     group.live()
-    return Operation(what, group)
+    return group
 
 
 @contextmanager
@@ -213,12 +212,13 @@ def announced(what: str) -> Generator[Operation]:
     True
     """
     before: Operation | None = getattr(_announced, "operation", None)  # if this is called by a signal handler
-    with _new_operation(what) as operation:
-        try:
+    try:
+        _announced.operation = None
+        with join(what) as operation:
             _announced.operation = operation
             yield operation
-        finally:
-            _announced.operation = before
+    finally:
+        _announced.operation = before
 
 
 def _as_error(record: dict[str, Any]) -> ShardkeepError:

@@ -1,8 +1,6 @@
 """A real coordination service in this process, with a client for each of several groups, driven by threads."""
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,17 +9,9 @@ from typing import Any
 
 from jax._src.lib import _jax
 
-from multiprocess.cluster import free_port
+from multiprocess.cluster import free_port, service_process
 from shardkeep.group import Group
 from shardkeep.processes import Operation
-
-_SERVICE = """
-import sys, time
-from jax._src.lib import _jax
-service = _jax.get_distributed_runtime_service(sys.argv[1], 1, heartbeat_timeout=100, shutdown_timeout=5)
-print("ready", flush=True)
-time.sleep(600)
-"""
 
 
 @contextlib.contextmanager
@@ -62,17 +52,14 @@ def everywhere(made: list[Group], work: Callable[[Operation], Any], what: str = 
 def pausable() -> Iterator[tuple[Group, Callable[[], None], Callable[[], None]]]:
     """A group of one of two processes, and how to stop the service and let it continue: it is a process of its own."""
     address = f"127.0.0.1:{free_port()}"
-    with subprocess.Popen([sys.executable, "-c", _SERVICE, address], stdout=subprocess.PIPE, text=True) as service:
+    with service_process(address, 1) as service:
+        client = _jax.get_distributed_runtime_client(address, 0, init_timeout=20, shutdown_on_destruction=False)
+        client.connect()
+        group = Group(client, 0, 2)
+        group.live()
         try:
-            assert service.stdout is not None
-            assert service.stdout.readline() == "ready\n"
-            client = _jax.get_distributed_runtime_client(address, 0, init_timeout=20, shutdown_on_destruction=False)
-            client.connect()
-            group = Group(client, 0, 2)
-            group.live()
             yield group, partial(service.send_signal, SIGSTOP), partial(service.send_signal, SIGCONT)
+        finally:
             service.send_signal(SIGCONT)
             group.close()
             client.shutdown()
-        finally:
-            service.kill()
