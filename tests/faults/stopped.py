@@ -26,8 +26,9 @@ from shardkeep.stores import leases
 _LEASE = 2.0  # seconds, in this process, which looks after what the others left
 _WORKERS = 3
 
-BEGIN, WRITE, DONE, COMMIT, LOAD = (
+BEFORE, BEGIN, WRITE, DONE, COMMIT, LOAD = (
     "before it begins",
+    "while it begins",
     "while it writes",
     "after its part is written",
     "in the commit",
@@ -77,6 +78,7 @@ if index == VICTIM:
     from shardkeep import directory, loading, saving
     strike_before(*{
         "before it begins": (saving, "begin"),
+        "while it begins": (directory.Directory, "plan"),
         "while it writes": (saving, "write_files"),
         "after its part is written": (saving, "commit" if index == 0 else "close"),
         "in the commit": (directory.Directory, "put"),
@@ -129,7 +131,7 @@ PROMISED = [
 
 def points(how: str) -> list[Point]:
     """Every phase of every process, on a disk and in a bucket, the service in process 0 or outside."""
-    phases = [(0, BEGIN), (0, WRITE), (0, DONE), (0, COMMIT), (1, BEGIN), (1, WRITE), (1, DONE)]
+    phases = [(victim, phase) for victim in (0, 1) for phase in (BEFORE, BEGIN, WRITE, DONE)] + [(0, COMMIT)]
     found = [
         Point(victim, how, phase, bucket, inside)
         for (victim, phase), bucket, inside in itertools.product(phases, (False, True), (False, True))

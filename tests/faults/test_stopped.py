@@ -31,13 +31,16 @@ shardkeep.save(root / "x", tree)
 (root / f"{index}.pid").write_text(str(os.getpid()))
 meet(root, "saved", index, size)
 if index == 0:
-    both = " ".join((root / f"{i}.pid").read_text() for i in range(size))
-    subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {both}; sleep 6; kill -CONT {both}; touch {root}/continued"])
+    a, b = [(root / f"{i}.pid").read_text() for i in range(size)]
+    # The first one has seen the last sign of life of the other, and none when it continues.
+    stop = f"sleep 2; kill -STOP {b}; sleep 1.5; kill -STOP {a}; sleep 8; kill -CONT {a}; sleep 0.3; kill -CONT {b}"
+    stop += f"; touch {root}/continued"
+    subprocess.Popen(["sh", "-c", stop])
 else:
     while not (root / "continued").exists():  # the first process waits for this one, before it is stopped and after
         time.sleep(0.1)
 say(error=caught(shardkeep.save, root / "x", tree, overwrite=True))
 """
-    for process in all_well(run_cluster(script, tmp_path, environment={"SHARDKEEP_PROCESS_SILENCE": "4"})):
+    for process in all_well(run_cluster(script, tmp_path, environment={"SHARDKEEP_PROCESS_SILENCE": "6"})):
         assert process["error"]["kind"] is None, process["error"]
         assert process["error"]["seconds"] < 30
