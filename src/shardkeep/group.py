@@ -47,8 +47,9 @@ class Group:
     def live(self) -> None:
         """Give signs of life from now on."""
         if self._alive is None or not self._alive.is_alive():
-            self._alive = threading.Thread(target=self._beat, name="shardkeep-alive", daemon=True)
-            self._alive.start()
+            alive = threading.Thread(target=self._beat, name="shardkeep-alive", daemon=True)
+            alive.start()  # a signal handler may have started one too: two do no harm
+            self._alive = alive
 
     def next_keys(self) -> str:
         """Where the keys of the operation that begins now are."""
