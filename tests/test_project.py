@@ -25,6 +25,8 @@ LAYERS = [
     "errors",
     "scopes",
     "forks",
+    "calls",
+    "group",
     "processes",
     "records",
     "arrays",

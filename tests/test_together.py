@@ -8,19 +8,20 @@ import pytest
 
 from multiprocess.service import everywhere, groups
 from shardkeep.errors import ProcessError, StorageError
-from shardkeep.processes import ALONE, Operation, _Group
+from shardkeep.group import Group
+from shardkeep.processes import ALONE, Operation
 from shardkeep.staging import take_snapshot
 from shardkeep.together import compare, describe, outline, unshared
 from shardkeep.tree import flatten
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[list[_Group]]:
+def three() -> Iterator[list[Group]]:
     with groups(3) as made:
         yield made
 
 
-def compared(three: list[_Group], lines: list[list[str]]) -> list[object]:
+def compared(three: list[Group], lines: list[list[str]]) -> list[object]:
     return everywhere(three, lambda operation: compare(operation, lines[operation.index]))
 
 
@@ -32,7 +33,7 @@ def test_alone_everything_agrees() -> None:
     compare(ALONE, ["path x", "leaf a: float32[3]"])
 
 
-def test_the_same_lines_pass(three: list[_Group]) -> None:
+def test_the_same_lines_pass(three: list[Group]) -> None:
     assert compared(three, [["path x", "leaf a: 1"]] * 3) == [None] * 3
 
 
@@ -49,7 +50,7 @@ def test_the_same_lines_pass(three: list[_Group]) -> None:
     ],
 )
 def test_the_first_difference_is_named_on_all(
-    three: list[_Group], ours: list[str], theirs: list[str], shown: tuple[str, str]
+    three: list[Group], ours: list[str], theirs: list[str], shown: tuple[str, str]
 ) -> None:
     for different in (1, 2):
         lines = [theirs if i == different else ours for i in range(3)]
@@ -58,7 +59,7 @@ def test_the_first_difference_is_named_on_all(
             assert f"  process 0: {shown[0]}\n  process {different}: {shown[1]}" in str(error)
 
 
-def test_long_lines_are_shown_where_they_part(three: list[_Group]) -> None:
+def test_long_lines_are_shown_where_they_part(three: list[Group]) -> None:
     start, end = "structure " + "x" * 5000, "y" * 5000
     errors = compared(three, [[f"{start}A{end}"], [f"{start}A{end}"], [f"{start}B{end}"]])
     for error in errors:
@@ -112,7 +113,7 @@ def test_storage_that_is_not_shared_is_explained() -> None:
     assert "Nothing was committed" in str(error)
 
 
-def test_members_who_fail_while_others_compare_are_told(three: list[_Group]) -> None:
+def test_members_who_fail_while_others_compare_are_told(three: list[Group]) -> None:
     def work(operation: Operation) -> None:
         if operation.index == 1:
             raise StorageError("cannot write")

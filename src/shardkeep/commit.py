@@ -34,6 +34,8 @@ log = logging.getLogger("shardkeep")
 
 _LOCK_SECONDS = 60.0
 _SLACK = 1 << 20  # for the manifest, the record and the directories
+_COMMITTED = "The new checkpoint was committed all the same and is whole"
+_NOT_COMMITTED = "Nothing was committed; what was there before is intact"
 
 
 class Target(Protocol):
@@ -110,6 +112,7 @@ class Turn:
     held: Held | None = None
     base_id: str | None = None
     writer: int = LEADER
+    leader_gave_up: bool = False  # it has told so, and will not commit any more
     attempted: bool = False  # the commit may have been begun: only reading back tells whether it happened
     closed: bool = False
 
@@ -144,9 +147,13 @@ class Turn:
         if self.closed or self.held is None:
             return
         store = self.target.store
+        follows = self.attempted and self.writer != LEADER
         try:
-            # Of several processes one may give up while the leader commits: then only the lock says which came first.
-            with store.lock(_LOCK_SECONDS) if self.attempted else nullcontext():
+            if follows and (store.remote or not self.leader_gave_up):
+                self.held.release()  # the leader may commit yet, and hold the lock as long as it likes
+                self.closed = True
+                return
+            with store.lock(_LOCK_SECONDS) if self.attempted and not follows else nullcontext():
                 if self.attempted and _is_committed(self):
                     self.held.release()
                 else:
@@ -277,11 +284,35 @@ def _is_committed(turn: Turn) -> bool:
 def outcome(target: Target, turn: Turn | None) -> str:
     """For an error: what is there now."""
     try:
+        if turn is not None and turn.attempted and turn.writer != LEADER:
+            return give_up_on_leader(turn)
         if turn is not None and turn.attempted and _is_committed(turn):
-            return "The new checkpoint was committed all the same and is whole"
+            return _COMMITTED
     except (ShardkeepError, OSError) as error:
         return f"What {target.where} holds now cannot be read ({error})"
-    return "Nothing was committed; what was there before is intact"
+    return _NOT_COMMITTED
+
+
+def give_up_on_leader(turn: Turn) -> str:
+    """For the error of a process that has handed in its part and waits for the commit no longer: what is known of it.
+
+    No lock is taken: a leader that died or was stopped inside its commit may hold it.
+    """
+    final = not turn.target.store.remote and _is_dead(turn.target.store, turn.plan.save_id)
+    if _is_committed(turn):
+        return _COMMITTED
+    if final:
+        return _NOT_COMMITTED
+    return (
+        f"Process {LEADER} may still commit it; look at the checkpoint before relying on either state. "
+        "What was there before is intact until then"
+    )
+
+
+def _is_dead(store: Store, save_id: str) -> bool:
+    """Whether the process that made this save has ended and left its record: on a disk that sets its lock free."""
+    with Scope(f"looking at {store.url}") as scope:
+        return store.try_hold(f"{store.saves}/{save_id}", scope) is not None
 
 
 @dataclass(frozen=True)
@@ -366,18 +397,22 @@ def delete(target: Target) -> None:
         store.remove_control()
 
 
-def leave(target: Target) -> None:
-    """When nothing of ours is there and nobody is at work, leave no control directory behind, if that can be done."""
+def leave(target: Target, waits: bool = True) -> None:
+    """When nothing of ours is there and nobody is at work, leave no control directory behind, if that can be done.
+
+    Not if somebody else has the lock, unless it `waits` for that.
+    """
     store = target.store
     try:
         if not store.children(store.control):
             return
-        with store.lock(_LOCK_SECONDS):
+        with store.lock(_LOCK_SECONDS if waits else 0):
             documents = [name for name in target.documents if store.size(name) is not None]
             if (not documents or not target.keeps_control) and not store.children(store.saves):
                 store.remove_control()
     except OSError as error:
-        log.warning("shardkeep: the control directory at %s could not be tidied (%s)", target.where, error)
+        if waits or not isinstance(error, ConflictError):
+            log.warning("shardkeep: the control directory at %s could not be tidied (%s)", target.where, error)
 
 
 def names_in(manifest: Manifest | None, but: str | None = None) -> set[str]:

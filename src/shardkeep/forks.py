@@ -5,8 +5,7 @@ child can do is save and load NumPy arrays and plain values on a local disk.
 """
 
 import os
-
-from jax._src import xla_bridge
+import sys
 
 from shardkeep.errors import ProcessError
 
@@ -34,7 +33,8 @@ def use(what: str) -> None:
 
 
 def _lose() -> None:
-    if getattr(xla_bridge, "backends_are_initialized", lambda: False)():
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is not None and getattr(bridge, "backends_are_initialized", lambda: True)():
         _used.add(JAX)
     _lost.update(_used)
 

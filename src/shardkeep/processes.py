@@ -5,10 +5,11 @@ background never meddles with the collectives of training. Process 0 is the lead
 it decides, and they read its answer. Whoever waits also looks for errors of others and for their signs of life:
 
 - a process that fails says so, and all others raise its error, with its index, at once;
-- one that dies gives no sign of life any more, and is given up after `SILENCE` seconds;
+- one that dies or is stopped gives no sign of life any more, and is given up (`SHARDKEEP_PROCESS_SILENCE`, 20 seconds);
 - one that is slow goes on giving signs, and is waited for;
 - one that never made the call is waited for until a deadline (`SHARDKEEP_PROCESS_DEADLINE`, 300 seconds).
 
+No call to the service takes longer than a process may be silent: the one that runs it may be stopped too.
 The order of calls gives an operation its number, so every process must make the same calls in the same order.
 """
 
@@ -16,24 +17,14 @@ import atexit
 import json
 import os
 import threading
-import time
-import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from jax._src import distributed
-from jax.errors import JaxRuntimeError
 
 from shardkeep.errors import ProcessError, ShardkeepError, error_named
-
-LEADER = 0
-SILENCE = 20.0
-DEADLINE = "SHARDKEEP_PROCESS_DEADLINE"
-_BEAT = 1.0
-_ROOT = "shardkeep"
-_KEPT, _KEPT_SECONDS = 64, 5.0  # so many operations that are over keep their keys, for processes that come late
-_ENDED = "ended"
+from shardkeep.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
 
 
 class Operation:
@@ -46,13 +37,31 @@ class Operation:
     ([7], 8)
     """
 
-    def __init__(self, what: str, group: "_Group | None" = None) -> None:
+    over: bool = True  # nobody waits for this process any more, or never did
+    _keys: str = ""
+
+    def __init__(self, what: str, group: "Group | None" = None) -> None:
         self.what = self._called = what
         self.index, self.size = (group.index, group.size) if group else (LEADER, 1)
         self.leads = self.index == LEADER
         self._group = group
         self._round = 0
-        self._keys = f"{_ROOT}/{group.enter(self)}" if group else ""
+        if group is not None:
+            try:
+                with doing(what):
+                    self._begin(group)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def _begin(self, group: "Group") -> None:
+        """Take the next number, and tell the others that this process takes part."""
+        self._keys, self.over = group.next_keys(), False
+        while not self.leads and group.was_given_up(self._keys, self.index, self.what):
+            self._keys = group.next_keys()
+        self._silence, self._deadline = seconds_of(SILENCE), seconds_of(DEADLINE)
+        group.patience = self._silence
+        group.enter(self, self.what, self._keys)
 
     def gather(self, value: Any) -> list[Any]:
         """What every process brings (JSON), in their order, for the leader; nothing for the others."""
@@ -60,8 +69,8 @@ class Operation:
             return [value]
         self._round += 1
         if self.leads:
-            return self._collect(self._group, value)
-        self._group.set(f"{self._keys}/member/{self.index}/{self._round}", json.dumps(value))
+            return self._collect(Watch(self._group, self.what, self._silence, self._deadline), value)
+        self._set(f"member/{self.index}/{self._round}", json.dumps(value))
         return []
 
     def share(self, value: Any = None) -> Any:
@@ -70,19 +79,30 @@ class Operation:
             return value
         self._round += 1
         if not self.leads:
-            return self._hear(self._group)
-        self._group.set(f"{self._keys}/leader/{self._round}", json.dumps(value))
+            return self._hear(Watch(self._group, self.what, self._silence, self._deadline))
+        self._set(f"leader/{self._round}", json.dumps(value))
         return value
 
-    def _collect(self, group: "_Group", value: Any) -> list[Any]:
+    def _set(self, key: str, value: str) -> None:
+        assert self._group is not None
+        with doing(self.what):
+            self._group.set(f"{self._keys}/{key}", value)
+
+    def _list(self, directory: str) -> list[tuple[str, str]]:
+        """What is there, under names that begin in that directory."""
+        assert self._group is not None
+        start = f"{self._keys}/{directory}"
+        with doing(self.what):
+            return [(key.removeprefix(start), text) for key, text in self._group.list(start)]
+
+    def _collect(self, watch: "Watch", value: Any) -> list[Any]:
         """What every process brought to this round, in their order."""
         found: dict[int, Any] = {LEADER: value}
-        watch = _Watch(group, self.what)
         lost = None
         while True:
             begun: set[int] = set()
-            for key, text in group.list(f"{self._keys}/member/"):
-                member, _, name = key.removeprefix(f"{self._keys}/member/").partition("/")
+            for key, text in self._list("member/"):
+                member, _, name = key.partition("/")
                 begun.add(int(member))
                 if name == "error":
                     raise _as_error(json.loads(text))
@@ -95,11 +115,10 @@ class Operation:
                 raise lost
             lost = watch.look(missing, begun)  # what it said last may have come meanwhile
 
-    def _hear(self, group: "_Group") -> Any:
-        watch = _Watch(group, self.what)
+    def _hear(self, watch: "Watch") -> Any:
         lost = None
         while True:
-            said = {key.rpartition("/")[2]: text for key, text in group.list(f"{self._keys}/leader/")}
+            said = dict(self._list("leader/"))
             if str(self._round) in said:
                 return json.loads(said[str(self._round)])
             if "abort" in said:
@@ -113,23 +132,26 @@ class Operation:
         if self._group is None:
             return None
         with suppress(ProcessError):
-            for key, text in self._group.list(f"{self._keys}/"):
+            for key, text in self._list(""):
                 if key.endswith(("/error", "/abort")):
                     return _as_error(json.loads(text))
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, as far as the service still answers."""
-        if self._group is None:
+        """Tell the others: now if the service answers, and otherwise as soon as it does."""
+        self.over = True
+        if self._group is None or not self._keys:
             return
         record = getattr(error, "record", None) or {
             "process": self.index,
             "kind": type(error).__name__,
             "message": str(error),
         }
+        self._group.tell(*self._as_failed(record))
+
+    def _as_failed(self, record: dict[str, Any]) -> tuple[str, str]:
         key = "leader/abort" if self.leads else f"member/{self.index}/error"
-        with suppress(ProcessError):
-            self._group.set(f"{self._keys}/{key}", json.dumps({**record, "what": self._called}))
+        return f"{self._keys}/{key}", json.dumps({**record, "what": self._called})
 
     def __enter__(self) -> "Operation":
         return self
@@ -137,6 +159,15 @@ class Operation:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.fail(error)
+        self.over = True
+
+    def __del__(self) -> None:
+        # Interrupted before it was entered as a context: the others must not wait for what never comes.
+        if not self.over and self._keys and self._group is not None:
+            message = f"{self.what}: it was interrupted"
+            self._group.unsaid.append(
+                self._as_failed({"process": self.index, "kind": "ProcessError", "message": message})
+            )
 
 
 def join(what: str) -> Operation:
@@ -144,20 +175,32 @@ def join(what: str) -> Operation:
     operation: Operation | None = getattr(_announced, "operation", None)
     if operation is not None:
         _announced.operation = None  # what is called next is another one
-        if operation.size > 1:
-            operation.what = what  # by now more is known of it
-        return operation
+        if operation is ALONE or not operation.over:
+            if operation.size > 1:
+                operation.what = what  # by now more is known of it
+            return operation
     client = distributed.global_state.client
     size = distributed.global_state.num_processes or 1
-    if client is None or size == 1:
-        return ALONE
-    global _group
-    with _lock:
-        if _group is None or _group.client is not client:
-            if _group is not None:
-                _group.close()  # of an earlier jax.distributed.initialize()
-            _group = _Group(client, distributed.global_state.process_id, size)
-    return Operation(what, _group)
+    return ALONE if client is None or size == 1 else Operation(what, _group_of(client, size, what))
+
+
+def _group_of(client: Any, size: int, what: str) -> Group:
+    """This process among the others, of which each client has one."""
+    if client is _inherited:
+        raise ProcessError(
+            f"{what}: this process was forked from one of {size} JAX processes that save and load together, and what "
+            "connects them does not survive a fork. Save and load in the process it was forked from; for workers of "
+            "its own that must, use the start method 'spawn'"
+        )
+    # No lock: a signal handler that saves may run at any of these lines.
+    group = _groups.get(id(client)) or _groups.setdefault(
+        id(client), Group(client, distributed.global_state.process_id, size)
+    )
+    for other in list(_groups):
+        if other != id(client) and (old := _groups.pop(other, None)) is not None:
+            old.close()  # of an earlier jax.distributed.initialize()
+    group.live()
+    return group
 
 
 @contextmanager
@@ -168,169 +211,14 @@ def announced(what: str) -> Generator[Operation]:
     ...     join("saving to /somewhere/x") is operation
     True
     """
-    with join(what) as operation:
-        _announced.operation = operation
-        try:
+    before: Operation | None = getattr(_announced, "operation", None)  # if this is called by a signal handler
+    try:
+        _announced.operation = None
+        with join(what) as operation:
+            _announced.operation = operation
             yield operation
-        finally:
-            _announced.operation = None
-
-
-class _Group:
-    """This process among the others: its way to the service, its count of operations, its signs of life."""
-
-    def __init__(self, client: Any, index: int, size: int) -> None:
-        self.client, self.index, self.size = client, index, size
-        self._calls = 0
-        self._entered: list[tuple[int, weakref.ref[Operation]]] = []
-        self._over_since: list[tuple[int, float]] = []
-        self._lock, self._signing = threading.Lock(), threading.Lock()
-        self._over = threading.Event()
-        threading.Thread(target=self._beat, name="shardkeep-alive", daemon=True).start()
-
-    def enter(self, operation: Operation) -> int:
-        """The number of the operation that begins now."""
-        what = operation.what
-        with self._lock:
-            self._calls += 1
-            while self.index != LEADER and self._was_given_up(what):
-                self._calls += 1
-            number = self._calls
-        if self.index == LEADER:
-            self.set(f"{_ROOT}/{number}/leader/here", json.dumps(what))
-            with self._lock:
-                self._entered.append((number, weakref.ref(operation)))
-            self._forget()
-        else:
-            self.set(f"{_ROOT}/{number}/member/{self.index}/here", json.dumps(what))
-        return number
-
-    def _forget(self) -> None:
-        """Delete the keys of operations that are over; of the last ones another process may still read some."""
-        now = time.monotonic()
-        with self._lock:
-            self._over_since += [(number, now) for number, operation in self._entered if operation() is None]
-            self._entered = [(number, operation) for number, operation in self._entered if operation() is not None]
-            old = [number for number, since in self._over_since[:-_KEPT] if now - since > _KEPT_SECONDS]
-            self._over_since = [(number, since) for number, since in self._over_since if number not in old]
-        for number in old:
-            with suppress(JaxRuntimeError):
-                self.client.key_value_delete(f"{_ROOT}/{number}/")
-
-    def _was_given_up(self, what: str) -> bool:
-        """Whether the others made a call of this number that this process never made, and gave up on it."""
-        said = dict(self.list(f"{_ROOT}/{self._calls}/leader/"))
-        record = json.loads(said.get(f"{_ROOT}/{self._calls}/leader/abort", "{}"))
-        return self.index in record.get("absent", ()) and record["what"] != what
-
-    def set(self, key: str, value: str) -> None:
-        try:
-            self.client.key_value_set(key, value, allow_overwrite=True)
-        except JaxRuntimeError as error:
-            raise _unreachable(error) from error
-
-    def list(self, directory: str) -> list[tuple[str, str]]:
-        try:
-            return self.client.key_value_dir_get(directory)
-        except JaxRuntimeError as error:
-            raise _unreachable(error) from error
-
-    def beats(self, of: Iterable[int]) -> dict[int, str]:
-        """The last sign of life of some processes; of those that gave none, none."""
-        wanted = list(of)
-        if len(wanted) > 1:
-            found = {int(key.rpartition("/")[2]): text for key, text in self.list(f"{_ROOT}/alive/")}
-            return {i: found[i] for i in wanted if i in found}
-        try:
-            return {i: self.client.key_value_try_get(f"{_ROOT}/alive/{i}") for i in wanted}
-        except JaxRuntimeError as error:
-            if "NOT_FOUND" in str(error):
-                return {}
-            raise _unreachable(error) from error
-
-    def _beat(self) -> None:
-        count = 0
-        while not self._over.wait(0 if count == 0 else _BEAT):
-            count += 1
-            self._give_sign(str(count))
-
-    def _give_sign(self, sign: str) -> None:
-        with self._signing:
-            if sign == _ENDED or not self._over.is_set():
-                with suppress(ProcessError):  # those who wait see that it is missing
-                    self.set(f"{_ROOT}/alive/{self.index}", sign)
-
-    def close(self) -> None:
-        """Give no sign of life any more."""
-        self._over.set()
-
-    def end(self) -> None:
-        """Say that this process is not to be waited for any more."""
-        self._over.set()
-        self._give_sign(_ENDED)
-
-
-class _Watch:
-    """Patience with those who are waited for, as long as they live."""
-
-    def __init__(self, group: _Group, what: str) -> None:
-        self._group, self._what = group, what
-        self._start = self._looked = time.monotonic()
-        self._deadline = float(os.environ.get(DEADLINE, "300"))
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._pause = 0.001
-
-    def look(self, missing: list[int], begun: set[int]) -> ProcessError | None:
-        """Wait a little; the error to raise if one of the missing will not come any more."""
-        time.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, 0.05)
-        now = time.monotonic()
-        if now - self._looked < _BEAT:
-            return None
-        self._looked = now
-        beats = self._group.beats(missing)
-        for process, beat in beats.items():
-            if self._seen.get(process, ("", 0.0))[0] != beat:
-                self._seen[process] = (beat, now)
-            silence = now - self._seen[process][1]
-            if beat == _ENDED:
-                return _lost([process], self._what, f"process {process} has ended")
-            if silence > SILENCE:
-                return _lost(
-                    [process],
-                    self._what,
-                    f"process {process} has given no sign of life for {silence:.0f} s; it has died or is stuck",
-                )
-        absent = [i for i in missing if i not in begun]
-        if absent and now - self._start > self._deadline:
-            return _absent(absent, self._what, self._deadline)
-        return None
-
-
-def _lost(processes: list[int], what: str, why: str) -> ProcessError:
-    error = ProcessError(f"{what}: {why}")
-    error.record = {"process": processes[0], "kind": "ProcessError", "message": str(error), "lost": True}
-    return error
-
-
-def _absent(processes: list[int], what: str, deadline: float) -> ProcessError:
-    names = ", ".join(map(str, processes))
-    error = ProcessError(
-        f"{what}: process{'es' if len(processes) > 1 else ''} {names} never made this call within {deadline:g} s. "
-        f"Every process must make it, not only the first ({DEADLINE} sets how long is waited)"
-    )
-    error.record = {
-        "process": processes[0],
-        "kind": "ProcessError",
-        "message": str(error),
-        "absent": processes,
-        "lost": True,
-    }
-    return error
-
-
-def _unreachable(error: Exception) -> ProcessError:
-    return ProcessError(f"the coordination service of JAX does not answer; process 0 may have ended ({error})")
+    finally:
+        _announced.operation = before
 
 
 def _as_error(record: dict[str, Any]) -> ShardkeepError:
@@ -347,21 +235,28 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
     return error
 
 
-def _end(process: int) -> None:
+def _end() -> None:
     """At the end of the program, also of one that never saved anything: the others need not wait for it."""
     client = distributed.global_state.client
-    if process != os.getpid() or client is None:  # a forked child is not the process the others know
+    if client is None or client is _inherited or (distributed.global_state.num_processes or 1) == 1:
         return
-    group = _group if _group is not None and _group.client is client else None
-    if group is not None:
-        group.end()
-    elif (distributed.global_state.num_processes or 1) > 1:
-        with suppress(JaxRuntimeError):
-            client.key_value_set(f"{_ROOT}/alive/{distributed.global_state.process_id}", _ENDED, allow_overwrite=True)
+    group = _groups.get(id(client)) or Group(client, distributed.global_state.process_id, 2)
+    group.end()
+
+
+def _leave_parent() -> None:
+    """In a forked child: it is not the process that the others know, and cannot speak to them."""
+    global _inherited
+    _inherited = distributed.global_state.client
+    for group in _groups.values():
+        group.forked = True
+    _groups.clear()
+    _announced.operation = None
 
 
 ALONE = Operation("")
-_group: _Group | None = None
-_lock = threading.Lock()
+_groups: dict[int, Group] = {}  # of the client that JAX has now, by its identity
+_inherited: Any = None  # the client of the process this one was forked from
 _announced = threading.local()
-atexit.register(_end, os.getpid())
+os.register_at_fork(after_in_child=_leave_parent)
+atexit.register(_end)

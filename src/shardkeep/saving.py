@@ -186,6 +186,7 @@ class _Job:
     snapshot: Snapshot = _NOTHING
     snapshot_seconds: float = 0.0
     watched: list[jax.Array] = field(default_factory=list[jax.Array])
+    waits: bool = True  # for the lock, to clean up
     is_tidy: bool = True  # nothing remains of a save that failed, or it may not be touched
 
     @classmethod
@@ -226,7 +227,7 @@ class _Job:
         # An error's traceback keeps the job alive, and must not keep the arrays.
         self.leaves, self.snapshot, self.watched = [], _NOTHING, []
         if not self.is_tidy:
-            leave(self.request.target)
+            leave(self.request.target, self.waits)
             self.is_tidy = True
 
     def refuse_existing(self) -> None:
@@ -342,7 +343,11 @@ class _Job:
         """Tell the others, before what was written is removed, and raise what went wrong in our words."""
         said = self._in_our_words(error)
         self.operation.fail(said)
+        told = isinstance(said, ShardkeepError) and said.told  # by the leader, if this is not the leader
+        self.turn.leader_gave_up = told
         self.is_tidy = isinstance(said, AccessError)  # who may not write has left nothing
+        # A leader that is lost may hold the lock; and who interrupts a save does not wait for it.
+        self.waits = self.operation.leads or told or isinstance(said, OSError)
         if said is not error:
             raise said from error
 

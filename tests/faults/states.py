@@ -120,7 +120,7 @@ def save_together(index: int, port: int, path: str, number: int, format: Any) ->
     place = f"127.0.0.1:{port}"
     jax.distributed.initialize(place, 2, index, coordinator_bind_address=place)
     tree = arrays_of(values_of(number), mesh_over((2, 2)), 1)
-    processes.SILENCE = 2.0
+    os.environ[processes.SILENCE] = "2"
     shardkeep.save(path, tree, format=format, overwrite=True)
 
 

@@ -32,12 +32,25 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 index, size, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 root = Path(sys.argv[4])
+if os.environ.get("TEST_SERVICE") == "outside":  # then it is there already, in a process of its own
+    import types
+    from jax._src.lib import _jax
+    _jax.get_distributed_runtime_service = lambda *_, **__: types.SimpleNamespace(shutdown=lambda: None)
 jax.distributed.initialize(
     f"127.0.0.1:{port}", size, index, coordinator_bind_address=f"127.0.0.1:{port}",
     heartbeat_timeout_seconds=int(os.environ.get("TEST_HEARTBEAT", "100")), shutdown_timeout_seconds=5,
 )
 import shardkeep
 from multiprocess.inside import *
+"""
+
+_SERVICE = """
+import sys, time
+from jax._src.lib import _jax
+address, size = sys.argv[1:]
+service = _jax.get_distributed_runtime_service(address, int(size), heartbeat_timeout=100, shutdown_timeout=5)
+print("ready", flush=True)
+time.sleep(600)
 """
 
 # A process of a Cluster: one script for each line of its standard input.
@@ -118,17 +131,47 @@ def run_cluster(
     timeout: float = 120,
     environment: dict[str, str] | None = None,
     commands: Mapping[int, list[str]] | None = None,
+    outside: bool = False,
 ) -> list[Outcome]:
     """Run `script` on `size` processes; whatever happens, none of them outlives the test.
 
-    `commands` names, for some of the processes, what starts them (`unshare …`, `strace …`).
+    `commands` names, for some of the processes, what starts them (`unshare …`, `strace …`). `outside`: the coordination
+    service is in a process of its own, and not in the first of them.
     """
     root.mkdir(parents=True, exist_ok=True)
     port = free_port()
+    if outside:
+        with service_process(f"127.0.0.1:{port}", size):
+            variables = {**(environment or {}), "TEST_SERVICE": "outside"}
+            return _run(script, root, size, devices, timeout, variables, commands or {}, port)
+    return _run(script, root, size, devices, timeout, environment or {}, commands or {}, port)
+
+
+@contextlib.contextmanager
+def service_process(address: str, size: int) -> Iterator[subprocess.Popen[str]]:
+    """A coordination service of JAX in a process of its own, which may be stopped and continued."""
+    arguments = [sys.executable, "-c", _SERVICE, address, str(size)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stdout is not None
+            assert service.stdout.readline() == "ready\n"
+            yield service
+        finally:
+            service.kill()
+
+
+def _run(
+    script: str,
+    root: Path,
+    size: int,
+    devices: int,
+    timeout: float,
+    environment: Mapping[str, str],
+    commands: Mapping[int, list[str]],
+    port: int,
+) -> list[Outcome]:
     begun = time.monotonic()
-    processes = [
-        start(script, root, i, size, port, devices, environment or {}, (commands or {}).get(i)) for i in range(size)
-    ]
+    processes = [start(script, root, i, size, port, devices, environment, commands.get(i)) for i in range(size)]
     outcomes: list[Outcome] = []
     try:
         # All are read at once: one that waits for its output to be taken would be late for the others.

@@ -3,23 +3,28 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 from jax._src.lib import _jax
 
-from multiprocess.cluster import free_port
-from shardkeep.processes import Operation, _Group
+from multiprocess.cluster import free_port, service_process
+from shardkeep.group import Group
+from shardkeep.processes import Operation
 
 
 @contextlib.contextmanager
-def groups(size: int) -> Iterator[list[_Group]]:
-    """What the processes of a cluster have, each a `_Group` of its own, all in this one."""
+def groups(size: int) -> Iterator[list[Group]]:
+    """What the processes of a cluster have, each a `Group` of its own, all in this one."""
     address = f"127.0.0.1:{free_port()}"
     service = _jax.get_distributed_runtime_service(address, size, heartbeat_timeout=100, shutdown_timeout=5)
     clients = [_jax.get_distributed_runtime_client(address, i, init_timeout=20) for i in range(size)]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda client: client.connect(), clients))
-        made = [_Group(client, i, size) for i, client in enumerate(clients)]
+        made = [Group(client, i, size) for i, client in enumerate(clients)]
+        for group in made:
+            group.live()
         try:
             yield made
         finally:
@@ -29,10 +34,10 @@ def groups(size: int) -> Iterator[list[_Group]]:
             service.shutdown()
 
 
-def everywhere(made: list[_Group], work: Callable[[Operation], Any], what: str = "saving to x") -> list[Any]:
+def everywhere(made: list[Group], work: Callable[[Operation], Any], what: str = "saving to x") -> list[Any]:
     """What `work` gives, or raises, in each group; each takes part in an operation of its own thread."""
 
-    def one(group: _Group) -> Any:
+    def one(group: Group) -> Any:
         try:
             with Operation(what, group) as operation:
                 return work(operation)
@@ -41,3 +46,20 @@ def everywhere(made: list[_Group], work: Callable[[Operation], Any], what: str =
 
     with ThreadPoolExecutor(len(made)) as pool:
         return list(pool.map(one, made))
+
+
+@contextlib.contextmanager
+def pausable() -> Iterator[tuple[Group, Callable[[], None], Callable[[], None]]]:
+    """A group of one of two processes, and how to stop the service and let it continue: it is a process of its own."""
+    address = f"127.0.0.1:{free_port()}"
+    with service_process(address, 1) as service:
+        client = _jax.get_distributed_runtime_client(address, 0, init_timeout=20, shutdown_on_destruction=False)
+        client.connect()
+        group = Group(client, 0, 2)
+        group.live()
+        try:
+            yield group, partial(service.send_signal, SIGSTOP), partial(service.send_signal, SIGCONT)
+        finally:
+            service.send_signal(SIGCONT)
+            group.close()
+            client.shutdown()

@@ -28,7 +28,7 @@ values = [values_of(n) for n in range(2)]
 trees = [arrays_of(v, mesh_over((2, size)), 1) for v in values]
 shardkeep.save(path, trees[0], format=FORMAT)
 meet(root, "saved", index, size)
-shardkeep.processes.SILENCE = SILENCE
+os.environ["SHARDKEEP_PROCESS_SILENCE"] = str(SILENCE)
 if index == VICTIM:
     exec(HOW)
 error = caught(lambda: CALL(path, trees[1]))

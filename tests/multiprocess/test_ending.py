@@ -76,15 +76,31 @@ jax.distributed.shutdown()
 
 
 def test_a_forked_child_says_nothing_for_its_parent(pair: Kept, tmp_path: Path) -> None:
-    """Its end is not the end of the process the others know."""
-    pair.run(
+    """Its end is not the end of the process the others know. And it is told that it cannot save or load."""
+    said = pair.run(
         """
 tree = {"n": np.arange(3)}
 shardkeep.save(root / "x", tree)
-shardkeep.processes._end(os.getpid() + 1)  # as a child calls it
+child = os.fork()
+if child == 0:
+    try:
+        calls = [lambda: shardkeep.save(root / "z", tree), lambda: shardkeep.save_async(root / "z", tree),
+                 lambda: shardkeep.load(root / "x")]
+        (root / f"said.{index}").write_text(json.dumps([caught(call) for call in calls]))
+        shardkeep.processes._end()
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
 time.sleep(1.2)
 shardkeep.save(root / "y", tree)
+say(child=json.loads((root / f"said.{index}").read_text()))
 """,
         tmp_path,
     )
     assert shardkeep.exists(tmp_path / "y")
+    assert not shardkeep.exists(tmp_path / "z")
+    for process in said:
+        for error in process["child"]:
+            assert error["kind"] == "ProcessError"
+            assert "this process was forked from one of 2 JAX processes" in error["message"]
+            assert error["seconds"] < 5
