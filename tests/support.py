@@ -173,13 +173,18 @@ _SUB_BYTE = {"int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4
 _SUB_BYTE |= {"float6_e2m3fn": 6, "float6_e3m2fn": 6}
 
 
-def run_python(code: str, *, devices: int = 1, timeout: float = 100, **environment: str) -> str:
+def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 100, **environment: str) -> str:
     """What a program prints that runs `code` in a process of its own, with `from support import *` in front."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": _with_tests()}
     env.update(environment)
     start = "import jax, jax.numpy as jnp, numpy as np, shardkeep\nfrom support import *\n"
     done = subprocess.run(
-        [sys.executable, "-c", start + code], env=env, timeout=timeout, capture_output=True, text=True, check=False
+        [sys.executable, "-c", start + code, *arguments],
+        env=env,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

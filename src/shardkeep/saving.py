@@ -122,7 +122,8 @@ class SaveRequest:
 
 def run_save(request: SaveRequest) -> SaveReport:
     """The one way a tree is saved in the foreground."""
-    with join(f"saving to {request.target.where}") as operation, Scope(operation.what) as scope:
+    what = f"saving to {request.target.where}"
+    with join(what) as operation, Scope(what) as scope:
         # Nobody trains meanwhile: one thread more keeps the disk busier.
         job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
         job.take_snapshot(None)
@@ -135,7 +136,8 @@ def run_save(request: SaveRequest) -> SaveReport:
 
 def start_save(request: SaveRequest) -> PendingSave:
     """The one way a tree is saved in the background: returns after the snapshot."""
-    with join(f"saving to {request.target.where}") as operation, Scope(operation.what) as scope:
+    what = f"saving to {request.target.where}"
+    with join(what) as operation, Scope(what) as scope:
         job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, polite=True))
         job.refuse_existing()
         sized = staged_sizes(job.leaves)
