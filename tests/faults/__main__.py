@@ -28,6 +28,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 PARTS = {
     "kill": "faults.kill:run",
+    "interrupts": "faults.interrupts:run",
     "power": "faults.power:run",
     "full": "faults.full:run",
     "denied": "faults.denied:run",
