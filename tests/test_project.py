@@ -50,6 +50,7 @@ LAYERS = [
     "planning",
     "sharding",
     "donation",
+    "buffers",
     "staging",
     "metadata",
     "formats.base",
