@@ -219,6 +219,7 @@ class _Job:
         checked = {} if request.metadata is None else check_metadata(request.metadata)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         skeleton, leaves = flatten(request.tree)
+        skeleton.mention_factories()
         request.target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
         draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed)
         return cls(replace(request, tree=None), request.target.where, operation, draft, leaves, started)

@@ -28,7 +28,7 @@ from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
 from shardkeep.records import record
 from shardkeep.sharing import share_out
-from shardkeep.tree import Leaf
+from shardkeep.tree import Leaf, mention_once
 from shardkeep.values import is_plain
 from shardkeep.workers import Crew, collector
 
@@ -85,9 +85,14 @@ def take_snapshot(
     refuse_unsupported(leaves, size)
     arrays = [_data_of(leaf.value) for leaf in leaves]
     forms = [_form_of(array) if isinstance(array, jax.Array) else None for array in arrays]
-    for array, form in zip(arrays, forms, strict=True):
-        if form is not None and not form.on_cpu:
-            array.copy_to_host_async()  # all transfers under way before the first is waited for
+    weak: list[str] = []
+    for leaf, array, form in zip(leaves, arrays, forms, strict=True):
+        if form is not None:
+            if not form.on_cpu:
+                array.copy_to_host_async()  # all transfers under way before the first is waited for
+            if array.aval.weak_type:
+                weak.append(leaf.key)
+    mention_once(weak, "%s: a weak type is not saved. Such arrays come back with their dtype, and promote others by it")
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
     looked_at = {id(array) for array in watched}
