@@ -187,6 +187,6 @@ def run(quick: bool = False) -> Iterator[Result]:
         how = "another thread changes it without a pause; what is stored must match its digests"
         yield Result("Host memory that arrays alias changes during a save", how, *found)
         room = str(next(rooms))
-        found = _sum(parallel.spread(without_directory, [(room,)]))
+        found = _sum(parallel.spread(without_directory, [(room,)], seconds=120))
         how = "every public call on paths, file:// and gs:// URLs, and relative paths, which get a PathError"
         yield Result("The working directory was deleted", how, *found)
