@@ -30,15 +30,17 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def state(number: int) -> dict[str, Any]:
     sharded = jax.device_put(pattern(np.float32, (64, 64), number), NamedSharding(mesh_of(4, 2), PartitionSpec("a")))
-    return {
+    made = {
         "w": sharded,
         "b": jnp.asarray(pattern(np.float32, (100,), number)),
         "step": jnp.int32(number),
         "empty": jnp.zeros((0, 3)),
         "key": jax.random.key(number),
     }
+    return computed(made)  # what is not the result of a computation is always copied
 
 
+computed = jax.jit(lambda tree: tree)
 step = jax.jit(lambda tree: {**tree, "w": tree["w"] + 1, "step": tree["step"] + 1}, donate_argnums=0)
 
 

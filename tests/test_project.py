@@ -56,6 +56,7 @@ LAYERS = [
     "planning",
     "sharding",
     "donation",
+    "buffers",
     "staging",
     "metadata",
     "formats.base",

@@ -7,6 +7,7 @@ ShardkeepError
 │   ├── MissingDataError      (FileNotFoundError)  a file of the checkpoint is gone
 │   └── IncompleteCheckpointError                  ours, but never committed
 ├── NewerFormatError          (ValueError)         written by a later shardkeep
+├── PathError                 (ValueError)         not a path or URL that can be used
 ├── PrefixError               (ValueError)         no tree, or no valid tree, of that name
 ├── TreeError                 (ValueError)         the tree cannot be saved as it is
 │   ├── UnsupportedLeafError  (TypeError)          a leaf that is no array and no plain value
@@ -59,6 +60,10 @@ class IncompleteCheckpointError(IntegrityError):
 
 class NewerFormatError(ShardkeepError, ValueError):
     """The checkpoint was written in a format version this release does not know."""
+
+
+class PathError(ShardkeepError, ValueError):
+    """Not a path or URL that shardkeep can use. Nothing was read or written."""
 
 
 class PrefixError(ShardkeepError, ValueError):

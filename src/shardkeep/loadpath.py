@@ -1,14 +1,6 @@
 """Paths as the documented API hands them around."""
 
-import os
-from typing import Any
-
-from shardkeep.stores.places import exists, location
-
-
-def path_text(path: Any) -> str:
-    """A path or URL as text: of an `os.PathLike` what it stands for, of anything else its `str()`."""
-    return os.fsdecode(os.fspath(path)) if isinstance(path, str | os.PathLike) else str(path)
+from shardkeep.stores.places import anywhere, exists
 
 
 class LoadPath:
@@ -34,4 +26,4 @@ class LoadPath:
 
     def exists(self) -> bool:
         """Whether a file or directory is there."""
-        return exists(location(self._text))
+        return exists(anywhere(self._text))

@@ -22,7 +22,7 @@ from shardkeep.errors import PrefixError, ShardingError
 from shardkeep.formats.eformer import INDEX
 from shardkeep.gathering import apply_gather_functions, cast_floats, offload, parse_float_dtype
 from shardkeep.loading import load_request
-from shardkeep.loadpath import LoadPath, path_text
+from shardkeep.loadpath import LoadPath
 from shardkeep.manifest import StoredLeaf, Tree, check_metadata
 from shardkeep.metadata import checker, checksums_of_parts, compute_checksum, describe_arrays, dotted_names, metadata_of
 from shardkeep.opening import new_target, open_checkpoint
@@ -31,7 +31,7 @@ from shardkeep.processes import announced
 from shardkeep.saving import SaveRequest, run_save, start_save
 from shardkeep.sharding import Rules
 from shardkeep.staging import is_prng_dtype
-from shardkeep.stores.places import BucketPath
+from shardkeep.stores.places import BucketPath, text_of
 from shardkeep.tree import Skeleton, flatten, nest
 
 if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
@@ -96,11 +96,11 @@ class AsyncCheckpointManager:
     ) -> str:
         """Save a tree, replacing the one of that prefix; the path is returned once it is durable."""
         if self._is_off(path):
-            return path_text(path)
+            return text_of(path)
         with announced(f"saving to {path}"):
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
             self._tell("saved", run_save(self._request(prepared, path, metadata, callback, prefix)))
-        return path_text(path)
+        return text_of(path)
 
     save_tree = save
 
@@ -119,7 +119,7 @@ class AsyncCheckpointManager:
     ) -> PendingSave:
         """Like `save`, but returns after the snapshot; `wait_until_finished` (or the handle) tells the rest."""
         if self._is_off(path):
-            return PendingSave.nothing(path_text(path))
+            return PendingSave.nothing(text_of(path))
         with announced(f"saving to {path}"):
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
             return self.follow(start_save(self._request(prepared, path, metadata, callback, prefix)))
@@ -139,14 +139,14 @@ class AsyncCheckpointManager:
     ) -> str:
         """Save a tree with its exact structure into a directory, its data below `<path>/<prefix>/`."""
         if self._is_off(path):
-            return path_text(path)
+            return text_of(path)
         with announced(f"saving to {path}"):
             if not isinstance(prefix, str) or not prefix:
                 raise PrefixError(f"save_pytree needs a prefix, a string that is not empty, not {prefix!r}")
             prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
             request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
             self._tell("saved", run_save(request))
-        return path_text(path)
+        return text_of(path)
 
     def load(
         self,
@@ -267,7 +267,7 @@ class AsyncCheckpointManager:
     @staticmethod
     def safe_loadpath(path: Any) -> "LoadPath":
         """The path without the name of the index, as an object with `/`, `str()` and `exists()`."""
-        text = path_text(path)
+        text = text_of(path)
         if text == INDEX:
             return LoadPath(".")
         return LoadPath(text[: -len(INDEX)].rstrip("/") or "/" if text.endswith("/" + INDEX) else text)
@@ -336,7 +336,7 @@ class AsyncCheckpointManager:
 
     def _located(self, path: Any) -> str:
         text = str(self.safe_loadpath(path))
-        if self.gcs_bucket is not None and "://" not in text and not os.path.isabs(text):
+        if self.gcs_bucket is not None and text and "://" not in text and not os.path.isabs(text):
             return BucketPath(f"gs://{self.gcs_bucket}/{text}", self.gcs_credentials_path)
         return BucketPath(text, self.gcs_credentials_path) if text.startswith("gs://") else text
 
@@ -393,7 +393,7 @@ class AsyncCheckpointManager:
             checksums=checksums_of_parts(arrays) if self.enable_validation else {},
             overwrite=True,
             indexed=indexed,
-            on_commit=None if callback is None else lambda: callback(path_text(path)),
+            on_commit=None if callback is None else lambda: callback(text_of(path)),
             verbose=self.verbose,
         )
 
@@ -406,7 +406,7 @@ class AsyncCheckpointManager:
         skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
         seconds = time.perf_counter() - started
         rate = tree.nbytes / seconds / 1e9
-        self._tell("loaded", f"{path_text(path)}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate:.2f} GB/s)")
+        self._tell("loaded", f"{text_of(path)}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate:.2f} GB/s)")
         return skeleton, leaves, tree
 
     def _validated(self, path: Any, request: Request, validate: bool | None) -> Request:

@@ -151,6 +151,8 @@ def inspect(path: object) -> Manifest:
 def exists(path: object) -> bool:
     """Whether a committed checkpoint is there. One that never finished, or whose manifest is damaged, does not count.
 
+    What cannot be the path of a checkpoint at all is a `PathError`, as everywhere; so is the root directory.
+
     >>> import shardkeep
     >>> shardkeep.exists(tmp / "nothing")
     False

@@ -86,8 +86,12 @@ def save_async(
     compression: Literal["zstd"] | None = None,
     max_shard_size: int | str | None = None,
     progress: bool = False,
+    copy: bool = False,
 ) -> PendingSave:
     """Like `save`, but returns after the snapshot: the tree may be donated, deleted or changed at once.
+
+    Host memory that a JAX array on CPU aliases must not change before `wait()` returns. shardkeep recognises the usual
+    ways to such arrays (`device_put`, dlpack) and copies them; `copy=True` copies every array before this returns.
 
     What is wrong with the arguments or the tree is raised here; what goes wrong later is raised by `wait()`, logged at
     once, and reported when the program ends if nobody waited. Saves to one target are committed in the order of calls.
@@ -99,12 +103,12 @@ def save_async(
     """
     with announced(f"saving to {path}"):
         target = new_target(path, format, compression, max_shard_size)
-        return start_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
+        return start_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy))
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller asks of a save. `indexed`: eFormer's index may list the tree.
+    """What a caller asks of a save. `indexed`: eFormer's index may list the tree. `copy`: every array, in any case.
 
     `checksums`: this process's, to be added to those in the metadata.
     """
@@ -118,6 +122,7 @@ class SaveRequest:
     on_commit: Callable[[], None] | None = None
     verbose: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
+    copy: bool = False
 
 
 def run_save(request: SaveRequest) -> SaveReport:
@@ -199,6 +204,7 @@ class _Job:
         checked = {} if request.metadata is None else check_metadata(request.metadata)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         skeleton, leaves = flatten(request.tree)
+        skeleton.mention_factories()
         target = request.target
         target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
         draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed)
@@ -261,6 +267,7 @@ class _Job:
             self.leaves,
             keep=keep,
             watched=self.watched,
+            copy=self.request.copy,
             index=operation.index,
             size=operation.size,
             gathered=self.request.target.gathers,

@@ -1,8 +1,9 @@
 """The Snapshot: this process's shards in host memory, safe from whatever the training loop does next.
 
 On CPU a shard is taken as a view: while the view lives, XLA leaves its buffer alone even if the array is donated
-(a canary test watches that). On an accelerator it is a copy to the host. NumPy arrays can be changed by anyone,
-so they are copied: at once for a save in the background, block by block while writing for one in the foreground.
+(a canary test watches that). On an accelerator it is a copy to the host. NumPy arrays, and JAX arrays that may alias
+the program's memory, can be changed by anyone, so they are copied: at once for a save in the background, block by
+block while writing for one in the foreground.
 """
 
 import math
@@ -20,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from shardkeep import forks
 from shardkeep.arrays import ArraySpec, Region, common_slices, dtype_name
+from shardkeep.buffers import shards_of
 from shardkeep.donation import donations
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
 from shardkeep.memory import Array, Shard
@@ -27,7 +29,7 @@ from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
 from shardkeep.records import record
 from shardkeep.sharing import share_out
-from shardkeep.tree import Leaf
+from shardkeep.tree import Leaf, mention_once
 from shardkeep.values import is_plain
 from shardkeep.workers import Crew, collector
 
@@ -48,6 +50,7 @@ class _Form:
     regions: tuple[Region, ...]  # that this process holds, each once
     parts: tuple[int, ...] | None  # which of its shards they are; None: it has one device, or the same on all
     plain: bool  # on one device, of a type that NumPy knows
+    on_cpu: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +72,47 @@ def take_snapshot(
     *,
     keep: Crew | None = None,
     watched: Sequence[jax.Array] = (),
+    copy: bool = False,
     index: int = LEADER,
     size: int = 1,
     gathered: bool = False,
 ) -> Snapshot:
     """Every leaf in host memory. `keep`: the snapshot outlives the call, so this crew copies what could change.
 
-    So it does with the arrays that are `watched` for donation.
+    So it does with the arrays that are `watched` for donation, and with all of them if that is asked for (`copy`).
 
     Of `size` processes each (`index`) takes only what it will write; or the leader all, if they are to be `gathered`.
     """
     refuse_unsupported(leaves, size)
-    for leaf in leaves:
-        if isinstance(leaf.value, jax.Array) and not _is_on_cpu(leaf.value.sharding) and not _is_prng_key(leaf.value):
-            leaf.value.copy_to_host_async()  # all transfers under way before the first is waited for
+    arrays = [_data_of(leaf.value) for leaf in leaves]
+    forms = [_form_of(array) if isinstance(array, jax.Array) else None for array in arrays]
+    weak: list[str] = []
+    for leaf, array, form in zip(leaves, arrays, forms, strict=True):
+        if form is not None:
+            if not form.on_cpu:
+                array.copy_to_host_async()  # all transfers under way before the first is waited for
+            if array.aval.weak_type:
+                weak.append(leaf.key)
+    mention_once(weak, "%s: a weak type is not saved. Such arrays come back with their dtype, and promote others by it")
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
     looked_at = {id(array) for array in watched}
     if size > 1:
-        _stage_shares(leaves, plans, shards, index, size, gathered)
-    for leaf in leaves if size == 1 else ():
-        if isinstance(leaf.value, np.ndarray):
+        _stage_shares(leaves, arrays, forms, plans, shards, index, size, gathered)
+    for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
+        if array is None:
+            plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
+        elif form is None:
             plans.append(_stage_numpy(leaf, shards))
-        elif isinstance(leaf.value, jax.Array):
-            plans.append(_stage_jax(leaf, shards))
+        else:
+            plans.append(_stage_jax(leaf, array, form, shards))
             if id(leaf.value) in looked_at:
                 first = plans[-1].first_held
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
-        else:
-            plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
     if keep is None:
         return Snapshot(tuple(plans), tuple(shards))
+    if copy:
+        shards = [Shard(shard.data, stable=False) for shard in shards]
     return Snapshot(tuple(plans), *donations.settle(shards, keep))
 
 
@@ -114,6 +127,8 @@ def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
 
 def _stage_shares(
     leaves: Sequence[Leaf],
+    arrays: Sequence[Any],
+    forms: "Sequence[_Form | None]",
     plans: list[LeafPlan],
     shards: list[Shard],
     index: int,
@@ -121,21 +136,21 @@ def _stage_shares(
     gathered: bool,
 ) -> None:
     """One process's part of a tree that several save together."""
-    arrays = [_data_of(leaf.value) for leaf in leaves]
-    for leaf, array, shares in zip(leaves, arrays, share_out(arrays, size, gathered=gathered), strict=True):
+    everyones = share_out(arrays, size, gathered=gathered)
+    for leaf, array, form, shares in zip(leaves, arrays, forms, everyones, strict=True):
         if array is None:
             plans.append(LeafPlan(leaf.path, "value", value=leaf.value, common=True))
-        elif isinstance(array, np.ndarray):
+        elif form is None:
             plans.append(replace(_stage_numpy(leaf, shards), shares=shares, common=True))
         elif array.is_fully_addressable:
-            plans.append(replace(_stage_jax(leaf, shards), shares=shares, common=True))
+            plans.append(replace(_stage_jax(leaf, array, form, shards), shares=shares, common=True))
         elif gathered:
             whole = gather_whole(array)
             mine: Held = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
-            plans.append(replace(_stage_jax(leaf, shards, mine), shares=shares))
+            plans.append(replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares))
         else:
             wanted = [region for region, writer in shares if writer == index]
-            plans.append(replace(_stage_jax(leaf, shards, _held(array, wanted)), shares=shares))
+            plans.append(replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares))
 
 
 def gather_whole(array: jax.Array) -> Array:
@@ -215,17 +230,17 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
     return LeafPlan(leaf.path, "numpy", spec, extra=extra, held=held, first_held=len(shards) - 1)
 
 
-def _stage_jax(leaf: Leaf, shards: list[Shard], mine: Held | None = None) -> LeafPlan:
-    array: jax.Array = leaf.value
-    kind, extra = "jax", None
-    if _is_prng_key(array):
-        kind, extra = "prng", {"impl": str(jax.random.key_impl(array))}
-        array = jax.random.key_data(array)
-    form = _form_of(array)
+def _stage_jax(
+    leaf: Leaf, array: jax.Array, form: _Form, shards: list[Shard], mine: Held | None = None, own: bool = False
+) -> LeafPlan:
+    """`mine`: what is staged of the array, if not all that is here; `own`: in memory that was made for it."""
+    kind, extra = "jax", form.extra
+    if array is not leaf.value:
+        kind, extra = "prng", {"impl": str(jax.random.key_impl(leaf.value))}
     first = len(shards)
     regions, data = (form.regions, _data(array, form)) if mine is None else mine
-    shards += [Shard(each, True) for each in data]
-    return LeafPlan(leaf.path, kind, form.spec, None, form.extra if extra is None else extra, regions, first)
+    shards += shards_of(array, data) if form.on_cpu and not own else [Shard(each, True) for each in data]
+    return LeafPlan(leaf.path, kind, form.spec, None, extra, regions, first)
 
 
 def _form_of(array: jax.Array) -> _Form:
@@ -241,14 +256,14 @@ def _form_of(array: jax.Array) -> _Form:
 
 def _look_at(array: jax.Array) -> _Form:
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    extra = _sharding_record(array.sharding)
+    extra, on_cpu = _sharding_record(array.sharding), _is_on_cpu(array.sharding)
     if array.is_fully_replicated:
-        plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and _is_on_cpu(array.sharding)
-        return _Form(spec, extra, (Region.whole(array.shape),), None, plain)
+        plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and on_cpu
+        return _Form(spec, extra, (Region.whole(array.shape),), None, plain, on_cpu)
     found: dict[Region, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         found.setdefault(Region.from_index(shard.index, array.shape), number)
-    return _Form(spec, extra, tuple(found), tuple(found.values()), plain=False)
+    return _Form(spec, extra, tuple(found), tuple(found.values()), plain=False, on_cpu=on_cpu)
 
 
 def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:

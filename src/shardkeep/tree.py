@@ -109,6 +109,22 @@ class Skeleton:
                     found[node.class_name] = None
         return list(found)
 
+    def mention_factories(self) -> None:
+        """Say once which `defaultdict`s come back without the function that makes their missing values."""
+        lost: list[str] = []
+        pending: list[tuple[Path, Child]] = [((), self.root)]
+        while pending:
+            path, node = pending.pop()
+            if isinstance(node, Node):
+                pending += [((*path, n), c) for n, c in zip(node.names, node.children, strict=True) if c is not LEAF]
+                if node.kind == "defaultdict" and node.aux is not None and _factory_name(node) is None:
+                    lost.append(join_key(path))
+        mention_once(
+            sorted(lost),
+            "%s: the default_factory is none of " + ", ".join(_FACTORIES) + ", the only ones that are saved. It comes "
+            "back as None, so that a missing key is a KeyError",
+        )
+
     def to_json(self) -> Json:
         return to_json(self.root)
 
@@ -274,8 +290,25 @@ def _holds_leaf(node: Child) -> bool:
     return node is LEAF or (isinstance(node, Node) and any(_holds_leaf(child) for child in node.children))
 
 
+_mentioned: set[str] = set()
+
+
+def mention_once(keys: Sequence[str], what: str) -> None:
+    """Log, once in this process, what of these leaves or containers (`%s`) does not come back as it was."""
+    if keys and what not in _mentioned:
+        _mentioned.add(what)
+        more = f" and {len(keys) - 3:,} more" if len(keys) > 3 else ""
+        shown = ", ".join(repr(key) if key else "the tree itself" for key in keys[:3])
+        log.warning("shardkeep: " + what + ". This is said once", shown + more)
+
+
 _DICT_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", defaultdict: "defaultdict"}
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
+
+
+def _factory_name(node: Node) -> str | None:
+    """The name a `defaultdict`'s factory is saved under; None if it would not be found again by it."""
+    return next((name for name, factory in _FACTORIES.items() if factory is node.aux), None)
 
 
 def to_json(node: Child) -> Json:
@@ -292,7 +325,7 @@ def to_json(node: Child) -> Json:
             [k if type(k) is str and k.isascii() else _encode_key(k), c]
             for k, c in zip(node.keys, children, strict=True)
         ]
-        factory = {"factory": getattr(node.aux, "__name__", None)} if node.kind == "defaultdict" else {}
+        factory = {"factory": _factory_name(node)} if node.kind == "defaultdict" else {}
         return {node.kind: pairs, **factory}
     named: list[Any] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]
     if node.kind == "namedtuple":

@@ -39,6 +39,7 @@ PARTS = {
     "beside": "faults.beside:run",
     "life": "faults.life:run",
     "stopped": "faults.stopped:run",
+    "alias": "faults.alias:run",
 }
 
 

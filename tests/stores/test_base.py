@@ -214,7 +214,6 @@ class TestLocation:
             pytest.param(Bytes(), b"/r\xc3\xa9/\xff", id="bytes"),
             ("file:///r%C3%A9/%FF", b"/r\xc3\xa9/\xff"),
             ("file:///a%3F%23\t", "/a?#\t"),
-            ("file:///", "/"),
         ],
     )
     def test_a_path_in_any_form_is_absolute_text(self, path: Any, expected: Any) -> None:

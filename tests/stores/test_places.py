@@ -1,13 +1,21 @@
 """From a path or URL to a place: every way to write one, and what is asked of it before there is a store."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardkeep
 from buckets.fixtures import Place, _alone, gcs, place  # noqa: F401
+from shardkeep.cli.main import main
+from shardkeep.errors import PathError
+from shardkeep.manager import AsyncCheckpointManager
+from shardkeep.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
 from shardkeep.stores.cloud import CloudStore
 from shardkeep.stores.local import LocalStore
 from shardkeep.stores.places import (
@@ -20,6 +28,7 @@ from shardkeep.stores.places import (
     sibling,
     store_at,
 )
+from support import run_python
 
 
 class Shown:
@@ -77,13 +86,142 @@ def test_forms_of_one_local_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("http://bucket/run", "knows local paths, file://, gs:// and s3://"),
         ("GS://bucket/run", "knows local paths"),
         ("az://bucket/run", "knows local paths"),
-        ("", "not a path"),
-        ("a\0b", "not a path"),
+        ("", "not a path: '' is empty"),
+        ("a\0b", "has a NUL character"),
+        ("gs://bucket/a\0b", "has a NUL character"),
+        (b"run", r"is a bytes; pass os\.fsdecode\(path\), which is a str"),
+        (bytearray(b"run"), "is a bytearray; pass"),
+        ("/", r"'/' is the root directory /; pass a directory of its own"),
+        ("//", "is the root directory"),
+        ("///", "is the root directory"),
+        ("/tmp/..", "is the root directory"),
+        ("/..", "is the root directory"),
+        (Path("/"), "is the root directory"),
+        ("file:///", "is the root directory"),
+        ("file:///tmp/..", "is the root directory"),
     ],
 )
-def test_what_is_no_place(path: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_what_is_no_place(path: Any, why: str) -> None:
+    with pytest.raises(PathError, match=why):
         location(path)
+
+
+def test_a_link_to_the_root_directory_is_the_root_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "all").symlink_to("/")
+    for path in (tmp_path / "all", tmp_path / "all" / "tmp" / ".."):
+        with pytest.raises(PathError, match="is the root directory"):
+            location(path)
+    monkeypatch.chdir("/")
+    with pytest.raises(PathError, match=r"'\.' is the root directory /"):
+        location(".")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "http://host/run", b"run", "/", "gs://bucket/../run"])
+def test_every_public_function_refuses_it_before_anything_is_done(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    tree = {"w": np.ones(3)}
+    manager = AsyncCheckpointManager()
+    calls: list[Callable[[], Any]] = [
+        lambda: shardkeep.save(path, tree),
+        lambda: shardkeep.save(path, tree, format="tensorstore"),
+        lambda: shardkeep.save_async(path, tree),
+        lambda: shardkeep.load(path),
+        lambda: shardkeep.inspect(path),
+        lambda: shardkeep.exists(path),
+        lambda: shardkeep.latest(path),
+        lambda: shardkeep.verify(path),
+        lambda: shardkeep.delete(path),
+        lambda: manager.save(tree, path),
+        lambda: manager.save_async(tree, path),
+        lambda: manager.save_pytree(tree, path, prefix="model"),
+        lambda: manager.load(path, None),
+        lambda: manager.load_pytree(path, None, prefix="model"),
+        lambda: manager.load_tree_parallel(path),
+        lambda: tree_serialize_leaves(path, tree),
+        lambda: tree_deserialize_leaves(path, None),
+    ]
+    started = time.monotonic()
+    for call in calls:
+        with pytest.raises(PathError, match=r"path|root|knows|part"):
+            call()
+    assert not manager.is_tensorstore(path)
+    assert time.monotonic() - started < 5, "nobody walked the disk"
+    assert list(here.iterdir()) == []
+
+
+def test_the_manager_takes_no_empty_path_for_a_whole_bucket() -> None:
+    with pytest.raises(PathError, match="is empty"):
+        AsyncCheckpointManager(gcs_bucket="bucket").save({"w": np.ones(3)}, "")
+
+
+@pytest.mark.parametrize("path", ["", "http://host/run", "/"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "stats", "clean"])
+def test_the_command_line_says_so_in_one_line(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, path]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+    assert "path" in told or "root directory" in told
+
+
+GONE = """
+import os, tempfile
+gone = tempfile.mkdtemp()
+os.chdir(gone)
+os.rmdir(gone)
+"""
+
+
+def test_without_a_working_directory_a_relative_path_is_refused_and_others_work(tmp_path: Path) -> None:
+    code = f"""{GONE}
+def told(call, *arguments):
+    try:
+        return call(*arguments)
+    except shardkeep.PathError as error:
+        return error
+
+for call in (shardkeep.exists, shardkeep.latest, shardkeep.load, shardkeep.inspect, shardkeep.verify, shardkeep.delete):
+    print(told(call, "run"))
+print(told(shardkeep.save, "run", {{"w": np.ones(3)}}))
+print(told(shardkeep.save_async, "run", {{"w": np.ones(3)}}))
+shardkeep.save_async({str(tmp_path / "run")!r}, {{"w": np.ones(3)}}).wait()
+print(shardkeep.latest({str(tmp_path)!r}), shardkeep.load("file://{tmp_path}/run")["w"])
+shardkeep.delete({str(tmp_path / "run")!r})
+"""
+    lines = run_python(code).splitlines()
+    why = "'run' is a relative path, and the working directory no longer exists; pass an absolute path"
+    assert lines == [why] * 8 + [f"{tmp_path / 'run'} [1. 1. 1.]"]
+
+
+def test_urls_are_read_without_a_working_directory(place: Place) -> None:
+    """They never look at it."""
+    for name in ("1", "2", "other/model.safetensors"):
+        shardkeep.save(f"{place.url}/run/{name}", {"w": np.ones(3)})
+    code = f"""{GONE}
+url = {place.url!r} + "/run"
+for name in ("1", "2", "other/model.safetensors"):
+    assert shardkeep.exists(f"{{url}}/{{name}}") and shardkeep.verify(f"{{url}}/{{name}}").ok
+    assert (shardkeep.load(f"{{url}}/{{name}}")["w"] == 1).all()
+print(shardkeep.latest(url), shardkeep.inspect(url + "/1").leaves["w"].shape)
+shardkeep.delete(url + "/1")
+print(shardkeep.exists(url + "/1"), os.path.exists(gone))
+"""
+    assert run_python(code, timeout=60) == f"{place.url}/run/2 (3,)\nFalse False\n"
+
+
+def test_urls_are_saved_to_without_a_working_directory(place: Place) -> None:
+    code = f"""{GONE}
+url = {place.url!r} + "/run"
+shardkeep.save(url + "/1", {{"w": np.ones(3)}})
+shardkeep.save_async(url + "/2", {{"w": np.ones(3)}}, format="tensorstore").wait()
+shardkeep.save_async(url + "/other/model.safetensors", {{"w": np.ones(3)}}).wait()
+print(shardkeep.latest(url))
+"""
+    assert run_python(code, timeout=60) == f"{place.url}/run/2\n"
 
 
 def test_names_are_taken_as_they_are() -> None:
@@ -151,6 +289,4 @@ def test_whether_something_is_there_costs_one_page(gcs: Place) -> None:
 
 
 def test_local_places_do_not_import_the_client() -> None:
-    from support import run_python
-
     assert run_python("import sys; shardkeep.exists('/nonexistent'); print('obstore' in sys.modules)") == "False\n"

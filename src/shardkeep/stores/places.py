@@ -2,9 +2,10 @@
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes
 
+from shardkeep.errors import PathError, an
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL, LocalStore
 
@@ -27,16 +28,27 @@ class BucketPath(str):
 
 
 def location(path: object) -> str:
-    """A path as text: a `str`, an `os.PathLike`, or any object whose `str()` is a path; `file://` becomes a path.
+    """Where a checkpoint, or a directory of them, can be, as text; `PathError` for anything else.
+
+    A `str`, an `os.PathLike`, or any object whose `str()` is a path; `file://` becomes a path. The root directory is
+    refused: nobody means it, and looking for checkpoints there would walk the whole disk.
 
     >>> location("file:///tmp/run%201"), location("gs://bucket/run/")
     ('/tmp/run 1', 'gs://bucket/run')
     """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else str(path)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"not a path: {path!r}")
+    place = anywhere(path)
+    if _is_root(place):
+        raise PathError(
+            f"{text_of(path)!r} is the root directory {place}; pass a directory of its own for a checkpoint"
+        )
+    return place
+
+
+def anywhere(path: object) -> str:
+    """Like `location`, for a path that may be any directory."""
+    text = text_of(path)
+    if not text or "\0" in text:
+        raise PathError(f"not a path: {text!r} {'has a NUL character' if text else 'is empty'}")
     # `pathlib` makes one slash of two, and nobody means a directory called "gs:".
     text = _ONE_SLASH.sub(lambda found: found[1] + ("///" if found[1] == "file:" else "//"), text)
     if text.startswith("file://"):
@@ -44,20 +56,42 @@ def location(path: object) -> str:
     if text.startswith(URLS):
         return _bucket_location(text, getattr(path, "key_file", None))
     if "://" in text:
-        raise ValueError(f"{text!r}: shardkeep knows local paths, file://, gs:// and s3://")
-    return os.path.abspath(os.path.expanduser(text))
+        raise PathError(f"{text!r}: shardkeep knows local paths, file://, gs:// and s3://")
+    try:
+        return os.path.abspath(os.path.expanduser(text))
+    except FileNotFoundError as error:
+        raise PathError(
+            f"{text!r} is a relative path, and the working directory no longer exists; pass an absolute path"
+        ) from error
+
+
+def text_of(path: object) -> str:
+    """A path or URL as text: of an `os.PathLike` what it stands for, of anything else its `str()`."""
+    if isinstance(path, bytes | bytearray | memoryview):  # as text, b"run" would be a directory called b'run'
+        raise PathError(f"not a path: {path!r} is {an(type(path).__name__)}; pass os.fsdecode(path), which is a str")
+    return os.fsdecode(cast(Any, path)) if isinstance(path, str | os.PathLike) else str(path)
+
+
+def _is_root(place: str) -> bool:
+    """Whether a local path leads to the root directory, also by a symbolic link or as `//`."""
+    if place.startswith(URLS):
+        return False
+    try:
+        return not place.strip(os.sep) or os.path.samefile(place, os.sep)
+    except OSError:  # it does not exist, or cannot be looked at: whoever uses it says so
+        return False
 
 
 def _path_in(url: str) -> str:
     """The path a `file://` URL names, to the byte."""
     host, slash, rest = url.removeprefix("file://").partition("/")
     if host not in ("", "localhost"):
-        raise ValueError(f"{url!r} names the host {host!r}; a local path is written file:///path")
+        raise PathError(f"{url!r} names the host {host!r}; a local path is written file:///path")
     if "?" in rest or "#" in rest:
-        raise ValueError(f"{url!r} has a query or a fragment; in a path, ? is written %3F and # is written %23")
+        raise PathError(f"{url!r} has a query or a fragment; in a path, ? is written %3F and # is written %23")
     path = unquote_to_bytes(os.fsencode(rest))
     if not slash or b"\0" in path:
-        raise ValueError(f"not a path: {url!r}")
+        raise PathError(f"not a path: {url!r}")
     return slash + os.fsdecode(path)
 
 
@@ -65,9 +99,9 @@ def _bucket_location(url: str, key_file: str | None) -> BucketPath:
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.rstrip("/").partition("/")
     if not bucket:
-        raise ValueError(f"{url!r} names no bucket; write {scheme}://bucket/path")
+        raise PathError(f"{url!r} names no bucket; write {scheme}://bucket/path")
     if name and any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError(f"{url!r} has an empty part, '.' or '..'")
+        raise PathError(f"{url!r} has an empty part, '.' or '..'")
     return BucketPath(f"{scheme}://{bucket}/{name}".rstrip("/"), key_file)
 
 
