@@ -85,7 +85,8 @@ def _remove(left: _LeftOver) -> None:
     target = left.target
     try:
         with target.store.lock(_LOCK_SECONDS):
-            clean_up(target.store, left_overs(target, target.read_if_any()))
+            current = target.read_if_any()
+            clean_up(target, left_overs(target, current), current)
         leave(target)
         if isinstance(target, Directory):
             target.store.remove_if_empty()
