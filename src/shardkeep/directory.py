@@ -120,9 +120,8 @@ class Directory:
             self.store.write_new(name, len(document), [memoryview(document)])
         except ConflictError:
             return False
-        others = [self.store.read(f"{claims}/{other}") for other in self.store.children(claims)]
-        met = any(claim.meets(_Claim.decode(other)) for other in others if other != document)
-        return not met and self._is_free(names)
+        others = [f"{claims}/{other}" for other in self.store.children(claims) if other != hashed(prefix)]
+        return self._is_free(names) and not any(claim.meets(_Claim.decode(self.store.read(o))) for o in others)
 
     def _is_free(self, names: Sequence[str]) -> bool:
         """Whether no file there, and no save at work, has any of the names."""

@@ -37,6 +37,7 @@ PARTS = {
     "fuzz": "faults.fuzz:run",
     "beside": "faults.beside:run",
     "life": "faults.life:run",
+    "late": "faults.late:run",
 }
 
 
