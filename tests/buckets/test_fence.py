@@ -17,7 +17,7 @@ from servers.proxy import Fault, Proxy
 from shardkeep.cli.survey import survey
 from shardkeep.commit import fence
 from shardkeep.opening import find, new_target
-from shardkeep.stores import credentials, objects
+from shardkeep.stores import credentials, leases, objects
 
 FORM: dict[str, Any] = {"format": "tensorstore"}  # an object for each leaf
 
@@ -99,6 +99,28 @@ def test_a_live_save_that_a_fence_refuses_reads_again_and_commits(
         assert writer.outcome() == "committed"
     assert number_at(path) == 2
     assert not [name for name in place.names() if "/saves/" in name or name.endswith("lock")]
+
+
+def test_of_two_that_both_hold_the_lock_one_replaces_a_single_file(
+    kept: tuple[Place, Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is alive, but its renewals of the lock do not arrive, nor does its file until the other has saved."""
+    monkeypatch.setattr(leases, "LEASE", 2.0)
+    place, keeper = kept
+    path = f"{place.url}/model.safetensors"
+    shardkeep.save(path, tree(1))
+    keeper.keeps = lambda method, target: (
+        method == "PUT"
+        and (target.endswith("/model.safetensors") or (keeper.kept.is_set() and target.endswith("/lock")))
+    )
+    with Writer.hire().save(path, 2, place.environment(), overwrite=True) as writer:
+        assert keeper.kept.wait(20)
+        shardkeep.save(path, tree(3), overwrite=True)
+        assert number_at(path) == 3
+        keeper.let_through.set()
+        assert writer.outcome().startswith("ConflictError")
+    assert number_at(path) == 3
+    assert shardkeep.verify(path).ok
 
 
 def test_a_commit_whose_answer_got_lost_and_that_was_fenced_counts(monkeypatch: pytest.MonkeyPatch) -> None:

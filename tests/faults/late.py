@@ -36,7 +36,7 @@ _FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "several files": ("model.safetensors", _SHARDED),
     "one file over several": ("model.safetensors", {}),
 }
-_DATA = r"leaf\d|[0-9a-f]{32}-\d{5}(-of-\d{5})?\.safetensors"
+_DATA = r"leaf\d|-\d{5}(-of-\d{5})?\.safetensors"
 # Kind of request: what it matches (S3 deletes by POST, with the names in the body), and which of them is kept back.
 _REQUESTS: dict[str, tuple[str, str, int]] = {
     "put of the lock": ("PUT", r"/lock$", 1),
@@ -76,11 +76,13 @@ class Point:
     meanwhile: str  # save, other (prefix), several (files), clean, delete (and save)
     first: bool = False  # nothing was there before
     dies: bool = False
+    waiting: bool = False  # the other began before the writer was stopped, and waits for its lock
 
     @property
     def name(self) -> str:
         fate = "killed" if self.dies else "continued"
-        return f"{self.scheme}, {self.form}, first={self.first}, late {self.request}, then {self.meanwhile}, {fate}"
+        then = f"{self.meanwhile}{' that waited' if self.waiting else ''}"
+        return f"{self.scheme}, {self.form}, first={self.first}, late {self.request}, then {then}, {fate}"
 
 
 def points() -> Iterator[Point]:
@@ -96,6 +98,7 @@ def points() -> Iterator[Point]:
             if form != "one file over several" and _is_sent(form, request):
                 yield Point(scheme, form, request, meanwhile, first=True, dies=next(dies))
         for dead in (False, True):
+            yield Point(scheme, form, "put of the document", "save", dies=dead, waiting=True)
             if form == "one file":  # the others are shards now
                 yield Point(scheme, form, "put of the document", "several", first=True, dies=dead)
             if form == "several files":
@@ -163,9 +166,12 @@ def _check(point: Point, place: Place, keeper: Keeper) -> None:
     with Writer.hire().save(path, 2, place.environment(), overwrite=True, **options) as writer:
         if not keeper.kept.wait(30):
             raise Violation("no such request was sent")
-        writer.process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * LEASE)  # the servers count whole seconds
-        _act(point, path, options)
+        with ThreadPoolExecutor(1) as other:
+            acting = other.submit(_act, point, path, options) if point.waiting else None
+            time.sleep(LEASE / 2 if point.waiting else 0)
+            writer.process.send_signal(signal.SIGSTOP)
+            time.sleep(2 * LEASE)  # the servers count whole seconds
+            acting.result() if acting else _act(point, path, options)
         before = _number(path, prefix)
         keeper.let_through.set()
         keeper.passed.wait(30)

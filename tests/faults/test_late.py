@@ -18,7 +18,7 @@ OVERWRITES: list[dict[str, Any]] = [
     # The names in the request are those of a newer save.
     {"form": "several files", "request": "delete of data", "meanwhile": "save", "dies": False},
     # A newer file is in the place of the one that was to be replaced.
-    {"form": "one file", "request": "put of the document", "meanwhile": "save", "dies": False},
+    {"form": "one file", "request": "put of the document", "meanwhile": "save", "dies": False, "waiting": True},
 ]
 FIRST: list[dict[str, Any]] = [
     {"form": "safetensors", "request": "put of the document", "meanwhile": "clean", "dies": True},
