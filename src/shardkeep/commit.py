@@ -350,26 +350,41 @@ def clean_up(target: Target, found: LeftOvers, current: Manifest | None) -> Mani
     return current
 
 
-def fence(target: Target) -> Manifest | None:
-    """Make sure that no save which began before this is committed after it, and return what is committed.
+def fence(target: Target, save_id: str | None = None) -> Manifest | None:
+    """Make sure that no dead save is committed after this, and return what is committed. The lock is not needed.
 
     In a bucket a put may arrive long after its sender died. Each put of the document that commits a save depends on the
-    version that was read; this changes the version and nothing else. The lock is not needed. A live save that is
-    refused because of it reads again and tries again; one that was taken for dead gives up when it sees that.
+    version that was read; this changes the version and nothing else. A live save that is refused because of it reads
+    again and tries again, unless its record was taken over: so take over the records of dead saves before, or name a
+    `save_id` whose record is taken over here. What is not committed when this returns never will be.
 
-    On a local disk nothing is done: there the lock of a dead save is free only once it can do nothing any more. An
-    exchange file that is committed as a single object needs none of the files a cleaner removes, and is not fenced.
+    On a local disk nothing is done: there a save is dead only when its process is. A single exchange file in a bucket
+    that is already on its way is not stopped; it needs none of the objects that a cleaner removes.
     """
-    if not target.store.remote:
+    store = target.store
+    if not store.remote:
         return target.read_if_any()
     for left in reversed(range(_TRIES)):
         try:
+            if save_id is not None:
+                _condemn(store, f"{store.saves}/{save_id}")
+                save_id = None
             return target.fence()
         except ConflictError:
             if left == 0:
                 raise
             time.sleep(0.1)
     raise AssertionError("the last try returns or raises")
+
+
+def _condemn(store: Store, record_name: str) -> None:
+    """Take over the record of a save in a bucket, alive or not, so that it gives up."""
+    from shardkeep.stores.leases import condemned  # which needs the client of buckets
+
+    try:
+        store.replace(record_name, condemned(store.read(record_name)))
+    except FileNotFoundError:
+        pass  # it has ended
 
 
 def recorded_names(store: Store, save_id: str) -> list[str]:

@@ -240,7 +240,7 @@ class Exchange:
         (file,) = turn.plan.files
         over = json.loads(file.header[8:])["__metadata__"][_OVER] or None
         if set(self.store.children(self.store.saves)) - {turn.plan.save_id}:
-            self.fence()  # the index of another save may be on its way
+            self._fence_index()  # that of another save may be on its way
         self.store.rename(file.name, self.single)
         weights = {"weight_map": {piece.name: self.single for piece in file.pieces}}
         index = json.dumps({"metadata": {"total_size": tree.nbytes}, **weights}).encode()
@@ -264,6 +264,10 @@ class Exchange:
 
     def fence(self) -> Manifest | None:
         """Put the index again, or one without trees. A single file needs no fence: it comes with all its data."""
+        self._fence_index()
+        return self.read_if_any()
+
+    def _fence_index(self) -> None:
         document = self._index_document()
         nonce = os.urandom(16).hex()
         if document is None:
@@ -275,7 +279,6 @@ class Exchange:
         index["metadata"] |= {_NONCE: nonce} | ({_SEAL: "0" * 32} if ours else {})
         text = json.dumps(index, separators=(",", ":")).encode()
         self.store.replace(self.index, seal(text) if ours else text)
-        return self.read_if_any()
 
 
 def exchange_at(place: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:

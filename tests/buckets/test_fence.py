@@ -16,8 +16,10 @@ from servers.gcs import GCSServer
 from servers.proxy import Fault, Proxy
 from shardkeep.cli.survey import survey
 from shardkeep.commit import fence
+from shardkeep.exchange import Exchange
 from shardkeep.opening import find, new_target
 from shardkeep.stores import credentials, leases, objects
+from shardkeep.stores.places import store_at
 
 FORM: dict[str, Any] = {"format": "tensorstore"}  # an object for each leaf
 
@@ -101,6 +103,54 @@ def test_a_live_save_that_a_fence_refuses_reads_again_and_commits(
     assert not [name for name in place.names() if "/saves/" in name or name.endswith("lock")]
 
 
+@pytest.mark.parametrize(("name", "options"), [("run", FORM), ("model.safetensors", {"max_shard_size": 4096})])
+def test_a_save_that_others_gave_up_is_not_committed_after_the_fence(
+    name: str, options: dict[str, Any], kept: tuple[Place, Keeper]
+) -> None:
+    """It is alive, and would read again and commit, if its record were still its own."""
+    place, keeper = kept
+    path = f"{place.url}/{name}"
+    shardkeep.save(path, tree(1), **options)
+    document = "manifest.json" if name == "run" else "index.json"
+    keeper.keeps = lambda method, target: method == "PUT" and target.endswith(document)
+    with Writer.hire().save(path, 2, place.environment(), overwrite=True, **options) as writer:
+        assert keeper.kept.wait(20)
+        (record,) = (each for each in place.names() if "/saves/" in each)
+        committed = fence(find(path), record.rpartition("/")[2])
+        assert committed is not None
+        assert committed.save_id == shardkeep.inspect(path).save_id
+        keeper.let_through.set()
+        outcome = writer.outcome()
+    assert outcome.startswith("ConflictError"), outcome
+    assert "taken for dead" in outcome
+    assert number_at(path) == 1
+    shardkeep.save(path, tree(3), overwrite=True, **options)
+    assert number_at(path) == 3
+    assert not [name for name in place.names() if "/saves/" in name]
+
+
+def test_a_file_is_replaced_on_condition_of_the_version_that_was_checked(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save is recorded, so the index is fenced first; what that reads does not change the condition."""
+    path = f"{place.url}/model.safetensors"
+    shardkeep.save(path, tree(1))
+    shardkeep.save(f"{place.url}/elsewhere.safetensors", tree(3))
+    store = store_at(place.url, control=".model.safetensors.shardkeep", confined=False)
+    held = store.hold(f"{store.saves}/{'a' * 32}", b"[]")
+    real = Exchange._fence_index
+
+    def meddle(exchange: Exchange) -> None:
+        place.put("model.safetensors", place.get("elsewhere.safetensors"))  # by one who took over the lock
+        real(exchange)
+
+    monkeypatch.setattr(Exchange, "_fence_index", meddle)
+    with pytest.raises(shardkeep.ConflictError, match="another save changed"):
+        shardkeep.save(path, tree(2), overwrite=True)
+    assert number_at(path) == 3
+    held.release()
+
+
 def test_of_two_that_both_hold_the_lock_one_replaces_a_single_file(
     kept: tuple[Place, Keeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +171,37 @@ def test_of_two_that_both_hold_the_lock_one_replaces_a_single_file(
         assert writer.outcome().startswith("ConflictError")
     assert number_at(path) == 3
     assert shardkeep.verify(path).ok
+
+
+def test_a_manifest_in_doubt_keeps_its_data_though_trying_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt is still on its way when the second is told that it may not: the first may arrive."""
+    make = credentials._make
+
+    def hasty(bucket: Any, settings: Any, options: Any, **patience: Any) -> Any:
+        return make(bucket, settings, {**options, "timeout": "700ms"}, **patience)
+
+    monkeypatch.setattr(credentials, "_make", hasty)
+    credentials._reached.cache_clear()
+    with GCSServer() as server, Keeper(server.url) as keeper:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", keeper.url)
+        path = "gs://bucket/run"
+        shardkeep.save(path, tree(1), **FORM)
+
+        def keeps(method: str, target: str) -> bool:
+            if method != "PUT" or not target.endswith("manifest.json") or keeper.kept.is_set():
+                return False
+            keeper.inject(Fault("status", "PUT", r"manifest\.json$", status=403, times=100))
+            return True
+
+        keeper.keeps = keeps
+        with pytest.raises(shardkeep.AccessError, match="403"):
+            shardkeep.save(path, tree(2), overwrite=True, **FORM)
+        assert number_at(path) == 1
+        keeper.let_through.set()
+        assert keeper.passed.wait(20)
+        assert number_at(path) == 2
+        assert shardkeep.verify(path).ok
+    credentials._reached.cache_clear()
 
 
 def test_a_commit_whose_answer_got_lost_and_that_was_fenced_counts(monkeypatch: pytest.MonkeyPatch) -> None:

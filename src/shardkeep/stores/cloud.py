@@ -160,18 +160,20 @@ class CloudStore(Objects):
 
     def _commit(self, name: str, data: list[memoryview], telling: int | None = None) -> None:
         """Put a document on condition that it still is the one that was read."""
+        self._writes = True
         self._confirm(leases.LEASE / 2)
+        failures: list[Exception] = []
         mode: Any = (self._versions[name] or "create") if name in self._versions else "overwrite"
         self._forget(name)
         try:
-            self._versions[name] = self.put(name, data, mode, telling)
+            self._versions[name] = self.put(name, data, mode, telling, failures)
         except REFUSED as error:
             raise ConflictError(
                 f"{self.locate(name)} was changed by another writer at the same moment; theirs is in place and "
                 "untouched, this one was not committed"
             ) from error
-        except StorageError as error:
-            self._in_doubt = isinstance(error.__cause__, Exception) and not is_final(error.__cause__)
+        except StorageError:
+            self._in_doubt = not all(map(is_final, failures))
             raise
 
     def _forget(self, name: str) -> None:

@@ -63,12 +63,18 @@ class Objects:
         raise AssertionError("the last try returns or raises")
 
     def put(
-        self, name: str, data: bytes | Iterable[memoryview], mode: Any, telling: int | None = None
+        self,
+        name: str,
+        data: bytes | Iterable[memoryview],
+        mode: Any,
+        telling: int | None = None,
+        failures: list[Exception] | None = None,
     ) -> dict[str, Any]:
         """Put an object on a condition and return its version; no other put may have had the same data.
 
         The answer may get lost after the server has done it: so what is there is read before it is tried again. With
         `telling` that is the size and so many bytes at the start, which must differ from those of every other put.
+        `failures` gets what each attempt failed with: one of them may still arrive.
         """
         parts = [memoryview(data)] if isinstance(data, bytes) else [part for part in data if len(part)]
         total = sum(map(len, parts))
@@ -80,6 +86,8 @@ class Objects:
                 return version_of(obstore.put(client, self.key(name), parts or b"", mode=mode, use_multipart=False))
             except (FileNotFoundError, BaseError) as error:
                 failure = error
+            if failures is not None:
+                failures.append(failure)
             deadline = deadline or time.monotonic() + PATIENCE  # sending alone may take longer
             refused = isinstance(failure, REFUSED) and status_of(failure) != 409  # 409: S3 wants it tried again
             explained = explain(failure, self.bucket, self.locate(name))
