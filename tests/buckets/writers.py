@@ -196,8 +196,6 @@ class CarelessHandler(GCSHandler):
             raise Refused(412, "PreconditionFailed", "not the one")
         if "If-None-Match" in self.server.kept and "If-None-Match" in self.headers and there is not None:
             raise Refused(412, "PreconditionFailed", "there is one")
-        if source := self.headers.get("x-amz-copy-source"):
-            self.headers["x-goog-copy-source"] = source
         super().put_xml(bucket, key)
 
     def post_xml(self, bucket: str, key: str) -> None:

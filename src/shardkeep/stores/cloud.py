@@ -193,6 +193,7 @@ class CloudStore(Objects):
     def rename(self, name: str, new: str) -> None:
         """Send what was written under a temporary name, on condition that `new` still is what was read."""
         data = self._unsent[name]
+        self._versions.setdefault(new, None)
         self._commit(new, data, telling=len(data[0]))
         del self._unsent[name]
 
