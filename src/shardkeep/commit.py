@@ -222,7 +222,7 @@ def _prepare(turn: Turn, tree: Tree, replaced: Tree | None) -> list[str]:
 def _retire(turn: Turn, tree: Tree, current: Manifest | None, old: Sequence[str], document: str | None = None) -> None:
     """Remove what was replaced, now that the tree is committed; failing to do so does not undo the save."""
     target, store = turn.target, turn.target.store
-    needed = {file.name for file in tree.files} | names_in(current, but=turn.draft.prefix)
+    needed = {file.name for file in tree.files} | (names_in(current, but=turn.draft.prefix) if current else set())
     # A document of a bucket has a name that is used again: it is replaced, never removed.
     documents = () if store.remote or document is None else target.documents
     try:

@@ -41,23 +41,19 @@ class Directory:
 
     def read_if_any(self) -> Manifest | None:
         """What is committed. A manifest without trees says that nothing is, and stands for one that is not there."""
-        found = self._stored()
+        found = None
+        try:
+            found = decode_manifest(self.store.read(MANIFEST), self.where, self.store.locate(MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except IsADirectoryError:
+            raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
         if found is not None and found.trees:
             return found
         inside = self.store.children("")
         # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
         ours = found is not None or self.store.control in inside
         return None if not inside or (ours and INDEX not in inside) else read_eformer(self.store, search=not ours)
-
-    def _stored(self) -> Manifest | None:
-        """The manifest as it is stored, trees or none."""
-        try:
-            document = self.store.read(MANIFEST)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except IsADirectoryError:
-            raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
-        return decode_manifest(document, self.where, self.store.locate(MANIFEST))
 
     def read(self) -> Manifest:
         manifest = self.read_if_any()
@@ -137,7 +133,10 @@ class Directory:
 
     def fence(self) -> Manifest | None:
         nonce = os.urandom(16).hex()
-        found = self._stored() or Manifest(self.where, nonce, {})
+        try:
+            found = decode_manifest(self.store.read(MANIFEST), self.where, self.store.locate(MANIFEST))
+        except FileNotFoundError:
+            found = Manifest(self.where, nonce, {})
         self.store.replace(MANIFEST, encode_manifest(found, nonce))
         return found if found.trees else self.read_if_any()
 
