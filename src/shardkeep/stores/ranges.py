@@ -27,7 +27,7 @@ class CloudFile:
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
         end = offset + buffer.size
         if end > self.size:
-            raise IntegrityError(f"{self._store.locate(self._name)} ends before byte {end:,}")
+            raise IntegrityError(f"{self._store.locate(self._name)} ends before byte {end}")
         if offset == 0 and 0 < end <= 8:  # a length, and what has it comes next
             self._start = bytes(self._read(0, min(GAP, self.size)))
         if end <= len(self._start):
