@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,32 @@ def test_metadata_comes_back(version: str) -> None:
     wanted = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
     for path in ("safetensors", "tensorstore", "single/model.safetensors", "sharded/model.safetensors"):
         assert shardkeep.inspect(GOLDEN / version / path).tree("").metadata == wanted
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+@pytest.mark.parametrize("name", ["run", "model.safetensors"])
+def test_a_document_without_trees_means_that_nothing_is_there(version: str, name: str, tmp_path: Path) -> None:
+    """And a save needs no `overwrite=True` to take its place."""
+    shutil.copytree(GOLDEN / version / "nothing", tmp_path / "here")
+    path = tmp_path / "here" / name
+    assert not shardkeep.exists(path)
+    for call in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="no checkpoint at"):
+            call(path)
+    assert shardkeep.latest(tmp_path / "here") is None
+    assert shardkeep.latest(path) is None
+    shardkeep.save(path, {"w": 1})
+    assert shardkeep.load(path) == {"w": 1}
+    shardkeep.delete(path)
+    assert not list((tmp_path / "here").glob(f"**/{name}*/**/*.safetensors"))
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_a_document_without_trees_can_be_deleted(version: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / version / "nothing", tmp_path / "here")
+    shardkeep.delete(tmp_path / "here" / "run")
+    shardkeep.delete(tmp_path / "here" / "model.safetensors")
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_the_script_writes_what_the_golden_files_hold(tmp_path: Path) -> None:

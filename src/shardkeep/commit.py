@@ -8,6 +8,7 @@ comes later removes what dead saves recorded and no document names: never an unk
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ _LOCK_SECONDS = 60.0
 _SLACK = 1 << 20  # for the manifest, the record and the directories
 _COMMITTED = "The new checkpoint was committed all the same and is whole"
 _NOT_COMMITTED = "Nothing was committed; what was there before is intact"
+_TRIES = 10  # to replace a document that others replace at the same time, in a bucket
 
 
 class Target(Protocol):
@@ -98,7 +100,14 @@ class Target(Protocol):
         ...
 
     def put(self, turn: "Turn", tree: Tree, current: Manifest | None) -> str:
-        """Make the tree count, in one step; tells which document says so."""
+        """Commit the tree, in one step; returns the name of the document that says so."""
+        ...
+
+    def fence(self) -> Manifest | None:
+        """In a bucket: put the document again with a fresh nonce, so that late puts of dead saves are refused.
+
+        Returns what is committed; `ConflictError` if somebody else replaced the document at the same moment.
+        """
         ...
 
 
@@ -174,7 +183,7 @@ def begin(turn: Turn, leaves: Sequence[LeafPlan], overwrite: bool, operation: Op
     store = target.store
     with store.lock(_LOCK_SECONDS):
         current = target.read_if_any()
-        clean_up(target, current)
+        current = clean_up(target, current)
         existing = current.trees.get(draft.prefix) if current else None
         if existing is not None and not overwrite:
             what = f"a tree of prefix {draft.prefix!r}" if draft.prefix else "a checkpoint"
@@ -211,38 +220,61 @@ def commit(turn: Turn, tree: Tree) -> None:
     """Make the tree part of the checkpoint. An error says whether it was committed."""
     target = turn.target
     with target.store.lock(_LOCK_SECONDS):
-        current = target.read_if_any()
-        replaced = current.trees.get(turn.draft.prefix) if current else None
-        if (replaced.save_id if replaced else None) != turn.base_id:
-            raise ConflictError(
-                f"another save changed {turn.name} while this one was writing; "
-                "theirs is in place and untouched, this one was not committed"
-            )
-        if not target.store.remote and turn.plan.save_id not in target.store.children(target.store.saves):
-            raise StorageError(
-                f"saving {turn.name}: the directory was removed or renamed while this save was writing. "
-                "Nothing was committed"
-            )
-        if any(file.writer != LEADER for file in turn.plan.files):
-            _find_again(turn, tree)
-        old = [file.name for file in replaced.files] if replaced else []
-        if old:
-            turn.note(old)
-        turn.attempted = True
-        try:
-            document = target.put(turn, tree, current)
-        except OSError as error:
-            _settle(turn, error)
-        else:
-            others = {file.name for file in tree.files} | {document}
-            if current is not None:
-                others |= names_in(current, but=turn.draft.prefix)
-            try:  # failing to remove what was replaced does not undo the save
-                if unneeded := {*old, *target.documents} - others:
-                    target.store.remove(unneeded)
-                turn.close()
+        old: list[str] = []
+        for left in reversed(range(_TRIES)):
+            current = target.read_if_any()
+            replaced = current.trees.get(turn.draft.prefix) if current else None
+            if turn.attempted and replaced is not None and replaced.save_id == turn.plan.save_id:
+                return _retire(turn, tree, current, old)  # only the answer was lost, and then somebody fenced
+            old = _prepare(turn, tree, replaced)
+            turn.attempted = True
+            try:
+                document = target.put(turn, tree, current)
+            except ConflictError as error:
+                if left == 0:
+                    _settle(turn, error)
+                continue  # somebody fenced, or saved another prefix without the lock: if it was ours, that shows now
             except OSError as error:
-                log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
+                _settle(turn, error)
+            else:
+                return _retire(turn, tree, current, old, document)
+
+
+def _prepare(turn: Turn, tree: Tree, replaced: Tree | None) -> list[str]:
+    """Check that the tree may take the place of `replaced`, and record the names that go then."""
+    target = turn.target
+    if (replaced.save_id if replaced else None) != turn.base_id:
+        raise ConflictError(
+            f"another save changed {turn.name} while this one was writing; "
+            "theirs is in place and untouched, this one was not committed"
+        )
+    if not target.store.remote and turn.plan.save_id not in target.store.children(target.store.saves):
+        raise StorageError(
+            f"saving {turn.name}: the directory was removed or renamed while this save was writing. "
+            "Nothing was committed"
+        )
+    if any(file.writer != LEADER for file in turn.plan.files):
+        _find_again(turn, tree)
+    old = [file.name for file in replaced.files] if replaced else []
+    # In a bucket also if there is nothing to tell: whoever takes the record over after this, and then fences, does so
+    # after the document was read. So a put on condition of that document finds all files of this save in place.
+    if old or target.store.remote:
+        turn.note(old)
+    return old
+
+
+def _retire(turn: Turn, tree: Tree, current: Manifest | None, old: Sequence[str], document: str | None = None) -> None:
+    """Remove what was replaced, now that the tree is committed; failing to do so does not undo the save."""
+    target, store = turn.target, turn.target.store
+    needed = {file.name for file in tree.files} | (names_in(current, but=turn.draft.prefix) if current else set())
+    # A document of a bucket has a name that is used again: it is replaced, never removed.
+    documents = () if store.remote or document is None else target.documents
+    try:
+        if unneeded := {*old, *documents} - needed - {document}:
+            store.remove(unneeded)
+        turn.close()
+    except OSError as error:
+        log.warning("shardkeep: %s is saved, but files of the replaced tree remain (%s)", turn.name, error)
 
 
 def _find_again(turn: Turn, tree: Tree) -> None:
@@ -298,7 +330,12 @@ def give_up_on_leader(turn: Turn) -> str:
 
     No lock is taken: a leader that died or was stopped inside its commit may hold it.
     """
-    final = not turn.target.store.remote and _is_dead(turn.target.store, turn.plan.save_id)
+    store, save_id = turn.target.store, turn.plan.save_id
+    if store.remote:
+        fence(turn.target, save_id)
+        final = not turn.target.gathers  # one exchange file that is already on its way is not stopped
+    else:
+        final = _is_dead(store, save_id)
     if _is_committed(turn):
         return _COMMITTED
     if final:
@@ -331,10 +368,14 @@ def left_overs(target: Target, manifest: Manifest | None, scope: Scope) -> LeftO
     names: list[str] = []
     needed = set(target.documents) | (names_in(manifest) if manifest else set())
     saves = store.children(store.saves)
-    for save_id in saves:
-        held = store.try_hold(f"{store.saves}/{save_id}", scope)
+    alive: set[str] = set()
+    for save_id in sorted(saves):
+        # The processes of one save live as long as their leader: it may commit what the others wrote.
+        led = save_id.partition(".")[0] in alive
+        held = None if led else store.try_hold(f"{store.saves}/{save_id}", scope)
         recorded = recorded_names(store, save_id)
         if held is None:
+            alive.add(save_id)
             needed.update(recorded)
         else:
             records.append(held)
@@ -345,14 +386,61 @@ def left_overs(target: Target, manifest: Manifest | None, scope: Scope) -> LeftO
     return LeftOvers(records, [name for name in names if name not in needed], len(saves) - len(records))
 
 
-def clean_up(target: Target, manifest: Manifest | None) -> None:
-    """Remove what dead saves left. Call it with the lock held."""
+def clean_up(target: Target, current: Manifest | None) -> Manifest | None:
+    """Remove what dead saves left, and return what is committed. Call it with the lock held.
+
+    In a bucket the document that would commit a dead save may still be on its way: it is fenced off first.
+    """
+    store = target.store
     with Scope(f"cleaning up at {target.where}") as scope:
-        found = left_overs(target, manifest, scope)
-        if found.names:
-            target.store.remove(found.names)
+        found = left_overs(target, current, scope)
+        names = found.names
+        if store.remote and any(not name.startswith(f"{store.control}/") for name in names):
+            current = fence(target)
+            needed = names_in(current)  # a dead save may have been committed after all
+            names = [name for name in names if name not in needed]
+        if names:
+            store.remove(names)
         for held in found.records:
             held.remove()
+    return current
+
+
+def fence(target: Target, save_id: str | None = None) -> Manifest | None:
+    """Make sure that no dead save is committed after this, and return what is committed. The lock is not needed.
+
+    In a bucket a put may arrive long after its sender died. Each put of the document that commits a save depends on the
+    version that was read; this changes the version and nothing else. A live save that is refused because of it reads
+    again and tries again, unless its record was taken over: so take over the records of dead saves before, or name a
+    `save_id` whose record is taken over here. What is not committed when this returns never will be.
+
+    On a local disk nothing is done: there a save is dead only when its process is. A single exchange file in a bucket
+    that is already on its way is not stopped; it needs none of the objects that a cleaner removes.
+    """
+    store = target.store
+    if not store.remote:
+        return target.read_if_any()
+    for left in reversed(range(_TRIES)):
+        try:
+            if save_id is not None:
+                _condemn(store, f"{store.saves}/{save_id}")
+                save_id = None
+            return target.fence()
+        except ConflictError:
+            if left == 0:
+                raise
+            time.sleep(0.1)
+    raise AssertionError("the last try returns or raises")
+
+
+def _condemn(store: Store, record_name: str) -> None:
+    """Take over the record of a save in a bucket, alive or not, so that it gives up."""
+    from shardkeep.stores.leases import condemned  # which needs the client of buckets
+
+    try:
+        store.replace(record_name, condemned(store.read(record_name)))
+    except FileNotFoundError:
+        pass  # it has ended
 
 
 def recorded_names(store: Store, save_id: str) -> list[str]:
@@ -373,17 +461,23 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
 
 
 def delete(target: Target) -> None:
-    """Remove a checkpoint, what says it is committed first; files that are not shardkeep's stay."""
+    """Remove a checkpoint, what says it is committed first; files that are not shardkeep's stay.
+
+    In a bucket this frees names that are used again, which nothing else does: of the document and of the claims.
+    """
     store = target.store
     try:
         trees = target.read().trees
-        if all(tree.format == "foreign" for tree in trees.values()):
-            raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
     except IncompleteCheckpointError:
-        pass  # what a save that never finished left goes too
+        trees = {}  # what a save that never finished left goes too
+    except CheckpointNotFoundError:
+        if all(store.size(name) is None for name in target.documents):
+            raise
+        trees = {}  # and what says that nothing is committed
+    if trees and all(tree.format == "foreign" for tree in trees.values()):
+        raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
     with store.lock(_LOCK_SECONDS), Scope(f"deleting {target.where}") as scope:
-        manifest = target.read_if_any()
-        clean_up(target, manifest)
+        manifest = clean_up(target, target.read_if_any())
         if store.children(store.saves):
             raise ConflictError(f"a save to {target.where} is running; nothing was deleted")
         names = sorted(names_in(manifest))
@@ -403,6 +497,8 @@ def leave(target: Target, waits: bool = True) -> None:
     Not if somebody else has the lock, unless it `waits` for that.
     """
     store = target.store
+    if store.remote:  # there are no directories, and what is claimed stays so: those names may still be written to
+        return
     try:
         if not store.children(store.control):
             return

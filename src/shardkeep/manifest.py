@@ -229,14 +229,15 @@ def _is_unicode(text: str) -> bool:
 
 
 @collector.paused()
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The document, sealed with its own digest."""
+def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
+    """The document, sealed with its own digest. A `nonce` makes it differ from others that say the same."""
     body = {
         "shardkeep": VERSION,
         "digest": "0" * 32,
         "algorithm": ALGORITHM,
         "block": BLOCK,
         "save": manifest.save_id,
+        **({} if nonce is None else {"nonce": nonce}),
         "trees": {
             prefix: {
                 "save": tree.save_id,

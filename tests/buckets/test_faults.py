@@ -35,8 +35,7 @@ LOADING = {
     "data": ("GET", "leaf1/0|safetensors$"),
 }
 EXCHANGE = {
-    "copy": ("PUT", r"model\.safetensors$"),
-    "aside": ("PUT", r"\.tmp$"),
+    "file": ("PUT", r"model\.safetensors$"),
     "size": ("HEAD", r"model\.safetensors$"),
     "header": ("GET", r"model\.safetensors$"),
 }
@@ -133,7 +132,7 @@ def test_uploads_in_parts_go_on_after_a_fault(both: Both, monkeypatch: pytest.Mo
     monkeypatch.setattr(cloud, "LARGE", 1 << 20)
     monkeypatch.setattr(cloud, "_PART", 5 << 20)
     monkeypatch.setattr(cloud.CloudStore, "object_limit", 1 << 20)
-    values = {"w": pattern(np.uint8, (6 << 20,))}
+    values = {name: pattern(np.uint8, (6 << 20,), seed) for seed, name in enumerate("ab")}
 
     parts = {"begin": "uploads", "part": "partNumber=2", "end": "uploadId"}
     actions = {"closed": ("close", True), "reset": ("reset", False), "reset-after-the-work": ("reset", True)}
@@ -143,7 +142,7 @@ def test_uploads_in_parts_go_on_after_a_fault(both: Both, monkeypatch: pytest.Mo
         action, served = actions[how]
         fault = place.inject(action, pattern=f"{place.prefix}/{name}/.*{parts[part]}", served=served)
         path = f"{place.url}/{name}/model.safetensors"
-        shardkeep.save(path, values)
+        shardkeep.save(path, values, max_shard_size=6 << 20)
         assert fault.hits == 1
         assert_same(shardkeep.load(path), values)
 
@@ -282,10 +281,14 @@ def test_a_conflict_at_the_same_moment_is_tried_again(watched: Place) -> None:
 def test_a_manifest_that_vanished_is_a_conflict(watched: Place) -> None:
     path = f"{watched.url}/run"
     shardkeep.save(path, tree(1))
-    watched.inject("status", *SAVING["manifest"], status=404)
+    fault = watched.inject("status", *SAVING["manifest"], times=1000, status=404)
     with pytest.raises(shardkeep.ConflictError, match="changed by another writer"):
         shardkeep.save(path, tree(2), overwrite=True)
+    assert 1 < fault.hits < 20  # what is there is read again each time, and is what it was
     assert number_at(path) == 1
+    fault.times = fault.hits + 1
+    shardkeep.save(path, tree(3), overwrite=True)
+    assert number_at(path) == 3
 
 
 def test_a_server_that_goes_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

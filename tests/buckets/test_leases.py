@@ -69,12 +69,15 @@ def killed_in_the_middle(place: Place, old: bool) -> None:
 def an_exchange_file_killed_before_it_is_in_place(place: Place) -> None:
     path = f"{place.url}/model.safetensors"
     shardkeep.save(path, tree(1))
-    place.inject("delay", "PUT", r"\.tmp", times=10, seconds=30)
+    keeper = keeper_of(place)
+    keeper.keeps = lambda method, target: method == "PUT" and target.endswith("model.safetensors")
     with Writer.hire().save(path, 2, place.environment(), overwrite=True):
-        until(lambda: any(name.endswith(".tmp") for name in place.names()))
+        assert keeper.kept.wait(20)
     assert number_at(path) == 1
     time.sleep(4)
     shardkeep.save(path, tree(3), overwrite=True)
+    keeper.let_through.set()
+    time.sleep(1)
     assert number_at(path) == 3
     assert set(place.names()) == {"model.safetensors"}
 
@@ -144,7 +147,7 @@ def one_that_was_stopped_for_long_does_not_commit_with_holes(place: Place) -> No
     assert shardkeep.verify(path).ok
 
 
-def a_manifest_that_comes_too_late_is_taken_back(place: Place) -> None:
+def a_manifest_that_comes_too_late_is_refused(place: Place) -> None:
     """Stopped while the manifest is on its way, taken for dead, cleaned up after: then it arrives."""
     path = f"{place.url}/run"
     shardkeep.save(path, tree(1), prefix="model")
@@ -157,8 +160,10 @@ def a_manifest_that_comes_too_late_is_taken_back(place: Place) -> None:
         with pytest.raises(shardkeep.CheckpointExistsError, match="model"):
             shardkeep.save(path, tree(3), prefix="model")  # takes the lock and cleans up, but commits nothing
         assert not data(place)
+        fenced = place.get("run/manifest.json")
         keeper.let_through.set()
-        until(lambda: b"leaf3/0" in place.get("run/manifest.json"))
+        time.sleep(1)
+        assert place.get("run/manifest.json") == fenced
         writer.process.send_signal(signal.SIGCONT)
         outcome = writer.outcome()
     assert outcome.startswith("ConflictError"), outcome
@@ -173,7 +178,7 @@ SCENARIOS: dict[str, Callable[[Place], None]] = {
         function.__name__.replace("_", " "): function
         for function in (
             a_slow_save_is_not_taken_for_dead,
-            a_manifest_that_comes_too_late_is_taken_back,
+            a_manifest_that_comes_too_late_is_refused,
             one_that_was_stopped_for_long_does_not_commit_with_holes,
             an_exchange_file_killed_before_it_is_in_place,
             the_lock_of_a_dead_program_is_taken_over,

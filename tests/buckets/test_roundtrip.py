@@ -1,8 +1,11 @@
 """What is saved to a bucket comes back, bit by bit, in every format and by every call that takes a path."""
 
+import json
 import math
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkeep
 from buckets.fixtures import Place
+from shardkeep import exchange
 from shardkeep.stores import cloud
 from shardkeep.stores.cloud import CloudStore
 from support import FORMATS, Dense, Point, assert_same, mesh_of, pattern
@@ -120,39 +124,83 @@ def test_formats_replace_each_other(place: Place) -> None:
     assert shardkeep.verify(path).ok
 
 
-def test_exchange_files_go_from_one_to_several_and_back(place: Place) -> None:
+def test_exchange_files_go_from_several_to_one(place: Place) -> None:
+    """The index stays, as Hugging Face would write it for the one file, since nothing of a fixed name is removed."""
     path = f"{place.url}/hub/model.safetensors"
-    for number, (size, names) in enumerate(
-        [
-            (None, {"model.safetensors"}),
-            (4000, {"model.safetensors.index.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"}),  # noqa: E501
-            (None, {"model.safetensors"}),
-            (4000, None),
-            (4000, None),
-            (8000, None),
-            (None, {"model.safetensors"}),
-        ]
-    ):  # fmt: skip
+    shards: set[str] = set()
+    for number, size in enumerate([4000, 4000, 8000, None, None]):
         tree = {name: pattern(np.float32, (1000,), number + seed) for seed, name in enumerate("abc")}
         shardkeep.save(path, tree, overwrite=True, max_shard_size=size)
         for name in ("model.safetensors", "model", "model.safetensors.index.json"):
-            if name != "model.safetensors.index.json" or size:
-                assert_same(shardkeep.load(f"{place.url}/hub/{name}"), tree)
+            assert_same(shardkeep.load(f"{place.url}/hub/{name}"), tree)
         assert_same(shardkeep.load(f"{place.url}/hub"), tree)  # as a folder
-        assert names is None or set(place.names("hub")) == {f"hub/{name}" for name in names}
         assert shardkeep.verify(path).ok
+        names = {name.removeprefix("hub/") for name in place.names("hub")}
+        files = names - {"model.safetensors.index.json"}
+        assert not files & shards, "a name was used twice"
+        if size:
+            shards |= files
+            assert all(re.fullmatch(r"model-[0-9a-f]{32}-0000\d-of-0000\d\.safetensors", name) for name in files)
+        else:
+            assert files == {"model.safetensors"}
+            index = json.loads(place.get("hub/model.safetensors.index.json"))
+            assert index["weight_map"] == dict.fromkeys("abc", "model.safetensors")
+            assert index["metadata"] == {"total_size": 12_000}
+
+
+def test_several_exchange_files_do_not_take_the_place_of_one(place: Place) -> None:
+    path = f"{place.url}/model.safetensors"
+    tree = {name: pattern(np.float32, (1000,), seed) for seed, name in enumerate("abc")}
+    shardkeep.save(path, tree)
+    before = place.names()
+    with pytest.raises(
+        shardkeep.CheckpointExistsError, match=r"shardkeep\.delete.*another name.*max_shard_size.*Nothing was written"
+    ):
+        shardkeep.save(path, {"a": tree["a"], "b": tree["b"]}, overwrite=True, max_shard_size=4000)
+    assert place.names() == before
+    assert_same(shardkeep.load(path), tree)
+    shardkeep.delete(path)
+    shardkeep.save(path, tree, max_shard_size=4000)
+    assert_same(shardkeep.load(path), tree)
+
+
+def test_a_file_too_large_for_one_request_gets_an_index(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_SINGLE_LIMIT", 10_000)
+    path = f"{place.url}/model.safetensors"
+    tree = {"a": pattern(np.float32, (5000,))}
+    shardkeep.save(path, tree)
+    (shard,) = set(place.names()) - {"model.safetensors.index.json"}
+    assert re.fullmatch(r"model-[0-9a-f]{32}-00001-of-00001\.safetensors", shard)
+    assert_same(shardkeep.load(path), tree)
+    shardkeep.save(path, {"a": tree["a"][:10]}, overwrite=True)
+    assert_same(shardkeep.load(path), {"a": tree["a"][:10]})
+
+
+def test_a_single_exchange_file_is_one_request(watched: Place) -> None:
+    """Put once, under its own name: there is no second object that is copied into its place."""
+    path = f"{watched.url}/model.safetensors"
+    shardkeep.save(path, {"w": pattern(np.uint8, (70 << 20,))})
+    watched.forget()
+    shardkeep.save(path, {"w": pattern(np.uint8, (70 << 20,), 1)}, overwrite=True)
+    large = [request for request in watched.requests if request.received > 1 << 20]
+    assert [(request.method, unquote(request.target).endswith("model.safetensors")) for request in large] == [
+        ("PUT", True)
+    ]
+    assert_same(shardkeep.load(path), {"w": pattern(np.uint8, (70 << 20,), 1)})
+    assert set(watched.names()) == {"model.safetensors"}
 
 
 def test_any_shard_names_them_all(place: Place) -> None:
     tree = {name: pattern(np.float32, (1000,), seed) for seed, name in enumerate("abc")}
     shardkeep.save(f"{place.url}/model.safetensors", tree, max_shard_size=4000)
-    assert_same(shardkeep.load(f"{place.url}/model-00002-of-00003.safetensors"), tree)
+    shard = next(name for name in place.names() if name.endswith("-00002-of-00003.safetensors"))
+    assert_same(shardkeep.load(f"{place.url}/{shard}"), tree)
     with pytest.raises(ValueError, match=r"is a shard of .*; save to .*model\.safetensors"):
-        shardkeep.save(f"{place.url}/model-00002-of-00003.safetensors", tree)
+        shardkeep.save(f"{place.url}/{shard}", tree)
 
 
 def test_arrays_above_the_size_of_an_object(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays are cut into objects; exchange files, which are not, go up in parts."""
+    """Arrays are cut into objects; shards of exchange files, which are not, go up in parts."""
     monkeypatch.setattr(CloudStore, "object_limit", 4 << 20)
     monkeypatch.setattr(cloud, "LARGE", 8 << 20)
     monkeypatch.setattr(cloud, "_PART", 5 << 20)
@@ -162,7 +210,7 @@ def test_arrays_above_the_size_of_an_object(place: Place, monkeypatch: pytest.Mo
     assert len(sizes) >= 3
     assert max(sizes) < 5 << 20
     assert_same(shardkeep.load(f"{place.url}/run"), tree)
-    shardkeep.save(f"{place.url}/model.safetensors", tree)
+    shardkeep.save(f"{place.url}/model.safetensors", tree, max_shard_size=11 << 20)
     assert_same(shardkeep.load(f"{place.url}/model.safetensors"), tree)
 
 

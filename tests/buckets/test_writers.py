@@ -27,9 +27,9 @@ def outcomes(place: Place, path: str, orders: dict[int, dict[str, Any]]) -> list
 def test_of_two_programs_one_wins(ending: str, both: Both) -> None:
     def scenario(place: Place) -> None:
         path = f"{place.url}/run{ending}"
-        form = {} if ending else FORM
+        form = {"max_shard_size": 4096} if ending else FORM
         shardkeep.save(path, tree(1), **form)
-        place.inject("delay", "PUT", "leaf|tmp", times=10, seconds=2)  # none is done before the other has begun
+        place.inject("delay", "PUT", "leaf|-of-", times=10, seconds=2)  # none is done before the other has begun
         ended = outcomes(place, path, {2: {"overwrite": True, **form}, 3: {"overwrite": True, **form}})
         assert [one.partition(":")[0] for one in sorted(ended)] == ["ConflictError", "committed"], ended
         assert number_at(path) == 2 + ended.index("committed")

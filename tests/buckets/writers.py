@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -133,7 +134,10 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
 
 
 class Keeper(Proxy):
-    """Keeps requests that match back, before the server sees them, until told to let them through."""
+    """Keeps requests that match back, before the server sees them, until told to let them through.
+
+    `keeps` is asked with the method and the path; of a request to delete in bulk, the names follow the path.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -141,6 +145,7 @@ class Keeper(Proxy):
         self.keeps: Callable[[str, str], bool] = lambda method, target: False
         self.kept = threading.Event()
         self.let_through = threading.Event()
+        self.passed = threading.Event()  # the server has answered one that was kept
 
 
 class KeepingHandler(ProxyHandler):
@@ -148,11 +153,20 @@ class KeepingHandler(ProxyHandler):
     taken: list[bytes] | None = None
 
     def forward(self, server: Any) -> Any:
-        if self.server.keeps(self.command, self.path):
+        target = unquote(self.path)
+        if self.command == "POST":
             self.taken = list(super().blocks())
-            self.server.kept.set()
-            self.server.let_through.wait(60)
-        return super().forward(server)
+            target += b" ".join([b"", *self.taken]).decode(errors="replace")
+        if not self.server.keeps(self.command, target):
+            return super().forward(server)
+        if self.taken is None:
+            self.taken = list(super().blocks())
+        self.server.kept.set()
+        self.server.let_through.wait(60)
+        try:
+            return super().forward(server)
+        finally:
+            self.server.passed.set()
 
     def blocks(self) -> Iterator[bytes]:
         taken, self.taken = self.taken, None  # the next request of the connection has another body
@@ -182,8 +196,6 @@ class CarelessHandler(GCSHandler):
             raise Refused(412, "PreconditionFailed", "not the one")
         if "If-None-Match" in self.server.kept and "If-None-Match" in self.headers and there is not None:
             raise Refused(412, "PreconditionFailed", "there is one")
-        if source := self.headers.get("x-amz-copy-source"):
-            self.headers["x-goog-copy-source"] = source
         super().put_xml(bucket, key)
 
     def post_xml(self, bucket: str, key: str) -> None:

@@ -40,6 +40,7 @@ PARTS = {
     "life": "faults.life:run",
     "stopped": "faults.stopped:run",
     "alias": "faults.alias:run",
+    "late": "faults.late:run",
 }
 
 

@@ -208,16 +208,55 @@ def checkpoints(root: Path) -> dict[str, Any]:
     shardkeep.save(root / "single" / "model.safetensors", plain, metadata=metadata)
     shardkeep.save(root / "sharded" / "model.safetensors", plain, metadata=metadata, max_shard_size=600)
     shardkeep.save(root / "bare", jnp.arange(3))
-    return {
-        "safetensors": small,
-        "safetensors#optimizer.state": {"nu": jnp.ones(3)},
-        "tensorstore": small,
-        "tensorstore#model": {"w": jnp.ones(2)},
-        "zstd": small,
-        "single/model.safetensors": plain,
-        "sharded/model.safetensors": plain,
-        "bare": jnp.arange(3),
-    }
+    return (
+        fenced(root)
+        | from_a_bucket(root)
+        | {
+            "safetensors": small,
+            "safetensors#optimizer.state": {"nu": jnp.ones(3)},
+            "tensorstore": small,
+            "tensorstore#model": {"w": jnp.ones(2)},
+            "zstd": small,
+            "single/model.safetensors": plain,
+            "sharded/model.safetensors": plain,
+            "bare": jnp.arange(3),
+        }
+    )
+
+
+def fenced(root: Path) -> dict[str, Any]:
+    """Documents with a nonce, as a clean-up in a bucket leaves them: over a checkpoint, and where nothing is."""
+    import shardkeep
+    from shardkeep.directory import Directory
+    from shardkeep.exchange import exchange_at
+    from shardkeep.stores.places import store_at
+
+    tree = {"w": jnp.arange(6, dtype=jnp.float32), "v": jnp.ones(3)}
+    shardkeep.save(root / "fenced" / "run", tree)
+    shardkeep.save(root / "fenced" / "model.safetensors", tree, max_shard_size=20)
+    for place in ("fenced", "nothing"):
+        (root / place / "run").mkdir(parents=True, exist_ok=True)
+        Directory(store_at(str(root / place / "run"))).fence()
+        exchange_at(str(root / place / "model.safetensors")).fence()
+    return {"fenced/run": tree, "fenced/model.safetensors": tree}
+
+
+def from_a_bucket(root: Path) -> dict[str, Any]:
+    """Exchange files as they lie in a bucket: shards, and one file that took the place of others."""
+    sys.path.insert(0, str(HERE.parent))
+    import shardkeep
+    from servers.gcs import GCSServer
+
+    trees = {"one": {"w": jnp.arange(6), "v": jnp.ones(3)}, "several": {"w": jnp.arange(7), "v": jnp.zeros(3)}}
+    with GCSServer() as server:
+        os.environ["STORAGE_EMULATOR_HOST"] = server.url
+        for name, tree in trees.items():
+            shardkeep.save(f"gs://bucket/{name}/model.safetensors", tree, max_shard_size=20)
+        shardkeep.save("gs://bucket/one/model.safetensors", trees["one"], overwrite=True)
+        for name, blob in server.objects["bucket"].items():
+            (root / "bucket" / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / "bucket" / name).write_bytes(blob.data)
+    return {f"bucket/{name}/model.safetensors": tree for name, tree in trees.items()}
 
 
 def main(arguments: list[str]) -> None:

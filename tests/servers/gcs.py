@@ -121,11 +121,8 @@ class GCSHandler(LoopbackHandler):
             number = int(self.query["partNumber"])
             self.server.buckets.parts(self.query["uploadId"])[number] = self.body
             return self.answer(200, headers={"ETag": f'"part-{number}"'})
-        data, source = self.body, unquote(self.headers.get("x-goog-copy-source", "")).lstrip("/")
-        if source:
-            data = self.server.buckets.find(*source.split("/", 1)).data
-        blob = self.server.buckets.put(bucket, key, data, self.headers.get("x-goog-if-generation-match", ""))
-        return self.answer(200, b"<CopyObjectResult/>" if source else b"", blob.headers)
+        blob = self.server.buckets.put(bucket, key, self.body, self.headers.get("x-goog-if-generation-match", ""))
+        return self.answer(200, headers=blob.headers)
 
     def post_xml(self, bucket: str, key: str) -> None:
         if "uploads" in self.query:

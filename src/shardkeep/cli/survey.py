@@ -43,6 +43,7 @@ class Found:
     target: Target | None = None
     manifest: Manifest | None = None
     problem: str | None = None
+    absent: bool = False  # a document is there, and says that nothing is committed
 
     @property
     def store(self) -> Store | None:
@@ -129,11 +130,12 @@ class _Walk:
         taken: set[str] = set()
         if not {MANIFEST, CONTROL, EFORMER_INDEX}.isdisjoint(inside):
             found = look(where, name or ".")
-            yield found
-            if found.manifest is None:
-                return
-            files = (file.name for tree in found.manifest.trees.values() for file in tree.files)
-            taken = {file.partition("/")[0] for file in files}
+            if not found.absent:
+                yield found
+                if found.manifest is None:
+                    return
+            trees = found.manifest.trees.values() if found.manifest else ()
+            taken = {file.name.partition("/")[0] for tree in trees for file in tree.files}
         yield from _exchange_files(where, name, [n for n in inside if n not in taken])
         yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
 
@@ -167,7 +169,9 @@ def _exchange_files(where: str, name: str, inside: list[str]) -> Iterator[Found]
     left = [child[1 : -len(control)] for child in inside if child.startswith(".") and child.endswith(control)]
     for base in dict.fromkeys([*left, *exchange_bases(inside)]):
         file = base + SUFFIX
-        yield look(sibling(where, f"{where}/{file}"), f"{name}/{file}" if name else file)
+        found = look(sibling(where, f"{where}/{file}"), f"{name}/{file}" if name else file)
+        if not found.absent:
+            yield found
 
 
 def look(path: str, name: str, unindexed: bool = False) -> Found:
@@ -182,7 +186,8 @@ def look(path: str, name: str, unindexed: bool = False) -> Found:
             kind = "safetensors" if isinstance(target, Exchange) else "eformer"
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
-        return Found(path, name, _state(error, target), kind, target, manifest, problem=str(error))
+        absent = isinstance(error, CheckpointNotFoundError)
+        return Found(path, name, _state(error, target), kind, target, manifest, str(error), absent)
     return Found(path, name, "unindexed" if unindexed else "complete", kind, target, manifest)
 
 

@@ -263,15 +263,18 @@ def _read_json(store: Store, name: str) -> dict[str, Any] | None:
     return data
 
 
-def index_documents(manifest: Manifest, prefix: str) -> dict[str, bytes | None]:
-    """The files eFormer reads, for the trees it can: name → content, None for one that must not be there."""
+def index_documents(manifest: Manifest, prefix: str, empty: bool = False) -> dict[str, bytes | None]:
+    """The files eFormer reads, for the trees it can: name → content, None for one that must not be there.
+
+    `empty`: where there is no such tree, give an index without arrays instead.
+    """
     trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
-    if not trees:
+    if not trees and not empty:
         return {INDEX: None, METADATA: None}
     index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
     index["prefixes"] = {p: entries for p, entries in trees.items() if p}
-    if "" in trees:
-        index["arrays"] = trees[""]
+    if "" in trees or not trees:
+        index["arrays"] = trees.get("", [])
     metadata = dict(manifest.trees[prefix].metadata)
     return {INDEX: json.dumps(index, indent=1).encode(), METADATA: json.dumps(metadata).encode()}
 

@@ -17,7 +17,7 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
     def close(self) -> None: ...
 
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
-        """Fill `buffer` with the bytes at `offset`; `EOFError` if there are not enough."""
+        """Fill `buffer` with the bytes at `offset`; `EOFError` or `IntegrityError` if there are not enough."""
         ...
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "Mapping":

@@ -4,6 +4,9 @@ An object appears whole or not at all, so data is put once under names nobody us
 here by conditional puts and leases: the lock and the records of running saves are objects that their owner puts again
 and again while it lives; one that has not been renewed for `LEASE` seconds, by the server's own clock, belongs to
 somebody who died. The manifest is put on condition that it still is the one that was read.
+
+A request may arrive long after its sender was taken for dead. Deletes have no conditions, so what is deleted has a name
+that is never used again; everything else is put on a condition that does not hold any more by then.
 """
 
 import logging
@@ -28,7 +31,6 @@ from shardkeep.workers import run_tasks
 
 OBJECT_LIMIT = 32 << 20  # what is put as one object
 LARGE = 2 * OBJECT_LIMIT  # what is larger goes up in parts
-COPY_LIMIT = 5 << 30  # what S3 copies at once
 CONCURRENCY = 8
 _PART = 16 << 20  # of an object that must be larger than that
 _FEW = 8  # objects that are asked for one by one before all are listed
@@ -51,7 +53,7 @@ class CloudStore(Objects):
         self.saves = f"{control}/saves"
         self._whole = whole
         self._versions: dict[str, Any] = {}
-        self._replaced: dict[str, bytes] = {}
+        self._unsent: dict[str, list[memoryview]] = {}  # files that are put under their final names when committed
         self._leases: list[Lease] = []
         self._writes = False  # who only reads may remember: in a checkpoint no name is written twice
         self._in_doubt = False  # a document may still come to be in place, so what it names must stay
@@ -64,12 +66,9 @@ class CloudStore(Objects):
         if name in self._documents and not self._writes:
             return self._documents[name]
         self._versions[name] = None
-        self._replaced.pop(name, None)
         meta, data = self.get(name)
         self._versions[name] = version_of(meta)
-        if self._writes:
-            self._replaced[name] = data
-        elif self._whole and len(data) <= GAP:
+        if not self._writes and self._whole and len(data) <= GAP:
             self._documents[name] = data
         return data
 
@@ -115,13 +114,18 @@ class CloudStore(Objects):
         return CloudFile(self, name, size)
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
-        if self.bucket.scheme == "s3" and total > COPY_LIMIT and name.startswith(self.control):
-            raise StorageError(
-                f"{self.url}: one exchange file of {total:,} bytes is more than the {COPY_LIMIT:,} that S3 can put "
-                "into place: pass a smaller max_shard_size, or save to a path that does not end in .safetensors"
-            )
+        """Put an object under a new name; one with a temporary name is sent by `rename`, whole and in one request."""
+        if self._is_temporary(name):
+            self._unsent[name] = list(buffers)
+            return
         if total <= LARGE:
-            self.call(obstore.put, name, [buffer for buffer in buffers if len(buffer)] or b"", use_multipart=False)
+            try:
+                self.put(name, buffers, "create")
+            except REFUSED as error:
+                raise ConflictError(
+                    f"{self.locate(name)} was put by another writer; nothing of theirs was touched, and this save "
+                    "was not committed"
+                ) from error
             return
         begun: list[bool] = []
 
@@ -153,26 +157,25 @@ class CloudStore(Objects):
         """What was removed stays removed."""
 
     def replace(self, name: str, data: bytes) -> None:
+        self._commit(name, [memoryview(data)])
+
+    def _commit(self, name: str, data: list[memoryview], telling: int | None = None) -> None:
+        """Put a document on condition that it still is the one that was read."""
+        self._writes = True
         self._confirm(leases.LEASE / 2)
+        failures: list[Exception] = []
         mode: Any = (self._versions[name] or "create") if name in self._versions else "overwrite"
         self._forget(name)
         try:
-            version = self.put(name, data, mode)
+            self._versions[name] = self.put(name, data, mode, telling, failures)
         except REFUSED as error:
             raise ConflictError(
                 f"{self.locate(name)} was changed by another writer at the same moment; theirs is in place and "
                 "untouched, this one was not committed"
             ) from error
-        except StorageError as error:
-            self._in_doubt = isinstance(error.__cause__, Exception) and not is_final(error.__cause__)
+        except StorageError:
+            self._in_doubt = not all(map(is_final, failures))
             raise
-        try:
-            # Stopped for long before the put went out, this may have been taken for dead and cleaned up after.
-            self._confirm(leases.LEASE)
-        except ConflictError:
-            self._take_back(name, version)
-            raise
-        self._versions[name] = version
 
     def _forget(self, name: str) -> None:
         if self._inside:
@@ -180,14 +183,8 @@ class CloudStore(Objects):
         self._versions.pop(name, None)
         self._listing.sizes.pop(name, None)
 
-    def _take_back(self, name: str, version: Any) -> None:
-        """Undo a put, unless somebody has replaced it since."""
-        old = self._replaced.get(name)
-        with suppress(*REFUSED):
-            if old is not None:
-                self.put(name, old, version)
-            elif self.identity(name) == version:
-                self.remove([name])
+    def _is_temporary(self, name: str) -> bool:
+        return name.startswith(f"{self.control}/") and name.endswith(".tmp")
 
     def _confirm(self, age: float) -> None:
         """`ConflictError` if this save, or its lock, may have been taken for dead."""
@@ -195,17 +192,21 @@ class CloudStore(Objects):
             lease.confirm(age)
 
     def rename(self, name: str, new: str) -> None:
-        self._forget(new)
-        self._confirm(leases.LEASE / 2)
-        self.call(obstore.copy, name, self.key(new))
-        self.remove([name])
+        """Send what was written under a temporary name, on condition that `new` still is what was read."""
+        data = self._unsent[name]
+        self._versions.setdefault(new, None)
+        self._commit(new, data, telling=len(data[0]))
+        del self._unsent[name]
 
     def remove(self, names: Iterable[str]) -> None:
+        wanted = [name for name in names if self._unsent.pop(name, None) is None]
+        if not wanted:
+            return
         if self._in_doubt:
             raise StorageError(
                 f"{self.url}: objects that may be needed stay until the lease of {leases.LEASE:g} s is over"
             )
-        wanted = list(names)
+        self._confirm(leases.LEASE / 2)  # taken for dead, this would remove what is now for others to decide about
         for name in wanted:
             self._forget(name)
         if self.bucket.scheme == "gs":  # there is no deleting in bulk

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,8 @@ from shardkeep.errors import AccessError, StorageError
 _S3_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile (AWS_PROFILE)"
 _GCS_KEYS = "GOOGLE_APPLICATION_CREDENTIALS (a service-account file), or run `gcloud auth application-default login`"
 PATIENCE = 60.0  # seconds in which what may pass is tried again
+_SMALL_BODY = 1 << 20  # is sent within the time that any request has
+_SLOWEST = 1 << 20  # bytes per second: a request with a large body may take as long as this needs for it
 _YES = ("1", "true", "yes")
 # Variables of the client's own that it prefers to a credentials file.
 _OVERRIDING = (
@@ -71,6 +73,17 @@ class Clients:
     reading: Any
     writing: Any
     once: Any
+    make: Callable[[float], Any]  # one like `once` for requests that may take so many seconds
+    _sending: dict[int, Any] = field(default_factory=dict[int, Any])
+
+    def sending(self, nbytes: int) -> Any:
+        """For one attempt to put so many bytes, which gets as long as a slow connection needs for them."""
+        if nbytes <= _SMALL_BODY:
+            return self.once
+        minutes = 5 * (1 + nbytes // (300 * _SLOWEST))
+        if minutes not in self._sending:
+            self._sending[minutes] = self.make(60 * minutes)
+        return self._sending[minutes]
 
 
 Settings = tuple[tuple[str, Any], ...]
@@ -103,6 +116,9 @@ def _reached(bucket: Bucket, settings: Settings, _: Settings) -> Clients:
         reading=_make(bucket, settings, {"timeout": "300s", "read_timeout": "20s"}, **patient),
         writing=_make(bucket, settings, {"timeout": "300s"}, **patient),
         once=_make(bucket, settings, {"timeout": "20s"}, retries=0, seconds=20),
+        make=lambda seconds: _make(
+            bucket, settings, {"timeout": timedelta(seconds=seconds)}, retries=0, seconds=seconds
+        ),
     )
 
 

@@ -6,7 +6,7 @@ it is tried again.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class Objects:
     def call(self, function: Callable[..., T], name: str, *arguments: Any, **options: Any) -> T:
         """One request (tried again while that may help), its failure told in our words."""
         clients = self.clients()
-        client = clients.writing if function in (obstore.put, obstore.delete, obstore.copy) else clients.reading
+        client = clients.writing if function in (obstore.put, obstore.delete) else clients.reading
         return self.asking(name, partial(function, client, self.key(name) or None, *arguments, **options))
 
     def asking(self, name: str, ask: Callable[[], T], again: Callable[[], bool] = lambda: True) -> T:
@@ -64,19 +64,33 @@ class Objects:
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def put(self, name: str, data: bytes, mode: Any) -> dict[str, Any]:
-        """Put an object on a condition, and tell its version; no other put may have had the same data.
+    def put(
+        self,
+        name: str,
+        data: bytes | Iterable[memoryview],
+        mode: Any,
+        telling: int | None = None,
+        failures: list[Exception] | None = None,
+    ) -> dict[str, Any]:
+        """Put an object on a condition and return its version; no other put may have had the same data.
 
-        The answer may get lost after the server has done it: so what is there is read before it is tried again.
+        The answer may get lost after the server has done it: so what is there is read before it is tried again. With
+        `telling` that is the size and so many bytes at the start, which must differ from those of every other put.
+        `failures` gets what each attempt failed with: one of them may still arrive.
         """
-        deadline = time.monotonic() + PATIENCE
+        parts = [memoryview(data)] if isinstance(data, bytes) else [part for part in data if len(part)]
+        total = sum(map(len, parts))
+        client = self.clients().sending(total)
+        deadline: float | None = None
         pause = 0.2
         while True:
             try:
-                put = obstore.put(self.clients().once, self.key(name), data, mode=mode, use_multipart=False)
-                return version_of(put)
+                return version_of(obstore.put(client, self.key(name), parts or b"", mode=mode, use_multipart=False))
             except (FileNotFoundError, BaseError) as error:
                 failure = error
+            if failures is not None:
+                failures.append(failure)
+            deadline = deadline or time.monotonic() + PATIENCE  # sending alone may take longer
             refused = isinstance(failure, REFUSED) and status_of(failure) != 409  # 409: S3 wants it tried again
             explained = explain(failure, self.bucket, self.locate(name))
             if isinstance(failure, FileNotFoundError) and explained is None and isinstance(mode, dict):
@@ -85,7 +99,7 @@ class Objects:
                 raise failure
             if is_final(failure) and not refused:
                 raise (explained or StorageError(f"{self.locate(name)}: {failure}")) from failure
-            own = self._own(name, data)
+            own = self._own(name, parts, total, telling or total)
             if own is not None:
                 return own
             if refused:
@@ -95,22 +109,34 @@ class Objects:
             time.sleep(pause * (1 + os.urandom(1)[0] / 256))
             pause = min(pause * 2, 5.0)
 
-    def _own(self, name: str, data: bytes) -> dict[str, Any] | None:
-        """The version of an object if it holds this data, which nobody else could have put."""
+    def _own(self, name: str, parts: Sequence[memoryview], total: int, telling: int) -> dict[str, Any] | None:
+        """The version of an object if it has this size and begins with this data, as nobody else's could."""
         try:
-            found, there = self.get(name)
+            found, there = self.get(name, None if telling == total else telling)
         except FileNotFoundError:
             return None
-        return version_of(found) if there == data else None
+        at = 0
+        for part in parts if found["size"] == total else ():
+            wanted = part[: telling - at]
+            if memoryview(there)[at : at + len(wanted)] != wanted:
+                return None
+            at += len(wanted)
+        return version_of(found) if at == telling else None
 
-    def get(self, name: str) -> tuple[Any, bytes]:
-        """What is told about an object, and its data."""
+    def get(self, name: str, length: int | None = None) -> tuple[Any, bytes]:
+        """What is told about an object, and its data, or so many bytes at its start."""
+        options: Any = None if length is None else {"range": (0, length)}
 
         def ask() -> tuple[Any, bytes]:
-            found = obstore.get(self.clients().reading, self.key(name))
+            found = obstore.get(self.clients().reading, self.key(name), options=options)
             return found.meta, bytes(found.bytes())
 
-        return self.asking(name, ask)
+        meta, data = self.asking(name, ask)
+        if len(data) != (meta["size"] if length is None else min(length, meta["size"])):
+            raise StorageError(
+                f"{self.locate(name)}: the server said that it has {meta['size']:,} bytes and sent {len(data):,}"
+            )
+        return meta, data
 
     def pages(self, name: str) -> Iterator[dict[str, int]]:
         """Everything below a name, page by page: relative name and size."""

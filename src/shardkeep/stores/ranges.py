@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import obstore
 
+from shardkeep.errors import IntegrityError, StorageError
 from shardkeep.memory import aligned_empty
 from shardkeep.stores.objects import Objects
 
@@ -26,7 +27,7 @@ class CloudFile:
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
         end = offset + buffer.size
         if end > self.size:
-            raise EOFError(f"{self._store.locate(self._name)} ends before byte {end}")
+            raise IntegrityError(f"{self._store.locate(self._name)} ends before byte {end}")
         if offset == 0 and 0 < end <= 8:  # a length, and what has it comes next
             self._start = bytes(self._read(0, min(GAP, self.size)))
         if end <= len(self._start):
@@ -37,7 +38,10 @@ class CloudFile:
     def _read(self, offset: int, length: int) -> memoryview:
         data = self._store.call(obstore.get_range, self._name, start=offset, length=length)
         if len(data) != length:
-            raise EOFError(f"{self._store.locate(self._name)} gave {len(data)} bytes at {offset}")
+            raise StorageError(
+                f"{self._store.locate(self._name)}: {length:,} bytes from {offset:,} on were asked for, and the server "
+                f"sent {len(data):,}"
+            )
         return memoryview(data)
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "CloudMapping":
