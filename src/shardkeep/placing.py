@@ -13,10 +13,10 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep import forks
 from shardkeep.arrays import NUMPY_NAMES, Region, kind_of
 from shardkeep.choosing import Request, Wanted
 from shardkeep.errors import IntegrityError, ProcessError
+from shardkeep.forks import refuse_without_jax
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
 from shardkeep.memory import Array, aligned_empty, budget
@@ -171,7 +171,7 @@ def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) ->
         else:
             alike.setdefault((w.place.sharding, target.leaf.spec, len(target.regions)), []).append(number)
     if whole or alike:
-        forks.use(forks.JAX)
+        refuse_without_jax()
     for sharding, numbers in whole.items():
         arrays = [_reshaped(_array(targets[n]), wanted[n]) for n in numbers]
         for number, array in zip(numbers, _put_all(arrays, sharding), strict=True):

@@ -19,11 +19,11 @@ from jax.core import Tracer
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from shardkeep import forks
 from shardkeep.arrays import ArraySpec, Region, common_slices, dtype_name
 from shardkeep.buffers import shards_of
 from shardkeep.donation import donations
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
+from shardkeep.forks import refuse_without_jax
 from shardkeep.memory import Array, Shard
 from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
@@ -118,8 +118,8 @@ def take_snapshot(
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
     """`UnsupportedLeafError` that names every leaf that cannot be saved."""
-    if forks.is_lost(forks.JAX) and any(isinstance(leaf.value, jax.Array) for leaf in leaves):
-        forks.use(forks.JAX)
+    if any(isinstance(leaf.value, jax.Array) for leaf in leaves):
+        refuse_without_jax()
     problems = [(leaf.key, problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
     if problems:
         raise _unsupported(problems)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from shardkeep import forks
 from shardkeep.errors import StorageError
 from shardkeep.stores.credentials import PATIENCE, Bucket, Clients, explain, is_final, status_of, was_cut
 
@@ -29,7 +28,7 @@ class Objects:
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self.url = f"{bucket.url}/{prefix}".rstrip("/")
         self.bucket, self._prefix = bucket, prefix
-        self._cached: Clients | None = None
+        self._cached: tuple[int, Clients] | None = None
 
     def locate(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
@@ -39,10 +38,9 @@ class Objects:
 
     def clients(self) -> Clients:
         """Found once: looking at profiles and variables for each request would cost more than the request."""
-        if self._cached is None:
-            forks.use(forks.BUCKETS)
-            self._cached = self.bucket.clients()
-        return self._cached
+        if self._cached is None or self._cached[0] != os.getpid():
+            self._cached = (os.getpid(), self.bucket.clients())
+        return self._cached[1]
 
     def call(self, function: Callable[..., T], name: str, *arguments: Any, **options: Any) -> T:
         """One request (tried again while that may help), its failure told in our words."""
