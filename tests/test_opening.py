@@ -515,3 +515,17 @@ def test_a_name_that_appears_twice_is_refused_in_another_programs_files(
     document.write_text(text.replace(old, new, 1))
     with pytest.raises(shardkeep.IntegrityError, match="a name appears twice"):
         shardkeep.load(tmp_path / "run")
+
+
+def test_a_delete_that_failed_can_be_repeated(tmp_path: Path) -> None:
+    """The record of the first one is not taken for a running save."""
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)})
+    (data,) = (tmp_path / "run").glob("*.safetensors")
+    data.unlink()
+    (data / "in the way").mkdir(parents=True)
+    with pytest.raises(shardkeep.StorageError, match="no longer a checkpoint, but files of it remain"):
+        shardkeep.delete(tmp_path / "run")
+    (data / "in the way").rmdir()
+    data.rmdir()
+    shardkeep.delete(tmp_path / "run")
+    assert not (tmp_path / "run").exists()

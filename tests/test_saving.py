@@ -462,3 +462,43 @@ def test_a_bar_is_shown_only_when_it_is_asked_for(tmp_path: Path, capfd: pytest.
     lines = capfd.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["saving", "saving", "loading", "checking"]
     assert all("100%" in line and "GB/s" in line for line in lines)
+
+
+EXITS = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import shardkeep
+from shardkeep.stores.local import LocalStore
+
+path = Path(sys.argv[1])
+shardkeep.save(path, {"s": 1})
+before = sorted(str(file) for file in path.rglob("*") if file.is_file())
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+write = LocalStore.write_new
+
+def slow(*arguments):  # the helpers are still at work when the calling thread has nothing left to do
+    if threading.current_thread() is not threading.main_thread():
+        helping.set()
+        time.sleep(0.5)
+    return write(*arguments)
+
+def terminate():
+    helping.wait()
+    time.sleep(0.25)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+helping = threading.Event()
+LocalStore.write_new = slow
+threading.Thread(target=terminate, daemon=True).start()
+try:
+    shardkeep.save(path, {f"l{i}": np.ones(300_000) for i in range(16)}, overwrite=True, format="tensorstore")
+except SystemExit as left:
+    print("left with", left.code)
+time.sleep(1)
+files = sorted(str(file) for file in path.rglob("*") if file.is_file() and "claims" not in str(file))
+print(files == before or files, shardkeep.load(path))
+"""
+
+
+def test_a_handler_that_exits_while_helpers_write_leaves_no_files(tmp_path: Path) -> None:
+    assert run_python(EXITS, str(tmp_path / "run")) == "left with 3\nTrue {'s': 1}\n"

@@ -90,6 +90,7 @@ class PendingSave:
         except BaseException as raised:  # noqa: BLE001  (raised by wait)
             error = raised
             _forget_frames(error)
+            scope.end(failed=True)  # in case the block was not even entered
         del work  # the error's traceback keeps this frame, which must not keep the snapshot
         self._end(report, error)
         after()

@@ -135,11 +135,15 @@ class Scope:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        self.end(failed=kind is not None)
+
+    def end(self, failed: bool) -> None:
+        """Close it if it is this thread's: it was not given away, or could not be."""
         thread = self._thread  # looked at first: once that thread has taken over, another is not the owner any more
         if thread is None:
             close = self._owner.thread == threading.get_ident()
         else:
-            close = kind is not None and (thread is threading.current_thread() or self._take_right())
+            close = failed and (thread is threading.current_thread() or self._take_right())
         if close:
             self.close()
 

@@ -28,8 +28,9 @@ from typing import Any
 from faults.result import Result
 
 HANG = 40  # seconds
-CALLS = ("save", "save_async", "zarr", "exchange", "load", "verify", "delete")
-_CLEAN_UP = {"Scope.close", "Scope.__exit__", "_Round.end", "_Job._give_up", "PendingSave._end"}
+LEASE = 2.0
+CALLS = ("save", "save_async", "zarr", "exchange", "bucket", "load", "verify", "delete")
+_CLEAN_UP = {"Scope.close", "Scope.end", "Scope.__exit__", "_Round.end", "_Job._give_up", "PendingSave._end"}
 _HERE = Path(__file__).parent
 
 
@@ -53,14 +54,16 @@ def run(quick: bool) -> Iterator[Result]:
     step = 40 if quick else 1
     yield _sweep(
         "an exception is raised anywhere in a call",
-        "a trace function raises before each line of save, save_async (its threads included), load, verify and delete, "
-        "the first and the last time it is reached; then the next save is made",
+        "a trace function raises before each line of save, save_async (its threads included; to a bucket, too), load, "
+        "verify and delete, the first time it is reached, in some calls the last time too; then the next save is made",
         [point for call in CALLS for point in _points(call)][::step],
     )
     yield _sweep(
         "a signal handler saves while a call is suspended",
-        "a trace function calls save before each line of save and save_async: to another path, and to the same one",
-        [Point(p.call, p.file, p.line, p.thread, p.nth, how) for how in ("other", "same") for p in _callers()][::step],
+        "a trace function calls save before every fourth line of save and save_async, to the same path and another one",
+        [Point(p.call, p.file, p.line, p.thread, p.nth, how) for how in ("other", "same") for p in _callers()][
+            :: 4 * step
+        ],
     )
     yield _sweep(
         "a child is forked during a save",
@@ -114,6 +117,7 @@ def _sweep(fault: str, how: str, points: Sequence[Point], workers: int = 2) -> R
 def _worker(order: dict[str, Any]) -> list[dict[str, Any]]:
     """What a worker process tells, line by line."""
     environment = {**os.environ, "PYTHONPATH": str(_HERE.parent), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    environment["SHARDKEEP_LEASE"] = str(LEASE)
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "faults.interrupts"],
@@ -258,7 +262,7 @@ class Tracer:
         return "caller" if thread is self._caller else "save" if thread.name == "shardkeep-save" else "helper"
 
     def count(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and not _leaves_with(frame):
+        if event == "line" and not _cannot_raise(frame):
             key = (frame.f_code.co_filename.removeprefix(self.root), frame.f_lineno, self._kind())
             with self._lock:
                 self.seen[key] = self.seen.get(key, 0) + 1
@@ -266,7 +270,7 @@ class Tracer:
 
     def look(self, frame: FrameType, event: str, _: object) -> Any:
         point = self.point
-        if self.hit or event != "line" or point is None or frame.f_lineno != point.line or _leaves_with(frame):
+        if self.hit or event != "line" or point is None or frame.f_lineno != point.line or _cannot_raise(frame):
             return self.look
         if self._kind() != point.thread:
             return self.look
@@ -282,13 +286,15 @@ class Tracer:
         return self.look
 
 
-def _leaves_with(frame: FrameType) -> bool:
-    """Whether the line is that of a `with` statement whose block has ended: there `__exit__` is called next.
+def _cannot_raise(frame: FrameType) -> bool:
+    """Whether no exception can come up at this point, but from a trace function.
 
-    Python raises what a signal handler raises inside that call, or before, inside the block, never in between.
+    Signal handlers run between instructions that call or jump. So nothing is raised at the NOP of a `try`, which no
+    handler of exceptions covers, and nothing where a `with` block has ended and `__exit__` is called next.
     """
     following = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 6]
-    return following[::2] == bytes([opcode.opmap["LOAD_CONST"]]) * 3 and len(set(following[1::2])) == 1
+    leaves_with = following[::2] == bytes([opcode.opmap["LOAD_CONST"]]) * 3 and len(set(following[1::2])) == 1
+    return leaves_with or following[:1] == bytes([opcode.opmap["NOP"]])
 
 
 def _is_in_clean_up(frame: FrameType | None) -> bool:
@@ -309,6 +315,7 @@ class Worker:
         self.room = room
         self.was_hit = False
         self._children: list[int] = []
+        self._server: Any = None
         self._jnp_array = jnp.ones(3)
         self._np, self._jnp = np, jnp
 
@@ -321,10 +328,30 @@ class Worker:
             "step": number,
         }
 
-    def path(self, call: str) -> Path:
+    def path(self, call: str) -> Any:
+        if call == "bucket":
+            return self._bucket()
         return self.room / ("model.safetensors" if call == "exchange" else call)
 
-    def begin(self, call: str, number: int, path: Path) -> Any:
+    def _bucket(self) -> str:
+        if self._server is None:
+            from servers.gcs import GCSServer
+
+            self._server = GCSServer().__enter__()
+            os.environ["STORAGE_EMULATOR_HOST"] = self._server.url
+        return "gs://bucket/run"
+
+    def _extra(self, path: Any) -> set[str]:
+        """Files that nothing explains."""
+        import shardkeep
+        from faults.sweep import left_overs
+
+        if self._server is None:
+            return left_overs(path)
+        known = {file.name for tree in shardkeep.inspect(path).trees.values() for file in tree.files}
+        return {key.removeprefix("run/") for key in self._server.objects["bucket"]} - known - {"manifest.json"}
+
+    def begin(self, call: str, number: int, path: Any) -> Any:
         """Make the call, and wait until it is done; a save in the background is the same with its handle."""
         import shardkeep
 
@@ -335,7 +362,7 @@ class Worker:
             return shardkeep.verify(path)
         if call == "delete":
             return shardkeep.delete(path)
-        if call in ("save_async", "zarr"):
+        if call in ("save_async", "zarr", "bucket"):
             return shardkeep.save_async(path, self.tree(number), overwrite=True, **options).wait(HANG)
         return shardkeep.save(path, self.tree(number), overwrite=True, **options)
 
@@ -352,7 +379,7 @@ class Worker:
             self.begin(call, 2, path)
             leaks()
         for (file, line, kind), times in sorted(tracer.seen.items()):
-            for nth in sorted({1, times}):
+            for nth in sorted({1, times}) if call in ("save", "save_async") else (1,):
                 print(json.dumps({"point": asdict(Point(call, file, line, kind, nth))}), flush=True)
 
     def make(self, point: Point) -> list[str]:
@@ -392,13 +419,14 @@ class Worker:
             problems.append(f"still there after the next save: {found}")
         if shardkeep.load(path)["step"] != 3 or not shardkeep.verify(path).ok:
             problems.append("the next save did not load back")
-        from faults.sweep import left_overs
-
-        if extra := left_overs(path):
+        if self._server is not None and self._extra(path):  # a record counts as alive until its lease is over
+            time.sleep(LEASE + 1.5)  # the server counts seconds
+            self.begin(first, 3, path)
+        if extra := self._extra(path):
             problems.append(f"left over files: {sorted(extra)}")
         self.was_hit = tracer.hit
         gc.collect()
-        if (now := len(os.listdir("/proc/self/fd"))) > before:
+        if (now := len(os.listdir("/proc/self/fd"))) > before and self._server is None:  # connections are kept
             problems.append(f"{now - before} more open files")
         faulthandler.cancel_dump_traceback_later()
         return problems

@@ -27,16 +27,20 @@ def test_storms_of_ctrl_c() -> None:
 
 
 def test_the_lines_where_python_cannot_raise_are_left_out() -> None:
-    """The end of a `with` block is none of the points, its beginning is."""
+    """The end of a `with` block and a `try` are none of the points, what is inside them is."""
     seen: list[bool] = []
 
     def traced() -> None:
         with interrupts.contextlib.suppress(KeyError):
-            pass
+            seen.copy()
+        try:
+            seen.copy()
+        finally:
+            seen.copy()
 
     def trace(frame, event, _):  # type: ignore[no-untyped-def]
         if frame.f_code is traced.__code__ and event == "line":
-            seen.append(interrupts._leaves_with(frame))
+            seen.append(interrupts._cannot_raise(frame))
         return trace
 
     import sys
@@ -46,4 +50,4 @@ def test_the_lines_where_python_cannot_raise_are_left_out() -> None:
         traced()
     finally:
         sys.settrace(None)
-    assert seen == [False, False, True]
+    assert seen == [False, False, True, True, False, False]
