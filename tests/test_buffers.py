@@ -16,8 +16,7 @@ from shardkeep.buffers import owns_its_buffer, shards_of
 from shardkeep.staging import take_snapshot
 from shardkeep.stores.places import store_at
 from shardkeep.tree import flatten
-from shardkeep.workers import Crew
-from support import bits, mesh_of, pattern
+from support import bits, crew_of, mesh_of, pattern
 from ways import COMPUTED, PLACED, host_memory, lies_in, one, replicated, sharded
 
 DTYPES = [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, np.bool_, np.complex64]
@@ -123,7 +122,7 @@ class TestSnapshot:
     def test_what_may_be_aliased_is_copied_before_save_async_returns(self, where: Any) -> None:
         memory = host_memory((64, 64))
         tree = {"put": jax.device_put(memory, where()), "own": jax.jit(lambda x: x, out_shardings=where())(memory)}
-        with Crew() as crew:
+        with crew_of() as crew:
             snapshot = take_snapshot(flatten(tree)[1], keep=crew)
         copied = snapshot.leaves[1].first_held
         assert not any(np.shares_memory(shard.data, memory) for shard in snapshot.shards)
@@ -134,7 +133,7 @@ class TestSnapshot:
     def test_copy_copies_everything(self) -> None:
         tree = {"a": jnp.ones((64, 64)), "b": jax.jit(lambda: jnp.ones(8), out_shardings=sharded())(), "c": np.ones(3)}
         views = [np.asarray(shard.data) for name in "ab" for shard in tree[name].addressable_shards]
-        with Crew() as crew:
+        with crew_of() as crew:
             snapshot = take_snapshot(flatten(tree)[1], keep=crew, copy=True)
         assert not any(np.shares_memory(shard.data, view) for shard in snapshot.shards for view in [*views, tree["c"]])
 

@@ -60,7 +60,7 @@ class Directory:
         if manifest is not None:
             return manifest
         inside = self.store.children("")
-        if MANIFEST in inside and not self.store.children(self.store.saves):
+        if self.store.size(MANIFEST) is not None and not self.store.children(self.store.saves):
             raise CheckpointNotFoundError(
                 f"no checkpoint at {self.where}: its manifest says that nothing was ever committed there"
             )

@@ -105,7 +105,6 @@ def leave_dead_save(path: Path, save_id: str = DEAD) -> Path:
 _KILLED = """
 import os, signal, sys
 import numpy as np
-from support import record
 import shardkeep
 from shardkeep import saving
 saving.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

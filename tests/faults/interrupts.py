@@ -207,6 +207,9 @@ def leaks(seconds: float = 5.0) -> list[str]:
 
     def look() -> list[str]:
         found = [f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("shardkeep-")]
+        found = [
+            name for name in found if not name.endswith(("-calls", "-alive"))
+        ]  # those of a job of several processes
         found += [f"scope {scope.what!r}" for scope in tuple(scopes._open)]
         found += [f"lock {lock.path}" for lock in tuple(local._locks)]
         found += ["a place in the queue"] * len(save_queue._queue)
