@@ -71,7 +71,7 @@ def run(quick: bool) -> Iterator[Result]:
         "there: the child waits for its parent's save, and saves and loads NumPy arrays itself",
         [Point(p.call, p.file, p.line, p.thread, 1, "fork") for p in _points("save_async")][:: 12 * step],
     )
-    yield _storm(4 if quick else 120)
+    yield _storm(4 if quick else 60)
 
 
 def _callers() -> list[Point]:
@@ -207,9 +207,7 @@ def leaks(seconds: float = 5.0) -> list[str]:
 
     def look() -> list[str]:
         found = [f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("shardkeep-")]
-        found = [
-            name for name in found if not name.endswith(("-calls", "-alive"))
-        ]  # those of a job of several processes
+        found = [name for name in found if not name.endswith(("-calls", "-alive"))]  # of a job of several processes
         found += [f"scope {scope.what!r}" for scope in tuple(scopes._open)]
         found += [f"lock {lock.path}" for lock in tuple(local._locks)]
         found += ["a place in the queue"] * len(save_queue._queue)
