@@ -76,7 +76,7 @@ $(BENCH_STAMP): pyproject.toml
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS) -e .
 	touch $(BENCH_STAMP)
 
-# Every fault that can be made here; the results go to docs/reliability.md. About half an hour on two cores.
+# Every fault that can be made here; the results go to docs/reliability.md. About an hour and a quarter on two cores.
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults
 
