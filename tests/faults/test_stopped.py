@@ -9,6 +9,7 @@ from multiprocess.cluster import all_well, run_cluster
 POINTS = [
     Point(0, "stop", COMMIT),
     Point(0, "stop", COMMIT, inside=True),
+    Point(0, "stop", COMMIT, bucket=True),
     Point(0, "kill", COMMIT, bucket=True, lease="60"),
     Point(0, "stop", BEGIN),
     Point(1, "stop", WRITE, inside=True),
