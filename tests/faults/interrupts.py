@@ -293,7 +293,10 @@ def _cannot_raise(frame: FrameType) -> bool:
     Signal handlers run between instructions that call or jump. So nothing is raised at the NOP of a `try`, which no
     handler of exceptions covers, and nothing where a `with` block has ended and `__exit__` is called next.
     """
-    following = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 6]
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while code[at] == opcode.opmap["SWAP"]:  # a value that is returned from inside the block
+        at += 2
+    following = code[at : at + 6]
     leaves_with = following[::2] == bytes([opcode.opmap["LOAD_CONST"]]) * 3 and len(set(following[1::2])) == 1
     return leaves_with or following[:1] == bytes([opcode.opmap["NOP"]])
 
