@@ -107,7 +107,7 @@ class Point:
     bucket: bool = False
     inside: bool = False  # the coordination service is in process 0
     call: str = "save"
-    silence: str = "3"
+    silence: str = "8"
     lease: str = "6"
     limit: float = 28.0  # seconds until the other process must have raised, on a machine that is busy with other points
 
