@@ -37,7 +37,7 @@ from shardkeep.stores.places import store_at
 
 ROUNDS = 3
 MIB = 1 << 20
-FORMATS: dict[str, dict[str, Any]] = {"safetensors": {}, "tensorstore": {"format": "tensorstore"}}
+FORMATS: dict[str, dict[str, Any]] = {"safetensors": {}, "tensorstore": {"format": "zarr"}}
 
 Action = Callable[[], Any]
 

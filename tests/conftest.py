@@ -1,6 +1,7 @@
 """Every test runs on eight CPU devices; `from support import …` works in every test file."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever was inherited: tests and the programs they start get signals
 
 # The same examples in every run: a failure is a change of ours, not of the dice.
 settings.register_profile(

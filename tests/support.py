@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh
@@ -23,6 +25,7 @@ import shardkeep
 from shardkeep.scopes import Scope, frame_above
 from shardkeep.stores.base import Held, Store
 from shardkeep.workers import Crew
+from signals import START
 
 TESTS = Path(__file__).parent
 
@@ -131,8 +134,8 @@ class Unkeyed:
 # How a test saves: (ending of the path, arguments of save).
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("", {}),
-    "tensorstore": ("", {"format": "tensorstore"}),
-    "zstd": ("", {"format": "tensorstore", "compression": "zstd"}),
+    "tensorstore": ("", {"format": "zarr"}),
+    "zstd": ("", {"format": "zarr", "compression": "zstd"}),
     "exchange": (".safetensors", {}),
     "shards": (".safetensors", {"max_shard_size": 64}),
 }
@@ -171,13 +174,50 @@ def pattern(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 _SUB_BYTE = {"int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 _SUB_BYTE |= {"float6_e2m3fn": 6, "float6_e3m2fn": 6}
+_PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
+
+
+def every_dtype() -> list[str]:
+    """Every dtype that this JAX can hold without 64-bit types, by name."""
+    names = [*_SUB_BYTE, *(name for name in dir(jnp) if name.startswith(("bfloat", "float8"))), *_PLAIN]
+    found: list[str] = []
+    for name in names:
+        try:
+            jax.device_put(np.zeros(1, getattr(ml_dtypes, name, name))).block_until_ready()
+        except (TypeError, ValueError, RuntimeError):  # JAX 0.10 has no 6-bit floats, for example
+            continue
+        found.append(name)
+    return found
+
+
+def all_bits(dtype: str) -> np.ndarray:
+    """16 x 16 values: every bit pattern of a type of at most one byte, else many, with NaNs of every payload kind."""
+    parsed = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    values = pattern(parsed, (256,))
+    if parsed.itemsize == 1:
+        width = _SUB_BYTE.get(dtype, 1 if dtype == "bool" else 8)
+        raw = (np.arange(256) % (1 << width)).astype(np.uint8)
+        if dtype.startswith("int") and width < 8:
+            raw = np.where(raw >= 1 << (width - 1), raw | (256 - (1 << width)), raw).astype(np.uint8)
+        return raw.view(parsed).reshape(16, 16)
+    top = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "complex64": 0x7F800000}.get(dtype)
+    if top is not None:
+        raw = values.view(np.uint32 if dtype == "complex64" else f"u{parsed.itemsize}")
+        sign = 0x8000 if top < 1 << 16 else 0x80000000
+        raw[0:64:2] = top + 1 + np.arange(32)  # signaling NaNs; the last payload bits are what conversions lose
+        raw[1:64:2] = (top | sign) + 1 + np.arange(32)
+        raw[64], raw[65], raw[66], raw[67] = sign, top, top | sign, 1  # -0.0, both infinities, the smallest subnormal
+    return values.reshape(16, 16)
 
 
 def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 100, **environment: str) -> str:
-    """What a program prints that runs `code` in a process of its own, with `from support import *` in front."""
+    """What a program prints that runs `code` in a process of its own, with `from support import *` in front.
+
+    It has the signals of a program that was started from a terminal.
+    """
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": _with_tests()}
     env.update(environment)
-    start = "import jax, jax.numpy as jnp, numpy as np, shardkeep\nfrom support import *\n"
+    start = START + "import jax, jax.numpy as jnp, numpy as np, shardkeep\nfrom support import *\n"
     done = subprocess.run(
         [sys.executable, "-c", start + code, *arguments],
         env=env,
@@ -201,9 +241,11 @@ __all__ = [
     "OrderedDict",
     "Point",
     "Unkeyed",
+    "all_bits",
     "assert_same",
     "bits",
     "defaultdict",
+    "every_dtype",
     "mesh_of",
     "pattern",
     "run_python",

@@ -82,9 +82,9 @@ class TestLoads:
         shardkeep.save(tmp_path / "run", {**arrays, **small, "x": jnp.arange(8, dtype=jnp.int4)})
         return tmp_path / "run"
 
-    @pytest.mark.parametrize("mapped", ["auto", False])
+    @pytest.mark.parametrize("mmap", [True, False])
     @pytest.mark.parametrize("where", ["one device", "another", "sharded", "replicated", "like a template"])
-    def test_what_was_loaded_is_known(self, saved: Path, mapped: Any, where: str) -> None:
+    def test_what_was_loaded_is_known(self, saved: Path, mmap: Any, where: str) -> None:
         tree = shardkeep.load(saved)
         arguments: dict[str, Any] = {
             "one device": {},
@@ -93,7 +93,7 @@ class TestLoads:
             "replicated": {"shardings": replicated()},
             "like a template": {"template": jax.eval_shape(lambda: tree)},
         }[where]
-        tree = shardkeep.load(saved, mapped=mapped, **arguments)
+        tree = shardkeep.load(saved, mmap=mmap, **arguments)
         assert [name for name, array in tree.items() if not owns_its_buffer(array)] == []
         assert all(shard.stable for shard in take_snapshot(flatten(tree)[1]).shards)
 

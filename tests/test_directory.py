@@ -17,6 +17,7 @@ from shardkeep.directory import Directory
 from shardkeep.formats.base import Format
 from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.formats.tensorstore import TensorstoreFormat
+from shardkeep.manifest import DataFile, Manifest, Tree
 from shardkeep.planning import Draft, LeafPlan
 from shardkeep.stores.local import LocalStore
 from shardkeep.tree import flatten
@@ -52,7 +53,7 @@ class TestReading:
         self, left: str, tmp_path: Path
     ) -> None:
         if left != "nothing":
-            shardkeep.save(tmp_path, TREE, format="tensorstore")
+            shardkeep.save(tmp_path, TREE, format="zarr")
             (tmp_path / "manifest.json").unlink()
             (tmp_path / INDEX).unlink() if left == "arrays" else None
         (tmp_path / ".shardkeep").mkdir(exist_ok=True)
@@ -62,27 +63,31 @@ class TestReading:
 
     def test_an_index_of_ours_alone_is_a_checkpoint_that_lost_its_manifest(self, tmp_path: Path) -> None:
         """A copy without hidden files and without the manifest, say."""
-        shardkeep.save(tmp_path / "a", TREE, format="tensorstore")
+        shardkeep.save(tmp_path / "a", TREE, format="zarr")
         (tmp_path / "b").mkdir()
         for name in (INDEX, METADATA, "w"):
             (tmp_path / "a" / name).rename(tmp_path / "b" / name)
-        with pytest.raises(shardkeep.IncompleteCheckpointError, match="the manifest beside it is missing"):
+        with pytest.raises(
+            shardkeep.IncompleteCheckpointError, match="but manifest.json is missing from that directory"
+        ):
             at(tmp_path / "b").read()
 
     def test_another_programs_index_counts_also_beside_a_control_directory(self, tmp_path: Path) -> None:
         """A save of ours into its directory that never finished takes nothing away."""
-        shardkeep.save(tmp_path, TREE, format="tensorstore")
+        shardkeep.save(tmp_path, TREE, format="zarr")
         (tmp_path / "manifest.json").unlink()
         index = json.loads((tmp_path / INDEX).read_text())
         del index["shardkeep"]
         (tmp_path / INDEX).write_text(json.dumps(index))
         assert [leaf.key for leaf in at(tmp_path).read().tree().leaves] == ["w"]
 
-    @pytest.mark.parametrize("what", ["a directory", "empty", "no JSON", "another document"])
-    def test_a_manifest_that_is_none_is_named(self, what: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("what", ["a directory", "empty", "cut", "zeros", "another document beside our files"])
+    def test_a_damaged_manifest_is_named(self, what: str, tmp_path: Path) -> None:
         document = tmp_path / "manifest.json"
-        content = {"empty": "", "no JSON": "{", "another document": '{"name": "app"}'}
-        document.mkdir() if what == "a directory" else document.write_text(content[what])
+        content = {"empty": "", "cut": "{", "zeros": "\0" * 100}
+        document.mkdir() if what == "a directory" else document.write_text(content.get(what, '{"name": "app"}'))
+        if what.startswith("another"):
+            (tmp_path / ".shardkeep").mkdir()
         for read in (at(tmp_path).read, at(tmp_path).read_if_any):
             with pytest.raises(shardkeep.IntegrityError, match=f"{document} "):
                 read()
@@ -120,11 +125,20 @@ class TestNames:
         assert planned(TREE, "m.n", "2" * 32)[0] == f"m/n~{'2' * 32}/w/.zarray"
 
     def test_a_claim_outlives_the_files(self, tmp_path: Path, planned: Planned) -> None:
-        """A name is never written twice: a reader may still have the old manifest."""
-        shardkeep.save(tmp_path, TREE, format="tensorstore")
-        shardkeep.save(tmp_path, TREE, format="tensorstore", overwrite=True)
+        """No file of a manifest is ever written twice: a reader may still have the old one."""
+        shardkeep.save(tmp_path, TREE, format="zarr")
+        shardkeep.save(tmp_path, TREE, overwrite=True)
         assert not (tmp_path / "w").exists()
         assert planned(TREE)[0].startswith("~")
+
+    @pytest.mark.parametrize("name", ["w/0.0", "w", "w/0.0/x"])
+    def test_nor_does_a_save_claim_what_a_tree_is_published_under(self, name: str, tmp_path: Path) -> None:
+        """Also while that name does not exist, because publishing was interrupted."""
+        save_id = "2" * 32
+        tree = Tree(save_id, "zarr", flatten({})[0], (), (DataFile(f"~{save_id}/{name}", 3),), {}, "", published=True)
+        current = Manifest("", save_id, {"": tree})
+        assert at(tmp_path)._is_free(["x", "v/0"], current)
+        assert not at(tmp_path)._is_free(["x", "w/0.0"], current)
 
     def test_names_that_carry_the_save_need_no_claim(self, tmp_path: Path, planned: Planned) -> None:
         for _ in range(2):
@@ -155,7 +169,7 @@ class TestNames:
 class TestCommitting:
     def test_trees_of_other_prefixes_stay_as_they_are(self, tmp_path: Path) -> None:
         shardkeep.save(tmp_path, TREE)
-        shardkeep.save(tmp_path, TREE, prefix="m", format="tensorstore")
+        shardkeep.save(tmp_path, TREE, prefix="m", format="zarr")
         before = dict(shardkeep.inspect(tmp_path).trees)
         shardkeep.save(tmp_path, {"x": 1}, prefix="o")
         now = shardkeep.inspect(tmp_path)
@@ -169,7 +183,7 @@ class TestCommitting:
 
         shardkeep.save(tmp_path, TREE)
         assert index() is None
-        shardkeep.save(tmp_path, TREE, prefix="m", format="tensorstore", metadata={"step": 1})
+        shardkeep.save(tmp_path, TREE, prefix="m", format="zarr", metadata={"step": 1})
         assert list(index()["prefixes"]) == ["m"]
         assert json.loads((tmp_path / METADATA).read_text()) == {"step": 1}
         shardkeep.save(tmp_path, TREE, prefix="o")
@@ -185,10 +199,15 @@ class TestCommitting:
         shardkeep.save(tmp_path, TREE, prefix="m")
         (tmp_path / INDEX).mkdir()
         with caplog.at_level(logging.WARNING, "shardkeep"):
-            shardkeep.save(tmp_path, TREE, prefix="o", format="tensorstore")
-        assert f"{tmp_path} is saved, but the index for eFormer is not up to date" in caplog.text
+            shardkeep.save(tmp_path, TREE, prefix="o", format="zarr")
+        assert (
+            f"{tmp_path} is saved, but tensorstore_index.json and the names it lists are not up to date" in caplog.text
+        )
         assert_same(shardkeep.load(tmp_path, prefix="o"), TREE)
-        assert sorted(os.listdir(tmp_path)) == [".shardkeep", "m", "manifest.json", "o", INDEX]
+        assert (tmp_path / INDEX).is_dir()
+        (tmp_path / INDEX).rmdir()
+        shardkeep.save(tmp_path, TREE, prefix="m", overwrite=True)
+        assert list(json.loads((tmp_path / INDEX).read_text())["prefixes"]) == ["o"]
 
 
 def save_async(*arguments: Any, **more: Any) -> None:
@@ -200,7 +219,7 @@ class TestOtherProgramsArrays:
     @pytest.fixture
     def unlisted(self, tmp_path: Path) -> Path:
         """Arrays without an index: `load` finds them by searching."""
-        shardkeep.save(tmp_path / "a", {"w": jnp.arange(3.0)}, format="tensorstore")
+        shardkeep.save(tmp_path / "a", {"w": jnp.arange(3.0)}, format="zarr")
         (tmp_path / "b").mkdir()
         (tmp_path / "a" / "w").rename(tmp_path / "b" / "w")
         return tmp_path / "b"
@@ -220,7 +239,7 @@ class TestOtherProgramsArrays:
         assert_same(shardkeep.load(unlisted), TREE)
 
     def test_checkpoints_below_a_directory_do_not_stand_in_its_way(self, save: Any, tmp_path: Path) -> None:
-        shardkeep.save(tmp_path / "step_1", {"w": jnp.arange(3.0)}, format="tensorstore")
+        shardkeep.save(tmp_path / "step_1", {"w": jnp.arange(3.0)}, format="zarr")
         save(tmp_path, TREE)
         assert_same(shardkeep.load(tmp_path), TREE)
         assert_same(shardkeep.load(tmp_path / "step_1"), {"w": jnp.arange(3.0)})

@@ -247,6 +247,20 @@ def test_readme_names_every_function() -> None:
         assert f"shardkeep.{name}(" in readme
 
 
+def test_the_figures_of_the_readme_are_those_of_the_last_benchmark() -> None:
+    """Those where others are ahead included."""
+    code = "import report; print(report.short_table(*report.read_tables((report.RESULTS / 'table.md').read_text())))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=True
+    )
+    readme = (ROOT / "README.md").read_text()
+    assert f"<!-- bench -->\n{done.stdout}<!-- /bench -->" in readme
+    ahead = readme.partition("Where others are ahead:")[2].partition("![")[0]
+    assert "safetensors.flax" in ahead
+    assert "Orbax" in ahead
+
+
 def test_the_first_example_is_short() -> None:
     example = next(block for block in blocks_of((ROOT / "README.md").read_text()) if block.kind == "python")
     assert len([line for line in example.text.splitlines() if line.strip()]) <= 15

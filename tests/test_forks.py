@@ -51,10 +51,10 @@ print("parent", ended, shardkeep.verify(path + "/run").ok)
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("wait", "made by the process that this one was forked from"),
-        ("done", "made by the process that this one was forked from"),
-        ("save jax", "forked after its parent began to use JAX"),
-        ("load jax", "forked after its parent began to use JAX"),
+        ("wait", "from which this process was forked"),
+        ("done", "from which this process was forked"),
+        ("save jax", "forked after its parent had used JAX"),
+        ("load jax", "forked after its parent had used JAX"),
         ("save", "{'a': array([0, 1, 2, 3])} True"),
         ("same", "saved"),
     ],

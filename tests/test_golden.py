@@ -40,11 +40,11 @@ def test_every_format_version_has_golden_checkpoints() -> None:
     assert set(EXPECTED) == {f"v{version}" for version in range(1, VERSION + 1)}
 
 
-@pytest.mark.parametrize("mapped", ["auto", False])
+@pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize(("version", "name"), CASES)
-def test_loads_every_leaf_bit_by_bit(version: str, name: str, mapped: Any) -> None:
+def test_loads_every_leaf_bit_by_bit(version: str, name: str, mmap: Any) -> None:
     path, prefix = _split(name)
-    tree = shardkeep.load(GOLDEN / version / path, prefix=prefix, mapped=mapped)
+    tree = shardkeep.load(GOLDEN / version / path, prefix=prefix, mmap=mmap, per_process="all")
     found = golden.expected(tree)
     wanted = EXPECTED[version][name]
     for leaf, expected in zip(found, wanted, strict=False):
@@ -58,6 +58,16 @@ def test_every_digest_holds(version: str, name: str) -> None:
     report = shardkeep.verify(GOLDEN / version / path, prefix=prefix)
     assert report.ok, str(report)
     assert report.unchecked == 0
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+@pytest.mark.parametrize("name", ["safetensors", "zarr", "model.safetensors"])
+def test_one_process_gets_its_own_value_and_not_that_of_others(version: str, name: str) -> None:
+    path = GOLDEN / version / "per process"
+    own = shardkeep.load(path / "one" / name)["data"]
+    assert golden.expected([own]) == golden.expected(shardkeep.load(path / "one" / name, per_process="all")["data"])
+    with pytest.raises(shardkeep.ProcessError, match="leaf data is a PerProcess value of 2 processes"):
+        shardkeep.load(path / "two" / name)
 
 
 @pytest.mark.parametrize("version", EXPECTED)
@@ -100,4 +110,5 @@ def test_the_script_writes_what_the_golden_files_hold(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "expected.json").read_text()) == EXPECTED[f"v{VERSION}"]
     for name in EXPECTED[f"v{VERSION}"]:
         path, prefix = _split(name)
-        assert golden.expected(shardkeep.load(tmp_path / path, prefix=prefix)) == EXPECTED[f"v{VERSION}"][name]
+        loaded = shardkeep.load(tmp_path / path, prefix=prefix, per_process="all")
+        assert golden.expected(loaded) == EXPECTED[f"v{VERSION}"][name]

@@ -30,11 +30,11 @@ print(shardkeep.load(room + "/plain")["d"].default_factory)
 def test_lost_factories_and_weak_types_are_said_once_with_the_first_keys(tmp_path: Path) -> None:
     assert run_python(f"room = {str(tmp_path)!r}\n{CODE}").splitlines() == [
         "nothing so far",
-        "shardkeep: 'made.l0', 'made.l1', 'made.l2' and 2 more: the default_factory is none of int, float, bool, str, "
-        "bytes, list, dict, tuple, set, the only ones that are saved. It comes back as None, so that a missing key is "
-        "a KeyError. This is said once",
-        "shardkeep: 'weak.scale', 'weak.inner.1': a weak type is not saved. Such arrays come back with their dtype, "
-        "and promote others by it. This is said once",
+        "the default_factory of made/l0, made/l1, made/l2 and 2 more is not saved: only int, float, bool, str, bytes, "
+        "list, dict, tuple, set are. It is loaded as None, so that a missing key raises KeyError. This warning is "
+        "shown once",
+        "weak/scale, weak/inner/1: weak types are not saved; "
+        "these arrays are loaded with a strong dtype. This warning is shown once",
         "None None False",
         "<class 'list'>",
     ]

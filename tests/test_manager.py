@@ -1,9 +1,7 @@
 """The manager's own part: which saves it still answers for, and how its arguments become one request."""
 
-import gc
 import logging
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +58,9 @@ class TestPending:
 
     def test_a_save_that_went_well_is_not_kept(self, manager: AsyncCheckpointManager, tmp_path: Path) -> None:
         """A training run makes thousands."""
-        pending = manager.save_async(STATE, tmp_path / "a", MESH)
-        pending.wait()
-        ended = weakref.ref(pending)
-        del pending
-        manager.save_async(STATE, tmp_path / "b", MESH).wait()
-        gc.collect()
-        assert ended() is None
+        for number in range(4):
+            manager.save_async(STATE, tmp_path / str(number), MESH).wait()
+        assert [save.path for save in manager._pending] == [str(tmp_path / "3")]
 
     def test_an_error_inside_with_is_raised_after_pending_saves_have_ended(self, tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError, match="division"), AsyncCheckpointManager() as manager:  # noqa: PT012
@@ -107,8 +101,8 @@ class TestPending:
         for number in range(4):
             manager.save_async(STATE, tmp_path / str(number), MESH).wait()
         manager.wait_until_finished()
-        told = [message for message in caplog.messages if message.startswith("shardkeep: saved ")]
-        assert [message.split(":")[1].split("/")[-1] for message in told] == ["0", "1", "2", "3"]
+        told = [message for message in caplog.messages if message.startswith("saved ")]
+        assert [message.split(":")[0].split("/")[-1] for message in told] == ["0", "1", "2", "3"]
 
     def test_metadata_may_be_changed_after_the_call(self, manager: AsyncCheckpointManager, tmp_path: Path) -> None:
         opened = threading.Event()
@@ -120,19 +114,6 @@ class TestPending:
         manager.close()
         assert first.done()
         assert manager.load(tmp_path, None, prefix="b")[1]["custom_metadata"] == {"log": [1]}
-
-    @pytest.mark.parametrize("how", ["save", "save_async"])
-    def test_what_a_callback_raises_is_raised_and_the_checkpoint_is_there(
-        self, how: str, manager: AsyncCheckpointManager, tmp_path: Path
-    ) -> None:
-        def fail(path: str) -> None:
-            raise ZeroDivisionError(path)
-
-        with pytest.raises(ZeroDivisionError, match=str(tmp_path)):  # noqa: PT012
-            saved = getattr(manager, how)(STATE, tmp_path, MESH, callback=fail)
-            saved.wait()
-        assert_same(shardkeep.load(tmp_path), STATE)
-        manager.save(STATE, tmp_path, MESH)  # and the next save need not wait for it
 
 
 class TestRequests:
@@ -155,7 +136,7 @@ class TestRequests:
 
     @pytest.mark.parametrize(
         ("name", "keys"),
-        [("a.b", ["a.b"]), ("a+", ["a+"]), ("a", ["a.b", "a.bc"]), ("a/b/", ["a.b"]), ("/a.b.", ["a.b"])],
+        [("a.b", ["a/b"]), ("a+", ["a+"]), ("a", ["a/b", "a/bc"]), ("a/b/", ["a/b"]), ("/a.b.", ["a/b"])],
     )
     def test_the_filter_of_a_parallel_load_is_a_name_and_no_pattern(
         self, name: str, keys: list[str], manager: AsyncCheckpointManager, tmp_path: Path

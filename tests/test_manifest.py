@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from faults.spawner import Spawner
 from shardkeep.digests import check_seal, seal
-from shardkeep.manifest import check_name, check_prefix, decode_manifest, encode_manifest
+from shardkeep.manifest import StoredLeaf, check_name, check_prefix, decode_manifest, encode_manifest
 from support import Keyed, Point, assert_same, mesh_of
 
 EXAMPLES = int(os.environ.get("SHARDKEEP_EXAMPLES", "150"))
@@ -42,7 +42,7 @@ def _tree() -> Any:
 def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, bytes]]:
     """Checkpoints whose manifests are to be changed, and those manifests."""
     found = {}
-    for name, arguments in {"safetensors": {}, "zstd": {"format": "tensorstore", "compression": "zstd"}}.items():
+    for name, arguments in {"safetensors": {}, "zstd": {"format": "zarr", "compression": "zstd"}}.items():
         path = tmp_path_factory.mktemp(name) / "run"
         shardkeep.save(path, _tree(), metadata={"a": [1, None]}, **arguments)  # type: ignore[arg-type]
         found[name] = (path, (path / "manifest.json").read_bytes())
@@ -71,7 +71,7 @@ def _try_everything(path: Path) -> None:
     for action in (
         lambda: str(shardkeep.inspect(path)),
         lambda: shardkeep.load(path),
-        lambda: shardkeep.load(path, mapped=False, mesh=mesh_of(2, 4)),
+        lambda: shardkeep.load(path, mmap=False, mesh=mesh_of(2, 4)),
         lambda: str(shardkeep.verify(path)),
         lambda: shardkeep.exists(path),
         lambda: shardkeep.inspect(path).leaves and shardkeep.inspect(path).metadata,
@@ -213,7 +213,7 @@ def test_a_dataclass_that_has_changed_since_gets_no_wrong_fields(
         return
     kind, kernel, bias = outcome.value
     assert (kernel, bias) == ([2], [3])
-    assert kind == ("Layer" if list(fields) == ["bias", "kernel", "name"] else "StandIn")
+    assert kind == ("Layer" if list(fields) == ["bias", "kernel", "name"] else "OpaqueNode")
 
 
 def test_a_dataclass_that_is_the_same_is_rebuilt(tmp_path: Path, spawner: Spawner) -> None:
@@ -282,7 +282,7 @@ def test_a_manifest_that_names_a_link_to_outside_is_refused(tmp_path: Path) -> N
     """The name is inside, the file is not."""
     outside = tmp_path / "outside"
     path = tmp_path / "run"
-    shardkeep.save(path, {"w": np.ones(100)}, format="tensorstore")
+    shardkeep.save(path, {"w": np.ones(100)}, format="zarr")
     (path / "w" / "0").rename(outside)
     (path / "w" / "0").symlink_to(outside)
     with pytest.raises(shardkeep.IntegrityError, match="link"):
@@ -313,7 +313,7 @@ def test_what_is_no_plain_file_is_an_error_of_ours(tmp_path: Path, spawner: Spaw
     outcome = spawner.start("load", path=str(path), kind="plain", number=0).wait(8)
     assert "ShardkeepError" in outcome.bases, outcome
     checked = spawner.start("check", path=str(path)).wait(8)
-    assert checked.value == [name == "data", False]
+    assert checked.value == [False, False]
 
 
 def test_an_endless_manifest_is_refused_without_reading_it(tmp_path: Path, spawner: Spawner) -> None:
@@ -330,7 +330,7 @@ def test_an_endless_manifest_is_refused_without_reading_it(tmp_path: Path, spawn
 def test_a_declared_size_allocates_nothing_by_itself(tmp_path: Path, spawner: Spawner, elements: int) -> None:
     """A compressed piece may claim any length: memory is bounded, and the error is ours."""
     path = tmp_path / "run"
-    shardkeep.save(path, {"w": np.ones(100, np.uint8)}, format="tensorstore", compression="zstd")
+    shardkeep.save(path, {"w": np.ones(100, np.uint8)}, format="zarr", compression="zstd")
     body = json.loads((path / "manifest.json").read_bytes())
     leaf = body["trees"][""]["leaves"][0]
     leaf["shape"] = [elements]
@@ -433,6 +433,68 @@ def test_a_manifest_tells_what_is_there(tmp_path: Path) -> None:
         manifest.tree("other")
 
 
+@pytest.mark.parametrize("step", [0, 7, 2**63 - 1, np.int32(7), np.uint64(7), np.array(7), jnp.int32(7)])
+@pytest.mark.parametrize("name", ["run", "run.safetensors"])
+def test_a_step_is_recorded_and_comes_back_as_an_int(tmp_path: Path, name: str, step: Any) -> None:
+    shardkeep.save(tmp_path / name, {"w": np.ones(3)}, step=step)
+    manifest = shardkeep.inspect(tmp_path / name)
+    assert (manifest.step, manifest.tree().step) == (int(step), int(step))
+    assert type(manifest.step) is int
+
+
+def test_a_checkpoint_without_a_step_has_none(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)})
+    assert shardkeep.inspect(tmp_path / "run").step is None
+    assert b'"step"' not in (tmp_path / "run" / "manifest.json").read_bytes()
+    golden = [path.parent for path in (Path(__file__).parent / "golden" / "v1").rglob("manifest.json")]
+    assert {shardkeep.inspect(path).step for path in golden if shardkeep.exists(path)} == {None}
+
+
+def test_the_step_of_several_trees_is_that_of_the_one_a_load_gives_or_the_highest(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)}, prefix="a", step=5)
+    assert shardkeep.inspect(tmp_path / "run").step == 5
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)}, prefix="b", step=9)
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)}, prefix="c")
+    assert shardkeep.inspect(tmp_path / "run").step == 9
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)}, step=7)
+    assert shardkeep.inspect(tmp_path / "run").step == 7
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "why"),
+    [
+        (-1, ValueError, "must be from 0"),
+        (2**63, ValueError, "must be from 0"),
+        (True, TypeError, "must be an integer, not True"),
+        (np.True_, TypeError, "must be an integer"),
+        (jnp.array(True), TypeError, "must be an integer"),
+        (1.0, TypeError, "must be an integer, not a float"),
+        (jnp.float32(1), TypeError, "must be an integer"),
+        ("1", TypeError, "must be an integer, not a str"),
+        (np.arange(3), TypeError, "must be an integer"),
+    ],
+)
+def test_what_is_no_step_is_refused_before_anything_is_written(
+    tmp_path: Path, step: Any, kind: type[Exception], why: str
+) -> None:
+    for save in (shardkeep.save, shardkeep.save_async):
+        with pytest.raises(kind, match=why):
+            save(tmp_path / "run", {"w": np.ones(3)}, step=step)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", None, [1], 2**63])
+def test_a_bad_step_in_a_manifest_is_damage(tmp_path: Path, step: Any) -> None:
+    shardkeep.save(tmp_path / "run", {"w": np.ones(3)}, step=1)
+    document = tmp_path / "run" / "manifest.json"
+    body = json.loads(document.read_bytes())
+    body["trees"][""]["step"] = step
+    document.write_bytes(_sealed(body))
+    with pytest.raises(shardkeep.IntegrityError, match=r"manifest\.json is malformed"):
+        shardkeep.load(tmp_path / "run")
+    assert not shardkeep.exists(tmp_path / "run")
+
+
 def test_which_tree_no_prefix_means(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "run", {"a": 1}, prefix="x")
     assert shardkeep.load(tmp_path / "run") == {"a": 1}
@@ -463,3 +525,95 @@ def test_metadata_comes_back_as_it_was_or_is_refused(tmp_path: Path, metadata: d
         raise AssertionError(f"{token} is not JSON: other programs cannot read this manifest")
 
     json.loads((tmp_path / "run" / "manifest.json").read_text(), parse_constant=refuse)
+
+
+class TestWhatIsShown:
+    """What `inspect` returns is printed in about 20 lines, and shows users what they need."""
+
+    def test_twenty_thousand_leaves_take_twenty_lines(self, tmp_path: Path) -> None:
+        tree = {f"layer_{i:05d}": {"w": np.zeros((2, 3), np.float32)} for i in range(20_000)}
+        shardkeep.save(tmp_path / "run", tree, metadata={"step": 1})
+        many = shardkeep.inspect(tmp_path / "run")
+        for text in (repr(many), str(many)):
+            assert len(text) < 2000
+            assert len(text.splitlines()) <= 20
+            assert f"{many.path}: 20,000 leaves, 480,000 bytes" in text
+            assert "layer_00000/w: float32[2, 3], 24 bytes in 1 piece" in text
+            assert "… and 19,985 more leaves" in text
+        for text in (repr(many.tree()), str(many.tree())):
+            assert len(text) < 2000
+            assert "19,985 more" in text
+
+    def test_a_small_one_shows_all(self, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "run", {"w": np.ones((2, 3), np.float32), "n": 5})
+        tree = shardkeep.inspect(tmp_path / "run").tree()
+        assert repr(shardkeep.inspect(tmp_path / "run")).splitlines() == [
+            f"<Manifest {tmp_path / 'run'}: 2 leaves, 24 bytes>",
+            f"  (no prefix): safetensors, 2 leaves, 24 bytes, saved {tree.created}",
+            "    w: float32[2, 3], 24 bytes in 1 piece",
+            "    n: 5",
+        ]
+        assert repr(tree).splitlines()[0] == f"<Tree: safetensors, 2 leaves, 24 bytes, saved {tree.created}>"
+        assert [repr(leaf) for leaf in tree.leaves] == [
+            "<StoredLeaf w: float32[2, 3], 24 bytes in 1 piece>",
+            "<StoredLeaf n: 5>",
+        ]
+
+    def test_many_trees_and_long_or_odd_names_and_values_are_bounded_too(self, tmp_path: Path) -> None:
+        tree = {f"{'k' * 300}\n{i}": "v" * 10_000 if i % 2 else 10**5000 for i in range(40)}
+        for number in range(9):
+            shardkeep.save(tmp_path / "run", tree, prefix=f"{'p' * 100}{number}")
+        text = repr(shardkeep.inspect(tmp_path / "run"))
+        assert len(text) < 2000
+        assert len(text.splitlines()) <= 25
+        assert "… and 5 more trees" in text
+        assert "\\n" in text
+        assert "an integer of" in text
+
+    def test_bytes_are_not_written_out(self) -> None:
+        assert (
+            repr(StoredLeaf(("b",), "value", value=b"x" * (1 << 24)))
+            == "<StoredLeaf b: b'xxxxxxxxxxxxx…xxxxxxxxxxxxx'>"
+        )
+
+    def test_these_attributes_are_public(self, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "run", {"w": np.ones(3)})
+        manifest = shardkeep.inspect(tmp_path / "run")
+        tree = manifest.tree()
+        assert _public(manifest) == [
+            "leaves",
+            "metadata",
+            "nbytes",
+            "path",
+            "prefixes",
+            "save_id",
+            "step",
+            "tree",
+            "trees",
+        ]
+        assert _public(tree) == ["compression", "created", "format", "leaves", "metadata", "nbytes", "save_id", "step"]
+        assert _public(tree.leaves[0]) == ["dtype", "key", "kind", "nbytes", "path", "processes", "shape", "value"]
+
+    def test_each_is_documented_and_every_class_they_lead_to_is_exported(self, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "run", {"w": np.ones(3), "n": 1}, metadata={"a": [1]})
+        seen: set[type] = set()
+        ahead: list[Any] = [shardkeep.inspect(tmp_path / "run")]
+        while ahead:
+            thing = ahead.pop()
+            if isinstance(thing, Mapping):
+                ahead += [*thing.values()]
+            elif isinstance(thing, tuple | list):
+                ahead += thing
+            elif type(thing).__module__.startswith("shardkeep") and type(thing) not in seen:
+                seen.add(type(thing))
+                ahead += [getattr(thing, name) for name in _public(thing) if name != "tree"]
+                for name in _public(thing):
+                    attribute = getattr(type(thing), name, None)
+                    documented = attribute is not None and attribute.__doc__
+                    assert documented or f"{name}:" in (type(thing).__doc__ or ""), name
+        assert seen == {shardkeep.Manifest, shardkeep.Tree, shardkeep.StoredLeaf}
+        assert {cls.__name__ for cls in seen} <= set(shardkeep.__all__)
+
+
+def _public(thing: object) -> list[str]:
+    return sorted(name for name in dir(thing) if not name.startswith("_"))

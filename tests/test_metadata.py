@@ -17,9 +17,9 @@ KEYS = ["version", "timestamp", "checksum", "array_metadata", "framework_version
 
 
 def test_a_dict_has_the_six_keys_and_no_dict_is_none() -> None:
-    assert CheckpointMetadata().to_dict() == {
+    assert CheckpointMetadata(timestamp="2026-01-02").to_dict() == {
         "version": shardkeep.__version__,
-        "timestamp": None,
+        "timestamp": "2026-01-02",
         "checksum": {},
         "array_metadata": {},
         "framework_version": None,
@@ -34,17 +34,47 @@ def test_a_dict_has_the_six_keys_and_no_dict_is_none() -> None:
         (datetime.datetime(2026, 1, 2, 3, tzinfo=EAST), "2026-01-01T22:00:00+00:00"),
         (datetime.datetime(2026, 1, 2, 3), "2026-01-02T03:00:00+00:00"),
         ("2026-01-02", "2026-01-02"),
-        (None, None),
     ],
 )
 def test_the_time_is_in_iso_form_and_utc(moment: Any, text: str) -> None:
     assert CheckpointMetadata(timestamp=moment).to_dict()["timestamp"] == text
 
 
+def test_the_time_is_filled_when_it_is_created() -> None:
+    before = datetime.datetime.now(datetime.UTC)
+    metadata = CheckpointMetadata()
+    after = datetime.datetime.now(datetime.UTC)
+    text = metadata.to_dict()["timestamp"]
+    assert before <= datetime.datetime.fromisoformat(text) <= after
+    assert text.endswith("+00:00")
+    assert metadata.timestamp == text
+    assert metadata.to_dict() == metadata.to_dict()  # not the time of the call
+
+
+@pytest.mark.parametrize("given", [{}, {"timestamp": None}, {"version": "1"}])
+def test_a_time_that_was_not_recorded_stays_unknown(given: dict[str, Any]) -> None:
+    assert CheckpointMetadata.from_dict(given).to_dict()["timestamp"] is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        CheckpointMetadata(),
+        CheckpointMetadata(timestamp=datetime.datetime(2026, 1, 2, tzinfo=EAST), custom_metadata={"a": 1}),
+        CheckpointMetadata(timestamp="yesterday", checksum={"w": "0"}),
+    ],
+)
+def test_a_dict_and_back_gives_the_same(given: CheckpointMetadata) -> None:
+    again = CheckpointMetadata.from_dict(given.to_dict())
+    assert again == given
+    assert again.to_dict() == given.to_dict()
+    assert again != CheckpointMetadata(timestamp="another time")
+    assert again != given.to_dict()
+
+
 def test_from_dict_ignores_unknown_keys_and_undoes_to_dict() -> None:
     given = CheckpointMetadata("1", "2026", {"w": "0"}, {"w": {}}, "0.10", {"a": 1})
     assert CheckpointMetadata.from_dict({**given.to_dict(), "unknown": 3}) == given
-    assert CheckpointMetadata.from_dict({}) == CheckpointMetadata()
     assert list(given.to_dict()) == KEYS
 
 

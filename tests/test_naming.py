@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep.naming import hashed, leaf_directories, prefix_directory
+from shardkeep.naming import clean_name, hashed, leaf_directories, own_directory, prefix_directory
 from shardkeep.tree import flatten
 from support import assert_same
 
@@ -187,7 +187,7 @@ AWKWARD_TREE = {
 }
 
 
-@pytest.mark.parametrize("arguments", [{}, {"format": "tensorstore"}, {"format": "tensorstore", "compression": "zstd"}])
+@pytest.mark.parametrize("arguments", [{}, {"format": "zarr"}, {"format": "zarr", "compression": "zstd"}])
 def test_any_key_is_saved_inside_the_checkpoint_and_found_again(tmp_path: Path, arguments: dict[str, str]) -> None:
     def filled(tree: object) -> object:
         if isinstance(tree, dict):
@@ -202,3 +202,19 @@ def test_any_key_is_saved_inside_the_checkpoint_and_found_again(tmp_path: Path, 
     assert list((tmp_path / "deep" / "er").iterdir()) == [path]
     assert shardkeep.verify(path).ok
     assert len(flatten(tree)[1]) == 31 == len(shardkeep.inspect(path).leaves)
+
+
+@pytest.mark.parametrize("prefix", ["", "m", "m.n", "a b", "é:", "..", "a~b"])
+def test_a_clean_name_is_that_of_the_first_tree_of_the_prefix(prefix: str) -> None:
+    save_id = "0123456789abcdef" * 2
+    start = f"{prefix_directory(prefix)}/" if prefix else ""
+    for name in ("w/.zarray", "a~b/0.0", f"x~{save_id}/0"):
+        assert clean_name(f"{own_directory(prefix, save_id)}/{name}", save_id) == start + name
+
+
+@pytest.mark.parametrize(
+    "name", ["w/0", "m/w", "~1/w", "m~2", "m~22/w", "~2/.zgroup/x", "~2/config.json", ".shardkeep~2/x"]
+)
+def test_a_file_elsewhere_has_no_clean_name(name: str) -> None:
+    with pytest.raises(ValueError, match="has no clean name"):
+        clean_name(name, "2")

@@ -20,9 +20,10 @@ import pytest
 import shardkeep
 from faults.spawner import MODES, Pause, shim
 from shardkeep.memory import budget
-from shardkeep.pending import PendingSave
+from shardkeep.pending import BackgroundSave, PendingSave
 from shardkeep.save_queue import QueueEntry, _queue
 from shardkeep.scopes import Scope
+from signals import START
 from support import assert_same
 
 TESTS = Path(__file__).parent
@@ -57,7 +58,7 @@ class Program:
         """
         env = {**os.environ, "LD_PRELOAD": str(shim()), "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(TESTS)}
         return subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code)],
+            [sys.executable, "-c", START + textwrap.dedent(start) + textwrap.dedent(code)],
             env=env,
             text=True,
             stdout=subprocess.PIPE,
@@ -225,7 +226,8 @@ class TestErrors:
 
 class TestHandle:
     def test_wait_with_a_timeout_raises_and_the_save_goes_on(self) -> None:
-        pending = PendingSave("somewhere")
+        save = BackgroundSave("somewhere")
+        pending = PendingSave(save)
         go = threading.Event()
         report = shardkeep.SaveReport("somewhere", 1, 1, 1.0)
 
@@ -233,8 +235,8 @@ class TestHandle:
             go.wait()
             return report
 
-        with Scope("a test") as scope:
-            pending.start(scope, work)
+        with Scope("a test") as outer, Scope("a test") as scope:
+            save.start(outer, scope, work)
         assert not pending.done()
         assert "running" in repr(pending)
         with pytest.raises(TimeoutError, match=r"somewhere is still running after 0\.05 s"):
@@ -246,6 +248,10 @@ class TestHandle:
         assert pending.report is report
         assert pending.done()
         assert "done" in repr(pending)
+
+    def test_it_shows_what_users_need_and_nothing_else(self) -> None:
+        shown = {name for name in dir(PendingSave) if not name.startswith("_")}
+        assert shown == {"wait", "done", "succeeded", "path", "report"}
 
     def test_the_report_is_that_of_the_save(self, tmp_path: Path) -> None:
         pending = shardkeep.save_async(tmp_path / "run", {"w": jnp.ones(1000)})
@@ -339,7 +345,7 @@ class TestMemoryBudget:
         )
         assert code == 0, err
         assert float(out) > 0.3
-        assert "waits: 800000 bytes are held by earlier saves, the budget is 1048576" in err
+        assert "is waiting for memory: earlier saves hold 800,000 of the budget of 1,048,576 bytes" in err
         assert shardkeep.exists(tmp_path / "b")
 
     def test_a_save_larger_than_the_budget_goes_alone(self, tmp_path: Path) -> None:

@@ -15,28 +15,48 @@ def test_a_save_report_reads_as_one_line() -> None:
 
 def test_one_file_and_one_problem_are_not_plural() -> None:
     assert "10 bytes in 1 file, " in str(SaveReport("/x", 10, 1, 1.0))
-    assert (
-        str(VerifyReport("/x", 10, 1, 0.1, 1, ()))
-        == "/x: 10 bytes in 1 file are as they were saved; no digests for 1 leaf"
-    )
+    assert str(VerifyReport("/x", 10, 1, 0.1, 1, ())) == "/x: no problems in 10 bytes in 1 file; 1 leaf has no digests"
     assert str(VerifyReport("/x", 10, 1, 0.1, 0, (Problem(None, "/x/b", "gone"),))).startswith("/x: 1 problem\n")
 
 
 def test_a_save_report_of_no_time_has_no_speed() -> None:
     assert SaveReport("/x", 10, 1, 0.0).gb_per_second == 0.0
-    assert "0.00 GB/s" in str(SaveReport("/x", 10, 1, 0.0))
+    assert str(SaveReport("/x", 10, 1, 0.0)) == "/x: 10 bytes in 1 file, 0.000 s"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(16_000, "160.0 kB/s"), (1_000_000, "10.0 MB/s"), (2_000_000_000, "20.00 GB/s"), (40, "0.4 kB/s")],
+)
+def test_the_speed_of_a_small_save_is_not_zero(nbytes: int, text: str) -> None:
+    assert str(SaveReport("/x", nbytes, 1, 0.1)).endswith(f"0.100 s ({text})")
+
+
+def test_the_repr_of_each_is_one_short_line() -> None:
+    problem = Problem("w", "/x/a", "leaf 'w': /x/a is damaged")
+    many = VerifyReport("/x", 1000, 2, 0.1, 0, (problem,) * 20_000)
+    assert repr(problem) == "<Problem: leaf 'w': /x/a is damaged>"
+    assert repr(SaveReport("/x", 1000, 2, 0.1, {"write": 0.1})) == "<SaveReport /x: 1,000 bytes in 2 files, 0.100 s>"
+    assert repr(VerifyReport("/x", 1000, 2, 0.1, 0, ())) == "<VerifyReport /x: no problems in 1,000 bytes in 2 files>"
+    assert repr(many) == "<VerifyReport /x: 20,000 problems>"
+
+
+def test_of_very_many_problems_the_first_are_shown() -> None:
+    problems = tuple(Problem("w", "/x/a", f"leaf {number}") for number in range(20_000))
+    lines = str(VerifyReport("/x", 1000, 2, 0.1, 0, problems)).splitlines()
+    assert (len(lines), lines[-1]) == (22, "  … and 19,980 more problems")
 
 
 def test_a_verify_report_is_true_if_nothing_is_wrong() -> None:
     good = VerifyReport("/x", 1000, 2, 0.1, 0, ())
     assert good.ok
     assert bool(good)
-    assert str(good) == "/x: 1,000 bytes in 2 files are as they were saved"
+    assert str(good) == "/x: no problems in 1,000 bytes in 2 files"
     partly = VerifyReport("/x", 1000, 2, 0.1, 3, ())
-    assert "no digests for 3 leaves" in str(partly)
+    assert "3 leaves have no digests" in str(partly)
 
 
-def test_a_verify_report_is_false_and_lists_every_problem() -> None:
+def test_a_verify_report_is_false_and_lists_problems() -> None:
     problems = (Problem("w", "/x/a", "leaf 'w': /x/a is damaged"), Problem(None, "/x/b", "/x/b: the file is missing"))
     bad = VerifyReport("/x", 1000, 2, 0.1, 0, problems)
     assert not bad.ok

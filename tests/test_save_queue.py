@@ -12,6 +12,7 @@ import pytest
 import shardkeep
 from shardkeep.save_queue import QueueEntry, _queue
 from shardkeep.scopes import Scope
+from signals import usual_signals_meanwhile
 from support import run_python
 
 
@@ -109,39 +110,34 @@ def _quietly(action: Any) -> None:
 
 
 def test_ctrl_c_while_waiting_keeps_the_order_for_real(tmp_path: Path) -> None:
-    signal_ok = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with Scope("a running save") as held:
-            first = held.add(QueueEntry(str(tmp_path / "run"), held))
-            done: list[bool] = []
+    with usual_signals_meanwhile(), Scope("a running save") as held:
+        first = held.add(QueueEntry(str(tmp_path / "run"), held))
+        done: list[bool] = []
 
-            def hold_it() -> None:
-                with Scope("another thread's save") as scope:
-                    entry = scope.add(QueueEntry(str(tmp_path / "run"), scope))
-                    entry.enter()
-                    entered.set()
-                    leave.wait(30)
-                    done.append(True)
+        def hold_it() -> None:
+            with Scope("another thread's save") as scope:
+                entry = scope.add(QueueEntry(str(tmp_path / "run"), scope))
+                entry.enter()
+                entered.set()
+                leave.wait(30)
+                done.append(True)
 
-            entered, leave = threading.Event(), threading.Event()
-            holder = threading.Thread(target=hold_it)
-            holder.start()
-            assert entered.wait(30)
-            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            with pytest.raises(KeyboardInterrupt):
-                shardkeep.save(tmp_path / "run", {"b": np.ones(3)})
-            third = shardkeep.save_async(tmp_path / "run", {"c": 3})
-            with pytest.raises(TimeoutError, match="still running"):
-                third.wait(0.3)
-            assert done == []
-            leave.set()
-            holder.join()
-            third.wait(30)
-            assert done == [True]
-            first.release()
-    finally:
-        signal.signal(signal.SIGINT, signal_ok)
+        entered, leave = threading.Event(), threading.Event()
+        holder = threading.Thread(target=hold_it)
+        holder.start()
+        assert entered.wait(30)
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            shardkeep.save(tmp_path / "run", {"b": np.ones(3)})
+        third = shardkeep.save_async(tmp_path / "run", {"c": 3})
+        with pytest.raises(TimeoutError, match="still running"):
+            third.wait(0.3)
+        assert done == []
+        leave.set()
+        holder.join()
+        third.wait(30)
+        assert done == [True]
+        first.release()
     assert shardkeep.load(tmp_path / "run") == {"c": 3}
 
 
@@ -153,6 +149,7 @@ import os, sys
 os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
 os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "AWS_REGION": "us-east-1"}
 import numpy as np, shardkeep
+import obstore  # now: Python 3.13.0 cannot import extension modules without a working directory
 from faults.interrupts import leaks
 os.chdir(sys.argv[1]); os.rmdir(sys.argv[1])
 try:

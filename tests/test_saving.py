@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from faults.spawner import Fault, Spawner
 from faults.states import make, same
+from shardkeep import progress
 from support import FORMATS, assert_same, mesh_of, run_python, save_as
 
 SAVES = {"save": shardkeep.save, "save_async": lambda *a, **k: shardkeep.save_async(*a, **k).wait()}
@@ -126,16 +128,16 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("leaf", "message"),
         [
-            (object(), r"layers\.1\.w: a builtins.object is neither"),
-            (lambda x: x, r"layers\.1\.w: a function"),
-            (np.ma.masked_array([1, 2], [True, False]), r"layers\.1\.w: a MaskedArray"),
-            (np.array([{}, None]), r"layers\.1\.w: NumPy dtype object"),
-            (np.array(["a", "b"]), r"layers\.1\.w: NumPy dtype <U1"),
-            (np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]), r"layers\.1\.w: NumPy dtype"),
-            (np.longdouble(1) * np.ones(2, np.longdouble), r"layers\.1\.w: NumPy dtype"),
-            (jax.ShapeDtypeStruct((2,), jnp.float32), r"layers\.1\.w: an abstract array"),
-            ({1, 2}, r"layers\.1\.w: a builtins.set"),
-            (open, r"layers\.1\.w: a function"),
+            (object(), r"layers/1/w: a builtins.object is neither"),
+            (lambda x: x, r"layers/1/w: a function"),
+            (np.ma.masked_array([1, 2], [True, False]), r"layers/1/w: a MaskedArray"),
+            (np.array([{}, None]), r"layers/1/w: NumPy dtype object"),
+            (np.array(["a", "b"]), r"layers/1/w: NumPy dtype <U1"),
+            (np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]), r"layers/1/w: NumPy dtype"),
+            (np.longdouble(1) * np.ones(2, np.longdouble), r"layers/1/w: NumPy dtype"),
+            (jax.ShapeDtypeStruct((2,), jnp.float32), r"layers/1/w: an abstract array"),
+            ({1, 2}, r"layers/1/w: a builtins.set"),
+            (open, r"layers/1/w: a function"),
         ],
     )
     def test_a_leaf_that_is_no_data_is_named(self, tmp_path: Path, how: str, leaf: Any, message: str) -> None:
@@ -149,14 +151,15 @@ class TestRefusals:
         with pytest.raises(shardkeep.UnsupportedLeafError, match=r"12 leaves cannot be saved(.|\n)*f0(.|\n)*2 more"):
             SAVES[how](tmp_path / "run", tree)
 
-    def test_a_value_inside_jit_is_named(self, tmp_path: Path, how: str) -> None:
+    def test_a_value_inside_jit_is_named(self, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
         @jax.jit
         def step(x: Any) -> Any:
             SAVES[how](tmp_path / "run", {"x": x})
             return x
 
-        with pytest.raises(shardkeep.UnsupportedLeafError, match="x: a value inside jit"):
+        with pytest.raises(shardkeep.UnsupportedLeafError, match="x: a traced value inside jit"):
             step(jnp.ones(3))
+        assert caplog.messages == []
         assert os.listdir(tmp_path) == []
 
     def test_a_deleted_array_is_named(self, tmp_path: Path, how: str) -> None:
@@ -170,16 +173,15 @@ class TestRefusals:
         ("metadata", "message"),
         [
             ({"a": {"b": [1, object()]}}, r"metadata\['a'\]\['b'\]\[1\] is an object"),
-            ({"a": np.float32(1)}, r"metadata\['a'\] is a float32"),
             ({"a": jnp.ones(2)}, r"metadata\['a'\] is a"),
-            ({"a": {1: 2}}, r"metadata\['a'\] has the key 1"),
+            ({"a": {(1,): 2}}, r"metadata\['a'\] has the key \(1,\)"),
             ({"a": {1, 2}}, r"metadata\['a'\] is a set"),
             ({"a": b"x"}, r"metadata\['a'\] is a bytes"),
             ([1, 2], "metadata must be a dict"),
             ("text", "metadata must be a dict"),
         ],
     )
-    def test_metadata_that_is_not_json_is_named(self, tmp_path: Path, how: str, metadata: Any, message: str) -> None:
+    def test_metadata_without_a_json_form_is_named(self, tmp_path: Path, how: str, metadata: Any, message: str) -> None:
         with pytest.raises(shardkeep.MetadataError, match=message):
             SAVES[how](tmp_path / "run", {"w": np.ones(3)}, metadata=metadata)
         assert os.listdir(tmp_path) == []
@@ -203,14 +205,14 @@ class TestRefusals:
         [
             ("run", {"format": "hdf5"}, "format must be"),
             ("run", {"format": None}, "format must be"),
-            ("run", {"compression": "gzip", "format": "tensorstore"}, "compression must be"),
+            ("run", {"compression": "gzip", "format": "zarr"}, "compression must be"),
             ("run", {"compression": "zstd"}, "no compression"),
-            ("run", {"max_shard_size": 5}, "max_shard_size is for exchange files"),
+            ("run", {"max_shard_size": 5}, "max_shard_size is only for exchange files"),
             ("m.safetensors", {"max_shard_size": 0}, "must be positive"),
             ("m.safetensors", {"max_shard_size": -5}, "must be positive"),
             ("m.safetensors", {"max_shard_size": "5 parsec"}, "not a size"),
             ("m.safetensors", {"max_shard_size": ""}, "not a size"),
-            ("m.safetensors", {"format": "tensorstore"}, "safetensors format"),
+            ("m.safetensors", {"format": "zarr"}, "needs format='safetensors'"),
             ("m.safetensors", {"compression": "zstd"}, "no compression"),
             ("", {}, "directory|path"),
         ],
@@ -252,7 +254,7 @@ class TestRefusals:
     def test_a_tree_that_contains_itself_is_refused(self, tmp_path: Path, how: str) -> None:
         loop: list[Any] = []
         loop.append(loop)
-        with pytest.raises(shardkeep.TreeError, match="nested too deeply"):
+        with pytest.raises(shardkeep.TreeError, match="nested more than 150 levels deep, or contains itself"):
             SAVES[how](tmp_path / "run", loop)
         assert os.listdir(tmp_path) == []
 
@@ -289,7 +291,7 @@ def test_a_report_tells_bytes_files_and_phases(tmp_path: Path) -> None:
     assert report.nbytes == sum(p.stat().st_size for p in files)
     assert set(report.phases) == {"snapshot", "write", "sync", "commit"}
     assert abs(sum(report.phases.values()) - report.seconds) < 0.05
-    assert "GB/s" in str(report)
+    assert re.search(r"\([\d.]+ [GMk]B/s; snapshot", str(report))
 
 
 def test_saving_works_in_a_thread(tmp_path: Path) -> None:
@@ -350,12 +352,13 @@ def _descriptors() -> int:
 
 
 def _ours() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("shardkeep")]
+    """Threads of saves and loads; those for calls to other processes may be left by other tests of this process."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("shardkeep") and t.name != "shardkeep-calls"]
 
 
 def test_fifty_saves_and_loads_leak_no_thread_and_no_descriptor(tmp_path: Path) -> None:
     tree = {"w": jnp.ones((64, 64)), "n": np.ones(2 << 17), "s": 1}
-    arguments: list[Any] = [{}, {"format": "tensorstore"}, {"format": "tensorstore", "compression": "zstd"}]
+    arguments: list[Any] = [{}, {"format": "zarr"}, {"format": "zarr", "compression": "zstd"}]
     shardkeep.save(tmp_path / "run", tree)
     shardkeep.load(tmp_path / "run")
     gc.collect()
@@ -399,7 +402,7 @@ def test_fifty_failing_saves_and_loads_leak_no_thread_and_no_descriptor(
         with pytest.raises(shardkeep.NotADirectoryPathError, match="file"):
             shardkeep.save_async(tmp_path / "file" / "below", tree).wait()
         with pytest.raises(shardkeep.IntegrityError, match="damaged"):
-            shardkeep.load(bad, mapped=False if number % 2 else "auto")
+            shardkeep.load(bad, mmap=not number % 2)
         with pytest.raises(shardkeep.CheckpointNotFoundError, match="no checkpoint"):
             shardkeep.load(tmp_path / "nothing")
         with pytest.raises(shardkeep.UnsupportedLeafError, match="x:"):
@@ -447,7 +450,10 @@ def test_a_save_that_cannot_have_its_threads_stops_no_later_save(action: str, sp
     assert outcome.value == {"threads": 1, "held": 0, "loaded": 3}
 
 
-def test_a_bar_is_shown_only_when_it_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_is_shown_only_when_it_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "DELAY", 0)
     tree = {"w": np.ones(1 << 18)}
     capfd.readouterr()
     shardkeep.save(tmp_path / "quiet", tree)
@@ -461,7 +467,7 @@ def test_a_bar_is_shown_only_when_it_is_asked_for(tmp_path: Path, capfd: pytest.
     shardkeep.verify(tmp_path / "shown", progress=True)
     lines = capfd.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["saving", "saving", "loading", "checking"]
-    assert all("100%" in line and "GB/s" in line for line in lines)
+    assert all(re.search(r" 100% 2\.1 MB in .* s \(.* .B/s\)$", line) for line in lines)
 
 
 EXITS = """
@@ -491,7 +497,7 @@ helping = threading.Event()
 LocalStore.write_new = slow
 threading.Thread(target=terminate, daemon=True).start()
 try:
-    shardkeep.save(path, {f"l{i}": np.ones(300_000) for i in range(16)}, overwrite=True, format="tensorstore")
+    shardkeep.save(path, {f"l{i}": np.ones(300_000) for i in range(16)}, overwrite=True, format="zarr")
 except SystemExit as left:
     print("left with", left.code)
 time.sleep(1)

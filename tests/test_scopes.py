@@ -45,7 +45,7 @@ def test_an_error_in_one_release_keeps_no_other_from_it(caplog: pytest.LogCaptur
         scope.add(Taken("a", log))
         scope.add(Broken())
     assert log == ["a"]
-    assert "saving to x: cleaning up failed: ValueError: broken" in caplog.text
+    assert "saving to x: cleanup failed: ValueError: broken" in caplog.text
 
 
 def test_an_interrupted_clean_up_is_completed_by_the_next_scope() -> None:

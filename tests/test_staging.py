@@ -27,7 +27,8 @@ def _address(array: Any) -> int:
 
 
 def _snapshot(tree: Any, keep: bool = True) -> Snapshot:
-    return take_snapshot(flatten(tree)[1], keep=Crew() if keep else None)
+    with Scope("a snapshot") as scope:  # which ends the threads
+        return take_snapshot(flatten(tree)[1], keep=scope.add(Crew()) if keep else None)
 
 
 class TestCanaries:
@@ -189,7 +190,7 @@ class TestBudget:
         thread.join(5)
         assert taken.is_set()
         waits = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert waits == ["shardkeep: the third waits: 100 bytes are held by earlier saves, the budget is 100"]
+        assert waits == ["the third is waiting for memory: earlier saves hold 100 of the budget of 100 bytes"]
 
     def test_more_than_the_budget_goes_alone(self) -> None:
         budget = MemoryBudget()
@@ -226,8 +227,8 @@ class TestBudget:
         shardkeep.save(tmp_path / "run", tree)
         shardkeep.set_memory_budget(1)
         try:
-            for mapped in ("auto", False):
-                loaded = shardkeep.load(tmp_path / "run", mapped=mapped)  # type: ignore[arg-type]
+            for mmap in (True, False):
+                loaded = shardkeep.load(tmp_path / "run", mmap=mmap)  # type: ignore[arg-type]
                 assert np.array_equal(np.asarray(loaded["w"]), np.asarray(tree["w"]))
                 assert all(np.array_equal(a, b) for a, b in zip(loaded["b"], tree["b"], strict=True))
         finally:

@@ -58,9 +58,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Every file that says or holds something (not the lock, the claims and what is only for eFormer)."""
+    """Every file that says or holds something (not the lock, the claims and what only other programs read)."""
     root = path if path.is_dir() else path.parent
-    ignored = {"tensorstore_index.json", "checkpoint_metadata.json"}
+    ignored = {"tensorstore_index.json", "checkpoint_metadata.json", ".zgroup"}
     return sorted(p for p in root.rglob("*") if p.is_file() and ".shardkeep" not in p.parts and p.name not in ignored)
 
 
@@ -113,7 +113,7 @@ def test_every_flipped_bit_is_found(saved: dict[str, Path], kind: str) -> None:
         try:
             what = f"{file.name}, byte {at} of {len(original)}, bit {bit}: {original[max(at - 20, 0) : at + 20]!r}"
             assert _verify_finds(path), f"verify does not see it: {what}"
-            told = _loads_right(path, mapped="auto" if number % 2 else False)
+            told = _loads_right(path, mmap=bool(number % 2))
             assert not told or file.name in told or "leaf" in told, f"the error names nothing: {told} ({what})"
         finally:
             file.write_bytes(original)
@@ -227,7 +227,7 @@ def test_swapped_files_are_found(saved: dict[str, Path], kind: str) -> None:
 
 def test_a_file_from_another_save_is_found(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        shardkeep.save(tmp_path / name, {"w": np.full(1000, ord(name))}, format="tensorstore")
+        shardkeep.save(tmp_path / name, {"w": np.full(1000, ord(name))}, format="zarr")
     shutil.copy(tmp_path / "b" / "w" / "0", tmp_path / "a" / "w" / "0")
     with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'w': .*w/0 is damaged"):
         shardkeep.load(tmp_path / "a")
@@ -276,12 +276,12 @@ def test_damage_in_one_block_is_found_in_a_partial_read(tmp_path: Path) -> None:
         file.write(b"\x55")
     with pytest.raises(shardkeep.IntegrityError, match="leaf 'w'"):
         shardkeep.load(tmp_path / "run")
-    for mapped in ("auto", False):
+    for mmap in (True, False):
         with pytest.raises(shardkeep.IntegrityError, match="leaf 'w'"):
             shardkeep.load(
                 tmp_path / "run",
                 shardings=NamedSharding(mesh_of(2), PartitionSpec("a")),
-                mapped=mapped,  # type: ignore[arg-type]
+                mmap=mmap,  # type: ignore[arg-type]
             )
 
 
@@ -314,3 +314,52 @@ def test_verify_beside_a_writer_reports_no_damage(tmp_path: Path, spawner: Spawn
     outcome = checking.wait()
     assert outcome.ok, outcome
     assert outcome.value["reports"] > 3
+
+
+@pytest.mark.parametrize("what", ["truncated", "missing", "longer"])
+def test_an_incomplete_file_is_one_problem_however_many_leaves_it_holds(tmp_path: Path, what: str) -> None:
+    shardkeep.save(tmp_path / "run", {"layers": [{"w": np.ones(100), "b": np.ones(9)} for _ in range(10)]})
+    (data,) = (tmp_path / "run").glob("*.safetensors")
+    size = data.stat().st_size
+    if what == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, size - 1 if what == "truncated" else size + 1)
+    (problem,) = shardkeep.verify(tmp_path / "run").problems
+    reason = {
+        "truncated": f"is truncated: it has {size - 1:,} of {size:,} bytes",
+        "missing": "is missing",
+        "longer": f"has {size + 1:,} bytes instead of {size:,}",
+    }[what]
+    assert str(problem).count(str(data)) == 1
+    assert problem.message.startswith(f"{data} {reason}; 20 leaves are affected: 'layers/")
+    assert problem.message.count("'layers/") == 5
+    assert (problem.leaf, problem.file) == (None, str(data))
+    assert problem.message.endswith(", …")
+
+
+def test_a_file_of_one_leaf_names_the_leaf(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run", {"a": np.ones(100), "b": np.ones(100)}, format="zarr")
+    os.truncate(tmp_path / "run" / "b" / "0", 7)
+    (tmp_path / "run" / "a" / ".zarray").unlink()
+    problems = shardkeep.verify(tmp_path / "run").problems
+    assert [(problem.leaf, problem.message) for problem in problems] == [
+        (None, f"{tmp_path / 'run/a/.zarray'} is missing"),
+        ("b", f"leaf 'b': {tmp_path / 'run/b/0'} is truncated: it has 7 of 800 bytes"),
+    ]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_no_problem_names_its_file_twice(saved: dict[str, Path], kind: str) -> None:
+    path = saved[kind]
+    for file in _files(path)[:6]:
+        original = file.read_bytes()
+        for damaged in _damages(original).values():
+            file.write_bytes(damaged)
+            try:
+                problems = shardkeep.verify(path).problems
+                assert all(problem.message.count(problem.file) <= 1 for problem in problems), problems
+                assert all(Path(problem.file).exists() for problem in problems), problems
+                assert len({problem.message for problem in problems}) == len(problems)
+            finally:
+                file.write_bytes(original)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardkeep import workers
-from shardkeep.workers import Crew, collector, default_size, manners
+from shardkeep.workers import Crew, collector, default_size, priority
 from support import crew_of, run_python
 
 
@@ -246,20 +246,20 @@ class TestCollector:
             gc.unfreeze()
 
 
-class TestManners:
-    """What a thread in the background leaves to others."""
+class TestPriority:
+    """How background threads leave the processors and the interpreter to the training loop."""
 
     @staticmethod
-    def _worked(polite: bool) -> tuple[float, float]:
+    def _worked(pauses: bool) -> tuple[float, float]:
         """(seconds on the clock, seconds of the processor) of a thread that does 60 ms of small work."""
         found: list[float] = []
 
         def work() -> None:
-            if polite:
-                manners.be_polite()
+            if pauses:
+                priority.enable_pauses()
             began, used = time.perf_counter(), time.thread_time()
             while time.thread_time() - used < 0.06:
-                manners.after_you()
+                priority.yield_to_training()
             found.extend((time.perf_counter() - began, time.thread_time() - used))
 
         thread = threading.Thread(target=work)
@@ -267,22 +267,20 @@ class TestManners:
         thread.join()
         return found[0], found[1]
 
-    def test_a_polite_thread_sleeps_twice_as_long_as_it_works(self) -> None:
-        elapsed, used = self._worked(polite=True)
+    def test_a_background_thread_sleeps_twice_as_long_as_it_works(self) -> None:
+        elapsed, used = self._worked(pauses=True)
         assert elapsed > 2.5 * used
 
     def test_others_do_not_sleep(self) -> None:
         naps: list[float] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(workers.time, "sleep", naps.append)
-            self._worked(polite=False)
+            self._worked(pauses=False)
         assert not naps
 
     @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
-    @pytest.mark.parametrize(("back", "expected"), [(True, 10), (False, 0)])
-    def test_a_thread_that_steps_back_has_a_lower_priority_and_so_have_those_that_work_for_it(
-        self, back: bool, expected: int
-    ) -> None:
+    @pytest.mark.parametrize(("lowered", "expected"), [(True, 10), (False, 0)])
+    def test_a_lowered_priority_is_shared_by_the_threads_that_work_for_it(self, lowered: bool, expected: int) -> None:
         before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         found: dict[int, int] = {}
         meeting = threading.Barrier(3)
@@ -292,12 +290,12 @@ class TestManners:
             meeting.wait(30)
 
         def work() -> None:
-            if back:
-                manners.step_back()
-                manners.step_back()
+            if lowered:
+                priority.lower()
+                priority.lower()
             crew.run([note] * 3)
 
-        with crew_of(3, polite=True) as crew:
+        with crew_of(3, background=True) as crew:
             crew.run([note] * 3)  # the snapshot, say: somebody waits for it
             assert list(found.values()) == [before] * 3
             found.clear()
@@ -307,17 +305,17 @@ class TestManners:
         assert list(found.values()) == [max(before, expected)] * 3
         assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
-    def test_the_threads_of_a_polite_crew_are(self) -> None:
+    def test_the_threads_of_a_background_crew_pause(self) -> None:
         """All but the calling one, which says so itself."""
-        polite: list[bool] = []
+        pausing: list[bool] = []
         meet = threading.Barrier(3, timeout=10)
 
         def look() -> None:
             meet.wait()
-            polite.append(hasattr(manners._mine, "since"))
+            pausing.append(hasattr(priority._mine, "since"))
 
         for given, expected in ((True, [False, True, True]), (False, [False] * 3)):
-            polite.clear()
-            with crew_of(3, polite=given) as crew:
+            pausing.clear()
+            with crew_of(3, background=given) as crew:
                 crew.run([look] * 3)
-            assert sorted(polite) == expected
+            assert sorted(pausing) == expected

@@ -1,6 +1,6 @@
-"""shardkeep: checkpoints for JAX that are whole or not there, checked, fast, and in open formats.
+"""shardkeep: atomic, verified and fast checkpoints for JAX in open formats.
 
-JAX takes a second to import, which `shardkeep --help` need not wait for: so where it is not there yet, names are
+Importing JAX takes a second, which `shardkeep --help` should not wait for. So unless JAX is already imported, names are
 imported when they are first used.
 """
 
@@ -13,6 +13,7 @@ from shardkeep._version import __version__
 if _typing.TYPE_CHECKING:
     from shardkeep.errors import (
         AccessError,
+        CallbackError,
         CheckpointExistsError,
         CheckpointNotFoundError,
         CommitUnknownError,
@@ -27,6 +28,7 @@ if _typing.TYPE_CHECKING:
         NotADirectoryPathError,
         NotEnoughSpaceError,
         PathError,
+        PathTypeError,
         PrefixError,
         ProcessError,
         ShardingError,
@@ -36,18 +38,20 @@ if _typing.TYPE_CHECKING:
         TreeError,
         UnsupportedLeafError,
     )
-    from shardkeep.loading import load
-    from shardkeep.manifest import Manifest
+    from shardkeep.loading import abstract, load
+    from shardkeep.manifest import Manifest, StoredLeaf, Tree
     from shardkeep.memory import set_memory_budget
-    from shardkeep.nodes import StandIn
+    from shardkeep.nodes import OpaqueNode
     from shardkeep.opening import delete, exists, inspect, latest
     from shardkeep.pending import PendingSave
+    from shardkeep.perprocess import PerProcess
     from shardkeep.reports import Problem, SaveReport, VerifyReport
     from shardkeep.saving import save, save_async
     from shardkeep.verifying import verify
 
 __all__ = [
     "AccessError",
+    "CallbackError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CommitUnknownError",
@@ -62,21 +66,26 @@ __all__ = [
     "NewerFormatError",
     "NotADirectoryPathError",
     "NotEnoughSpaceError",
+    "OpaqueNode",
     "PathError",
+    "PathTypeError",
     "PendingSave",
+    "PerProcess",
     "PrefixError",
     "Problem",
     "ProcessError",
     "SaveReport",
     "ShardingError",
     "ShardkeepError",
-    "StandIn",
     "StorageError",
+    "StoredLeaf",
     "TemplateMismatchError",
+    "Tree",
     "TreeError",
     "UnsupportedLeafError",
     "VerifyReport",
     "__version__",
+    "abstract",
     "delete",
     "exists",
     "inspect",
@@ -90,6 +99,7 @@ __all__ = [
 
 _HOMES = {
     "AccessError": "errors",
+    "CallbackError": "errors",
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
     "CommitUnknownError": "errors",
@@ -105,19 +115,24 @@ _HOMES = {
     "NotADirectoryPathError": "errors",
     "NotEnoughSpaceError": "errors",
     "PathError": "errors",
+    "PathTypeError": "errors",
     "PendingSave": "pending",
+    "PerProcess": "perprocess",
     "PrefixError": "errors",
     "Problem": "reports",
     "ProcessError": "errors",
     "SaveReport": "reports",
     "ShardingError": "errors",
     "ShardkeepError": "errors",
-    "StandIn": "nodes",
+    "OpaqueNode": "nodes",
     "StorageError": "errors",
+    "StoredLeaf": "manifest",
     "TemplateMismatchError": "errors",
+    "Tree": "manifest",
     "TreeError": "errors",
     "UnsupportedLeafError": "errors",
     "VerifyReport": "reports",
+    "abstract": "loading",
     "delete": "opening",
     "exists": "opening",
     "inspect": "opening",
@@ -141,6 +156,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "jax" in _sys.modules:  # then now, not within the first save
+if "jax" in _sys.modules:  # then now, not during the first save
     for _name in _HOMES:
         __getattr__(_name)

@@ -1,4 +1,4 @@
-"""Dtypes by name, and rectangular parts of arrays: pure arithmetic, no data."""
+"""Dtypes by name, and arithmetic with rectangular regions of arrays."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ NUMPY_NAMES = frozenset(
         "complex128",
     ]
 )
-_MOST_SPLITS = 64  # beyond the splits needed: rather another axis than thousands of slivers
+_MOST_SPLITS = 64  # beyond the number needed: split another axis rather than into thousands of slivers
 _EXTENDED = {
     name: np.dtype(kind)
     for name in dir(ml_dtypes)
@@ -39,7 +39,7 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "f
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name a dtype is stored under; `TypeError` for those that have no fixed meaning (object, string, record).
+    """The name under which a dtype is stored; `TypeError` for those without a stored form (object, string, record).
 
     >>> dtype_name(np.dtype(">f4")), dtype_name(np.dtype("M8[ns]"))
     ('float32', 'datetime64[ns]')
@@ -75,7 +75,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 
 def parse_dtype(dtype: object) -> np.dtype[Any]:
-    """A dtype from a name (also bf16, fp16, fp32, fp64, fp8), a `np.dtype` or a `jnp` type; else `ValueError`.
+    """A dtype from a name (also bf16, fp16, fp32, fp64, fp8), a `np.dtype` or a `jnp` type; `ValueError` otherwise.
 
     >>> parse_dtype("bf16")
     dtype(bfloat16)
@@ -102,7 +102,7 @@ def kind_of(dtype: np.dtype[Any]) -> str:
 
 
 def kind_of_value(value: object) -> str:
-    """The kind of a plain number; "other" for what is none."""
+    """The kind of a plain number; "other" for any other value."""
     if isinstance(value, np.generic):
         return kind_of(value.dtype)
     kinds: dict[type, str] = {bool: "bool", int: "int", float: "float", complex: "complex"}
@@ -111,7 +111,7 @@ def kind_of_value(value: object) -> str:
 
 @record
 class ArraySpec:
-    """Shape and dtype of an array that may live anywhere."""
+    """The shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -123,7 +123,7 @@ class ArraySpec:
 
 @record
 class Region:
-    """A rectangular part of an array: where it starts and its shape."""
+    """A rectangular part of an array: its start and its shape."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -134,7 +134,7 @@ class Region:
 
     @classmethod
     def from_index(cls, index: Sequence[slice], shape: Sequence[int]) -> "Region":
-        """The region of a tuple of slices, as JAX names shards."""
+        """The region of a tuple of slices, as JAX describes shards."""
         bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
         return cls(tuple(b[0] for b in bounds), tuple(b[1] - b[0] for b in bounds))
 
@@ -147,7 +147,7 @@ class Region:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
     def intersect(self, other: "Region") -> "Region | None":
-        """The common part, or None where there is none."""
+        """The intersection, or None if it is empty."""
         start: list[int] = []
         shape: list[int] = []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
@@ -159,18 +159,18 @@ class Region:
         return Region(tuple(start), tuple(shape))
 
     def within(self, outer: "Region") -> "Region":
-        """The same region, counted from the start of `outer`."""
+        """The same region, relative to the start of `outer`."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
 
 
-@lru_cache(maxsize=4096)  # thousands of arrays have few shapes
+@lru_cache(maxsize=4096)  # thousands of arrays have few different shapes
 def _whole(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
 @lru_cache(maxsize=4096)
 def common_slices(one: Region, other: Region) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where the common part of two regions lies in each of them; nowhere if there is none.
+    """The intersection of two regions as slices of each of them; empty slices if there is none.
 
     >>> common_slices(Region((0,), (4,)), Region((3,), (5,)))
     ((slice(3, 4, None),), (slice(0, 1, None),))
@@ -183,7 +183,7 @@ def common_slices(one: Region, other: Region) -> tuple[tuple[slice, ...], tuple[
 
 
 def is_possible(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether there can be such an array: NumPy counts in 63 bits, also where it is empty because of another axis.
+    """Whether NumPy can have such an array. Sizes are limited to 63 bits, even if another axis makes it empty.
 
     >>> is_possible((0, 2**62), itemsize=4)
     False
@@ -192,7 +192,7 @@ def is_possible(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def split_counts(shape: Sequence[int], itemsize: int, limit: int) -> list[int]:
-    """Into how many equal parts each axis is cut so that a part has at most `limit` bytes, the first axes first.
+    """The number of parts to split each axis into, the first axes first, so that a part has at most `limit` bytes.
 
     >>> split_counts((6, 10), itemsize=1, limit=20)
     [3, 1]
@@ -213,7 +213,7 @@ def split_counts(shape: Sequence[int], itemsize: int, limit: int) -> list[int]:
 
 
 def cut(region: Region, counts: Sequence[int]) -> list[Region]:
-    """A region cut into equal parts, as many along each axis as `counts` says."""
+    """A region split into equal parts, `counts` along each axis."""
     if all(n == 1 for n in counts):
         return [region]
     shape = tuple(n // k for n, k in zip(region.shape, counts, strict=True))
@@ -225,9 +225,9 @@ def cut(region: Region, counts: Sequence[int]) -> list[Region]:
 
 @lru_cache(maxsize=256)
 def rows_of(whole: Region, parts: tuple[Region, ...]) -> tuple[tuple[tuple[slice, ...], int, tuple[int, ...]], ...]:
-    """Parts in rows that fill a region: (where a row lies in it, along which axis, which parts); none if they do not.
+    """The rows of parts that fill a region: (slices of the row, its axis, its parts); empty if they do not fill it.
 
-    To put a row together takes one call instead of one for each part.
+    Assembling a row takes one call instead of one for each part.
 
     >>> rows_of(Region((0, 0), (4, 6)), (Region((0, 0), (4, 3)), Region((0, 3), (4, 3))))
     (((slice(0, 4, None), slice(None, None, None)), 1, (0, 1)),)
@@ -253,14 +253,14 @@ def rows_of(whole: Region, parts: tuple[Region, ...]) -> tuple[tuple[tuple[slice
 
 
 def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: int) -> list[tuple[int, int]]:
-    """Ranges [first, last) of blocks of a C-order array of shape `outer` that hold bytes of `inner`.
+    """The ranges [first, last) of blocks of a C-order array of shape `outer` that contain bytes of `inner`.
 
     >>> touched_blocks((8, 4), Region((6, 0), (2, 4)), itemsize=1, block=8)
     [(3, 4)]
     """
     if inner.size == 0:
         return []
-    # A run is what lies contiguously: the last axes that are taken whole, and one more.
+    # A run is contiguous: the last axes that are complete, and one more.
     axis = len(outer)
     run = itemsize
     while axis and inner.shape[axis - 1] == outer[axis - 1]:
@@ -278,7 +278,7 @@ def touched_blocks(outer: Sequence[int], inner: Region, itemsize: int, block: in
     else:
         length = run
     firsts, lasts = starts // block, (starts + length - 1) // block + 1
-    if starts.size == 1 or int(np.diff(starts).max()) <= block:  # no block lies between two runs
+    if starts.size == 1 or int(np.diff(starts).max()) <= block:  # no block is between two runs
         return [(int(firsts[0]), int(lasts[-1]))]
     ranges: list[tuple[int, int]] = []
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
@@ -300,6 +300,6 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
         following = dict(zip(edges, [*edges[1:], extent], strict=True))
         if edges[:1] != [0] or any(r.start[axis] + r.shape[axis] != following[r.start[axis]] for r in regions):
             return False
-    # Cells of one grid with different starts cannot overlap, so counting them proves they fill it.
+    # Cells of one grid with different starts cannot overlap, so if there are enough of them they fill it.
     cells = math.prod(len({r.start[axis] for r in regions}) for axis in range(len(shape)))
     return len({r.start for r in regions}) == len(regions) == cells

@@ -1,7 +1,7 @@
-"""Calls that end in time, whatever becomes of the one who is asked.
+"""Calls with a time limit, also where the callee never answers.
 
-jaxlib waits for the coordination service for as long as it takes, which is for ever if the process that runs it is
-stopped. So other threads make the calls, and a thread that gets no answer in time is left waiting for it.
+jaxlib waits for the coordination service without a time limit, which is forever if the process that runs it is
+stopped. So helper threads make the calls, and a thread that gets no answer in time is abandoned.
 """
 
 import queue
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-_STEP = 0.5  # seconds: if this process itself was stopped meanwhile, that much of it counts as waiting
+_STEP = 0.5  # seconds: of the time in which this process itself was stopped, only this much counts as waiting
 
 Value = TypeVar("Value")
 _Answer = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 
 class Unanswered(Exception):
-    """No answer came in time; `seconds`: for how long there has been none."""
+    """No answer within the time limit. `seconds` is how long the call has been waiting."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer for {seconds:.0f} s")
@@ -26,10 +26,10 @@ class Unanswered(Exception):
 
 
 class Calls:
-    """Makes calls on threads of its own, and waits for each only so long.
+    """Makes calls on helper threads, each with a time limit.
 
-    After one that was given up, further calls fail at once, until it gets its answer after all. There are no locks: a
-    signal handler may make calls while the thread it interrupted makes one.
+    After a call has timed out, further calls fail immediately until that call is answered. There are no locks, so a
+    signal handler may make calls while the thread it interrupted is making one.
 
     >>> calls = Calls("example")
     >>> calls(lambda: 1 + 1, 5)
@@ -40,14 +40,17 @@ class Calls:
     def __init__(self, name: str) -> None:
         self._name = name
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = queue.SimpleQueue()
-        self._free: list[bool] = []  # an entry for each thread that waits for work
+        self._free: list[bool] = []  # one entry for each idle thread
         self._has_threads = False
-        self._late: dict[_Answer, float] = {}  # given up, and since when they have been waiting
+        self._late: dict[_Answer, float] = {}  # calls that timed out, and when they began
 
     def __call__(self, call: Callable[[], Value], seconds: float, gives_up: bool = True) -> Value:
-        """What the call returns or raises; `Unanswered` after `seconds`.
+        """Return or raise what the call does; raise `Unanswered` after `seconds`.
 
-        `gives_up`: take that as a sign that nothing else will be answered either.
+        Args:
+            call: What to run.
+            seconds: The time limit.
+            gives_up: After a timeout, let further calls fail immediately until this one is answered.
         """
         for late, since in list(self._late.items()):
             if late.empty():
@@ -73,14 +76,14 @@ class Calls:
             waited += step
         if gives_up:
             self._late[answer] = began
-        with suppress(queue.Empty):  # it may have come just now, and its thread not have seen that it was late
+        with suppress(queue.Empty):  # it may have arrived just now, before its thread could see that it was late
             answered = answer.get_nowait()
             self._late.pop(answer, None)
             return answered
         return None
 
     def _find_thread(self) -> bool:
-        """See to it that a thread is there for one call more; at the end of the program one of the others must do."""
+        """Start a thread unless one is idle. While the interpreter exits none can be started: a busy one must do."""
         try:
             self._free.pop()
         except IndexError:
@@ -93,18 +96,18 @@ class Calls:
         while True:
             order = self._todo.get()
             if order is None:
-                self._todo.put(None)  # for the other threads
+                self._todo.put(None)  # so that the other threads end too
                 return
             call, answer = order
             try:
                 result: tuple[Any, BaseException | None] = (call(), None)
-            except BaseException as error:  # noqa: BLE001  (it is raised by the one who waits)
+            except BaseException as error:  # noqa: BLE001  (raised again by the waiting caller)
                 result = (None, error)
-            self._free.append(True)  # before the answer: the next call may come at once
+            self._free.append(True)  # before the answer: the next call may come immediately
             answer.put(result)
             self._late.pop(answer, None)
             del order, call, answer, result
 
     def close(self) -> None:
-        """Let the threads end; no call may be made any more."""
+        """Let the threads end. No calls may be made afterwards."""
         self._todo.put(None)

@@ -1,10 +1,9 @@
-"""Which leaves a load reads, and what each is to become: all of them, those that match, or those of a template."""
+"""The leaves that a load reads (all, those that match, or those of a template), and what each becomes."""
 
-import difflib
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,22 +12,25 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from shardkeep.arrays import kind_of, kind_of_value
-from shardkeep.errors import MissingLeafError, TemplateMismatchError, counted
+from shardkeep.errors import IntegrityError, MissingLeafError, ProcessError, ShardingError, counted
+from shardkeep.keys import ByLooseKey, loose_key
 from shardkeep.manifest import StoredLeaf, Tree
+from shardkeep.mismatches import Mismatch, mismatch_error, missing_leaf, summarize, wrong_kind, wrong_shape
+from shardkeep.perprocess import KIND, PerProcess, fold_containers
 from shardkeep.sharding import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.staging import is_prng_dtype
-from shardkeep.tree import Leaf, Path, Skeleton, flatten
-from shardkeep.values import show
+from shardkeep.tree import Leaf, Path, Skeleton, flatten, name_leaf
+from shardkeep.values import is_data, is_plain, show
 from shardkeep.workers import collector
 
 log = logging.getLogger("shardkeep")
 
-_SHOWN = 20
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks of a load, every argument already understood."""
+    """What a caller asks of a load, with every argument checked."""
 
     template: Any = None
     prefix: str | None = None
@@ -38,51 +40,62 @@ class Request:
     shardings: Any = None
     dtype: np.dtype[Any] | None = None
     verify: bool = True
-    mapped: bool = True
+    mmap: bool = True
     strict_shapes: bool = True
     strict_rules: bool = False
-    follow_saved: bool = True  # on a mesh without rules: the layout the array was saved with
-    prefix_first: bool = False  # rules are matched with keys that begin with the prefix
-    all_jax: bool = False  # NumPy leaves become JAX arrays too
-    in_flight: int | None = None  # arrays read at once
+    follow_saved: bool = True  # on a mesh without rules: use the layout each array was saved with
+    prefix_first: bool = False  # match rules against keys that begin with the prefix
+    all_jax: bool = False  # load NumPy leaves as JAX arrays too
+    in_flight: int | None = None  # how many arrays are read at once
     verbose: bool = False  # show a progress bar
-    read_once: bool = False  # of several processes only the first reads, and sends the others what it read
-    check: Callable[[StoredLeaf, Any], None] | None = None  # sees each array before anyone else
-    callback: Callable[[Any, StoredLeaf], Any] | None = None  # gets each array once it is placed, in saved order
+    per_process: str = "own"  # of each PerProcess leaf: this process's value, or "all" in a list
+    read_once: bool = False  # of several processes only the first reads, and sends the data to the others
+    check: Callable[[StoredLeaf, Any], None] | None = None  # called with each array first
+    callback: Callable[[Any, StoredLeaf], Any] | None = None  # called with each placed array, in saved order
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A leaf to be loaded: what is stored, where it goes, and what the caller wants it to be."""
+    """A leaf to load: what is stored, where it goes, and what the caller gets."""
 
     stored: StoredLeaf
     place: Place = field(default_factory=Place)
     as_numpy: bool = False
     dtype: np.dtype[Any] | None = None
-    like: Any = None  # a template's plain value or 0-d array, where the other was saved
-    shape: tuple[int, ...] | None = None  # to be reshaped to
+    like: Any = None  # the template's plain value or 0-d array, where the other was saved
+    shape: tuple[int, ...] | None = None  # the shape to reshape to
+    process: int | None = None  # of a PerProcess leaf: whose value; None: all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The structure to rebuild and its leaves: to be loaded, or (by number) kept from the template."""
+    """The structure to rebuild and its leaves: to load, or (by number) kept from the template."""
 
     skeleton: Skeleton
     wanted: list[Wanted | None]
     kept: dict[int, Any]
 
 
+class NumpyStruct(jax.ShapeDtypeStruct):
+    """An abstract array in a template that is loaded as a NumPy array. `abstract` returns it for NumPy leaves."""
+
+    __slots__ = ()
+
+
 @collector.paused()
 def choose(tree: Tree, prefix: str, request: Request) -> Choice:
-    """The leaves to read, each with its place."""
+    """The leaves to load, each with its place."""
     by = _choose_by_name if request.template is None else _choose_by_template
     choice = by(tree, request)
-    _place([w for w in choice.wanted if w is not None and w.stored.spec is not None], prefix, request)
+    arrays = [w for w in choice.wanted if w is not None and w.stored.spec is not None and w.stored.kind != KIND]
+    _place(arrays, prefix, request)
     return choice
 
 
 def _choose_by_name(tree: Tree, request: Request) -> Choice:
     def want(leaf: StoredLeaf) -> Wanted:
+        if leaf.kind == KIND:
+            return Wanted(leaf, as_numpy=True)
         return Wanted(leaf, as_numpy=leaf.kind == "numpy" and not request.all_jax, dtype=request.dtype)
 
     if request.include is None:
@@ -90,37 +103,89 @@ def _choose_by_name(tree: Tree, request: Request) -> Choice:
     keep = [request.include.search("/".join(leaf.path)) is not None for leaf in tree.leaves]
     if not any(keep):
         some = ", ".join("/".join(leaf.path) for leaf in tree.leaves[:5])
-        raise MissingLeafError(f"include={request.include.pattern!r} matches no leaf; keys are like {some or '(none)'}")
+        raise MissingLeafError(
+            f"include={request.include.pattern!r} matches no leaf; "
+            + (f"the keys are {some}{', …' if len(tree.leaves) > 5 else ''}" if some else "the tree has none")
+        )
     wanted = [want(leaf) for leaf, kept in zip(tree.leaves, keep, strict=True) if kept]
     return Choice(tree.skeleton.prune(keep), list(wanted), {})
 
 
 def _choose_by_template(tree: Tree, request: Request) -> Choice:
     skeleton, leaves = flatten(request.template)
-    find = _Finder(tree.leaves)
+    per_process = {leaf.path for leaf in tree.leaves if leaf.kind == KIND and _is_included(leaf.path, request)}
+    if per_process:
+        skeleton, leaves = fold_containers(skeleton, leaves, per_process)
+    find = ByLooseKey((leaf.path, leaf) for leaf in tree.leaves)
+    empty: set[str] | None = None
     choice = Choice(skeleton, [], {})
-    missing: list[str] = []
-    wrong: list[str] = []
+    problems: list[Mismatch] = []
+    unloaded: list[Mismatch] = []
+    never_saved: list[str] = []
+    total = 0
     for leaf in leaves:
-        if request.include is not None and not request.include.search("/".join(leaf.path)):
+        if not _is_asked_for(leaf, request, leaf.path in per_process):
             _keep(choice, leaf)
             continue
-        stored = find(leaf.path)
-        try:
-            if stored is None:
-                raise TemplateMismatchError(f"{leaf.key}: not in the checkpoint")
-            choice.wanted.append(_as_template(stored, leaf, request))
-        except TemplateMismatchError as error:
-            if not request.strict_shapes and not _is_abstract(leaf.value):
-                log.warning("shardkeep: %s; the template's value is used", error)
+        total += 1
+        stored = find.get(leaf.path)
+        if stored is None and is_plain(leaf.value):
+            empty = {loose_key(path) for path in tree.skeleton.empty_paths()} if empty is None else empty
+            if loose_key(leaf.path) in empty:  # as `eqx.filter(model, eqx.is_array)` leaves them
+                never_saved.append(leaf.key)
                 _keep(choice, leaf)
-            elif stored is None:
-                missing.append(leaf.key)
-            else:
-                wrong.append(str(error))
-    if missing or wrong:
-        raise _mismatch(tree, missing, wrong)
+                continue
+        if stored is None:
+            found = missing_leaf(leaf.path, not is_plain(leaf.value) and not isinstance(leaf.value, PerProcess))
+        else:
+            found = _as_template(stored, leaf, request)
+        if isinstance(found, Wanted):
+            choice.wanted.append(found)
+        elif request.strict_shapes or _is_abstract(leaf.value):
+            problems.append(found)
+        else:
+            unloaded.append(found)
+            _keep(choice, leaf)
+    if problems:
+        raise mismatch_error(tree, skeleton, problems, total)
+    _log_kept(unloaded, never_saved)
+    _log_not_loaded(tree, choice, leaves, request)
     return choice
+
+
+def _is_asked_for(leaf: Leaf, request: Request, is_per_process: bool) -> bool:
+    """Whether a leaf of the template is to be loaded: it is data (`...` and functions are not) and is included.
+
+    Anything but `...` marks the place of a PerProcess value, also a container.
+    """
+    asked = is_data(leaf.value) or isinstance(leaf.value, PerProcess) or (is_per_process and leaf.value is not ...)
+    return asked and _is_included(leaf.path, request)
+
+
+def _is_included(path: Path, request: Request) -> bool:
+    return request.include is None or request.include.search("/".join(path)) is not None
+
+
+def choose_process(choice: Choice, request: Request, path: str, index: int, size: int) -> None:
+    """Let each `PerProcess` leaf be the value of this process, or all of them if that was asked for.
+
+    Raises `ProcessError` for a leaf that another number of processes has saved.
+    """
+    found = [w for w in choice.wanted if w is not None and w.stored.kind == KIND]
+    if request.per_process == "all":
+        return
+    other = [w.stored for w in found if w.stored.processes != size]
+    if other:
+        first = other[0]
+        more = f" (and {counted(len(other) - 1, 'more leaf', 'more leaves')})" if len(other) > 1 else ""
+        raise ProcessError(
+            f"loading {path}: leaf {name_leaf(first.path)}{more} is a PerProcess value of "
+            f"{counted(first.processes or 0, 'process', 'processes')}, and {counted(size, 'process', 'processes')} "
+            f'{"is" if size == 1 else "are"} loading it. Pass per_process="all" to shardkeep.load to get the list of '
+            "all values, or leave the leaf out with include= or with ... in a template"
+        )
+    for w in found:
+        w.process = index
 
 
 def _keep(choice: Choice, leaf: Leaf) -> None:
@@ -132,73 +197,112 @@ def _is_abstract(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__")
 
 
-class _Finder:
-    """Saved leaves by path; a flat dotted template finds nested leaves too, where that is unambiguous."""
-
-    def __init__(self, leaves: Sequence[StoredLeaf]) -> None:
-        self._exact = {leaf.path: leaf for leaf in leaves}
-        self._dotted: dict[str, StoredLeaf | None] = {}
-        for leaf in leaves:
-            name = ".".join(leaf.path)
-            self._dotted[name] = None if name in self._dotted else leaf
-
-    def __call__(self, path: Path) -> StoredLeaf | None:
-        return self._exact.get(path) or self._dotted.get(".".join(path))
-
-
-def _mismatch(tree: Tree, missing: list[str], wrong: list[str]) -> MissingLeafError | TemplateMismatchError:
-    count = len(missing) + len(wrong)
-    what = counted(count, "leaf", "leaves")
-    lines = [f"{what} of the template {'does' if count == 1 else 'do'} not fit the checkpoint:"]
-    known = [leaf.key for leaf in tree.leaves]
-    for key in missing:
-        near = difflib.get_close_matches(key, known, 1) if len(missing) <= _SHOWN and len(known) < 5000 else []
-        lines.append(
-            f"  {key or '(the tree itself)'}: not in the checkpoint" + (f"; it has {near[0]!r}" if near else "")
+def _log_kept(unloaded: Sequence[Mismatch], never_saved: Sequence[str]) -> None:
+    """Say which data is the template's own."""
+    if unloaded:
+        log.warning(
+            "%s of the template %s not match the checkpoint; the template's value is used:\n%s",
+            counted(len(unloaded), "leaf", "leaves"),
+            "does" if len(unloaded) == 1 else "do",
+            summarize([one.text for one in unloaded]),
         )
-    lines += [f"  {text}" for text in wrong]
-    return (MissingLeafError if missing else TemplateMismatchError)("\n".join(lines))
+    if never_saved:
+        log.info(
+            "%s saved as None, and the template's value is used: %s",
+            "1 plain value was" if len(never_saved) == 1 else f"{len(never_saved):,} plain values were",
+            _some(never_saved),
+        )
 
 
-def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted:
-    """A saved leaf as the template wants it; `TemplateMismatchError` where it cannot be had."""
+def _log_not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request: Request) -> None:
+    """Say which leaves of the checkpoint the template does not name. Those below a `...` are left out on purpose."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    used = {w.stored.path for w in choice.wanted if w is not None}
+    refused = {loose_key(leaf.path) for leaf in leaves if leaf.value is ...}
+    rest = [
+        leaf
+        for leaf in tree.leaves
+        if leaf.path not in used
+        and _is_included(leaf.path, request)
+        and not (refused and any(above in refused for above in _ancestors(leaf.path)))
+    ]
+    if rest:
+        log.info(
+            "%s of the checkpoint (%s bytes) %s not in the template and %s not loaded: %s",
+            counted(len(rest), "leaf", "leaves"),
+            f"{sum(leaf.nbytes for leaf in rest):,}",
+            "is" if len(rest) == 1 else "are",
+            "was" if len(rest) == 1 else "were",
+            _some([leaf.key for leaf in rest]),
+        )
+
+
+def _ancestors(path: Path) -> Iterable[str]:
+    key = loose_key(path)
+    while key:
+        yield key
+        key = key.rpartition("/")[0]
+    yield ""
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, keys[:_SHOWN])) + (", …" if len(keys) > _SHOWN else "")
+
+
+def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | Mismatch:
+    """A saved leaf as the template wants it, or why it cannot be loaded so."""
     like = leaf.value
+    if stored.kind == KIND or isinstance(like, PerProcess):
+        return _per_process_as_template(stored, leaf)
     is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
     if not is_array or stored.spec is None:
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
     shape, saved_shape = tuple(like.shape), logical_shape(stored)
     if is_key != (stored.kind == "prng") or (is_key and like.dtype != _key_dtype(stored.extra["impl"])):
-        raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {like.dtype}{list(shape)}")
+        return wrong_kind(leaf.path, _described(stored), f"{like.dtype}{list(shape)}")
     if shape != saved_shape and (request.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
-        raise TemplateMismatchError(f"{leaf.key}: saved shape {saved_shape}, the template has {shape}")
+        return wrong_shape(leaf.path, saved_shape, shape)
     dtype = None if is_key else np.dtype(like.dtype)
     if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
-        raise TemplateMismatchError(f"{leaf.key}: saved as {stored.dtype}, the template has {dtype.name}")
+        return wrong_kind(leaf.path, str(stored.dtype), dtype.name)
     sharding = getattr(like, "sharding", None)
     place = Place()
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
         place = Place(check_sharding(sharding, leaf.key, shape, request.mesh), explicit=True)
-    return Wanted(stored, place, isinstance(like, np.ndarray), dtype, shape=None if shape == saved_shape else shape)
+    as_numpy = isinstance(like, np.ndarray | NumpyStruct)
+    return Wanted(stored, place, as_numpy, dtype, shape=None if shape == saved_shape else shape)
+
+
+def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatch:
+    """A value that differs between processes, or may: as it was saved. Anything but a JAX array marks its place."""
+    like = leaf.value
+    if stored.kind == KIND and hasattr(like, "dtype") and not isinstance(like, np.ndarray | np.generic):
+        found = f"{like.dtype}{list(like.shape)}; pass PerProcess(None) in its place"
+        return wrong_kind(leaf.path, "a PerProcess value", found)
+    if stored.kind not in (KIND, "numpy", "value"):
+        return wrong_kind(leaf.path, _described(stored), repr(like))
+    return Wanted(stored, as_numpy=True)
 
 
 def _key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys; None if this program's JAX has no such implementation."""
+    """The dtype of PRNG keys; None if JAX does not have the implementation."""
     try:
         return jax.random.key(0, impl=impl).dtype
     except ValueError:
         return None
 
 
-def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted:
-    """Where the template or the checkpoint has a plain value: the saved value, as the template's kind of thing."""
+def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted | Mismatch:
+    """The saved value where the template or the checkpoint has a plain value, converted to what the template has."""
     if stored.spec is None:
         if is_array and (tuple(leaf.value.shape) != () or not _same_kind(stored.value, leaf.value.dtype)):
-            saved, found = show(stored.value), f"{leaf.value.dtype}{list(leaf.value.shape)}"
-            raise TemplateMismatchError(f"{leaf.key}: saved the value {saved:.60}, the template has {found}")
+            wanted = f"{leaf.value.dtype}{list(leaf.value.shape)}"
+            return wrong_kind(leaf.path, f"the value {show(stored.value):.60}", wanted)
         return Wanted(stored, like=leaf.value if is_array else None)
     if stored.spec.shape != () or stored.kind == "prng" or not _same_kind(leaf.value, stored.spec.dtype):
-        raise TemplateMismatchError(f"{leaf.key}: saved {_named(stored)}, the template has {show(leaf.value):.60}")
+        return wrong_kind(leaf.path, _described(stored), f"{show(leaf.value):.60}")
     return Wanted(stored, as_numpy=True, like=leaf.value)
 
 
@@ -206,28 +310,34 @@ def _same_kind(number: Any, dtype: Any) -> bool:
     return not is_prng_dtype(dtype) and kind_of_value(number) == kind_of(np.dtype(dtype)) != "other"
 
 
-def _named(stored: StoredLeaf) -> str:
-    return (
-        f"PRNG keys ({stored.extra['impl']})" if stored.kind == "prng" else f"{stored.dtype}{list(stored.shape or ())}"
-    )
+def _described(stored: StoredLeaf) -> str:
+    if stored.kind == "prng":
+        return f"PRNG keys ({stored.extra['impl']})"
+    return f"{stored.dtype}{list(stored.shape or ())}"
 
 
 def logical_shape(stored: StoredLeaf) -> tuple[int, ...]:
-    """The shape a user sees: of PRNG keys, not of their data."""
+    """The shape that the user sees, which for PRNG keys is not that of their data."""
     assert stored.spec is not None
     return stored.spec.shape[:-1] if stored.kind == "prng" else stored.spec.shape
 
 
 def _place(arrays: Sequence[Wanted], prefix: str, request: Request) -> None:
-    """Give each array that has no place yet the one that rules, shardings or the mesh say.
+    """Place each array by rules, shardings or the mesh, unless the template has placed it.
 
-    A NumPy array becomes a JAX array only where a rule or a sharding names it.
+    A NumPy array becomes a JAX array only if a rule or a sharding names it.
     """
     if request.mesh is None and not request.rules and request.shardings is None:
         return
     open_ = [w for w in arrays if not w.place.explicit and w.like is None]
     shaped = [
-        ShapedLeaf(w.stored.path, w.shape or logical_shape(w.stored), w.stored.extra.get("sharding"), w.as_numpy)
+        ShapedLeaf(
+            w.stored.path,
+            w.shape or logical_shape(w.stored),
+            w.stored.extra.get("sharding"),
+            w.as_numpy,
+            w.stored.nbytes,
+        )
         for w in open_
     ]
     places = resolve_shardings(
@@ -245,3 +355,32 @@ def _place(arrays: Sequence[Wanted], prefix: str, request: Request) -> None:
             w.place = place
         elif place.explicit and request.template is None:
             w.place, w.as_numpy = place, False
+
+
+def abstract_leaf(w: Wanted) -> Any:
+    """A leaf without its data: plain values as they are, arrays as `jax.ShapeDtypeStruct`s.
+
+    The place of a value that differs between processes is marked with `PerProcess(None)`.
+    """
+    stored = w.stored
+    if stored.kind == KIND:
+        return PerProcess(None)
+    if stored.spec is None:
+        return stored.value
+    if w.place.function is not None:
+        raise ShardingError(f"leaf {stored.key!r}: abstract() takes no functions in shardings; pass them to load()")
+    shape, dtype = logical_shape(stored), stored.spec.dtype
+    if stored.kind == "prng":
+        dtype = _key_dtype(stored.extra["impl"])
+        if dtype is None:
+            impl = stored.extra["impl"]
+            raise IntegrityError(
+                f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
+            )
+    elif w.dtype is not None and kind_of(w.dtype) == kind_of(dtype):
+        dtype = w.dtype
+    elif w.as_numpy and stored.extra.get("order"):
+        dtype = dtype.newbyteorder(stored.extra["order"])
+    if w.as_numpy:
+        return NumpyStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=w.place.sharding)

@@ -1,4 +1,4 @@
-"""Digests of host memory: 128-bit XXH3 over raw bytes, in fixed blocks so that a part can be checked alone."""
+"""Digests of host memory: 128-bit XXH3 of raw bytes, one per fixed-size block, so that a part can be checked alone."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,8 @@ import xxhash
 
 from shardkeep.errors import IntegrityError
 
-BLOCK = 4 << 20  # small enough to stay in cache between hashing and copying, large enough that digests weigh nothing
+# Small enough to stay in the cache between hashing and copying, large enough that digests take no space to speak of.
+BLOCK = 4 << 20
 
 ALGORITHM = "xxh3-128"
 
@@ -23,24 +24,28 @@ def digest(data: "memoryview | bytes | bytearray") -> str:
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks (so how many digests) `nbytes` have."""
+    """The number of blocks in `nbytes`, and so of digests.
+
+    >>> block_count(BLOCK + 1)
+    2
+    """
     return -(-nbytes // BLOCK)
 
 
 def blocks(first: int, last: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """(number, start, end) of blocks `first` to `last` of something `nbytes` long."""
+    """The (number, start, end) of each block from `first` up to, but not including, `last`, out of `nbytes`."""
     for number in range(first, last):
         yield number, number * BLOCK, min((number + 1) * BLOCK, nbytes)
 
 
 def seal(text: bytes) -> bytes:
-    """A document that names its own digest: `text` with its 32 zeros after `digest":"` filled in."""
+    """A document that contains its own digest: the 32 zeros after `digest":"` in `text` are replaced by it."""
     at = text.index(_BEFORE_SEAL) + len(_BEFORE_SEAL)
     return text[:at] + xxhash.xxh3_128_hexdigest(text).encode() + text[at + 32 :]
 
 
 def check_seal(document: bytes, where: str) -> None:
-    """`IntegrityError` unless `document` is exactly what `seal` made."""
+    """Raise `IntegrityError` unless `document` is exactly what `seal` returned. `where` names it in the message."""
     at = document.find(_BEFORE_SEAL, 0, 200) + len(_BEFORE_SEAL)
     if (
         at < len(_BEFORE_SEAL)

@@ -1,8 +1,9 @@
-"""Whether the training loop gives its arrays away, and a copy of them for saves in the background if it does.
+"""Detects whether the training loop donates its arrays, and copies them for background saves if it does.
 
-A snapshot of views costs nothing, until the loop donates the arrays: then XLA has to find fresh memory for the next
-state, whose first touch takes far longer than a copy. So it is watched whether arrays are donated while they are being
-saved. From then on they are copied, into memory that is kept from save to save, and given to XLA at once.
+A snapshot made of views is free until the loop donates the arrays. XLA then has to allocate new memory for the next
+state, and touching new memory for the first time takes much longer than copying. Saves therefore check whether arrays
+are donated while they are being saved. If so, later saves copy the arrays into memory that is reused from save to save,
+and XLA gets its memory back immediately.
 """
 
 import heapq
@@ -19,7 +20,7 @@ import numpy as np
 from shardkeep.memory import PAGE, Array, Shard, aligned_empty, lay_out, release_freed
 from shardkeep.workers import Crew, Task
 
-_COPY_FROM = 64 << 20  # below, fresh memory is found fast enough
+_COPY_FROM = 64 << 20  # below this size, allocating new memory is fast enough
 _WATCHED = 4
 _WATCHED_BYTES = 4 << 20
 _PART = 16 << 20
@@ -28,7 +29,7 @@ _LOOK = 0.01
 
 
 class Donations:
-    """What was seen of the loop so far, and the memory for its copies."""
+    """What is known about the training loop, and the memory for copies of its arrays."""
 
     def __init__(self) -> None:
         self.expected = False
@@ -38,8 +39,10 @@ class Donations:
         self._hurry = False
 
     def watch(self, sized: Iterable[tuple[int, jax.Array]]) -> list[jax.Array]:
-        """A few small ones, to be looked at again when the save is done. They are always copied: of an array that is
-        viewed nobody can tell whether it was donated."""
+        """Choose a few small arrays to check again after the save.
+
+        They are always copied: whether an array was donated cannot be told while a view of it exists.
+        """
         chosen: list[jax.Array] = []
         left = _WATCHED_BYTES
         fitting = ((nbytes, number, array) for number, (nbytes, array) in enumerate(sized) if 0 < nbytes <= left)
@@ -50,7 +53,7 @@ class Donations:
         return chosen
 
     def learn(self, watched: Sequence[jax.Array], shards: Sequence[Shard] = ()) -> None:
-        """Were they donated, while these were saved? What the next save does follows."""
+        """Check whether the watched arrays were donated during the save; the next save acts accordingly."""
         if watched:
             self.expected = any(array.is_deleted() for array in watched)
         self._wanted = lay_out([shard.data.nbytes for shard in shards])[1] if self.expected else 0
@@ -58,7 +61,7 @@ class Donations:
             self._free.clear()
 
     def settle(self, shards: Sequence[Shard], crew: Crew) -> tuple[tuple[Shard, ...], Array | None]:
-        """Shards that nobody can change or takes away, and the memory of those that were copied, for `give_back`."""
+        """Shards that nothing can change or donate, and the memory of the copied ones, to be passed to `give_back`."""
         all_of_them = self.expected and sum(shard.data.nbytes for shard in shards) >= _COPY_FROM
         copied = [shard.data for shard in shards if all_of_them or not shard.stable]
         if not copied:
@@ -88,18 +91,18 @@ class Donations:
             memory = self._free.pop()
             if total <= memory.size <= 2 * total:
                 return memory
-            del memory  # before there is other memory
-        if self.expected and total >= _COPY_FROM:  # as in `prepare`, which had no time for it
+            del memory  # free it before allocating new memory
+        if self.expected and total >= _COPY_FROM:  # as in `prepare`, which was interrupted
             release_freed()
         return aligned_empty(total)
 
     def prepare(self) -> None:
-        """Have the memory for the next save ready, so that it does not wait for its first touch."""
+        """Allocate and touch the memory for the next save in advance."""
         with self._preparing:
             wanted, self._wanted = self._wanted, 0
             if wanted >= _COPY_FROM and not self._free:
                 freed = 0
-                for pause in _PAUSES:  # what the save kept from XLA was as much; a step may still be reading it
+                for pause in _PAUSES:  # the snapshot kept as much memory from XLA; a step may still be using it
                     if self._is_disturbed(pause):
                         return
                     freed += release_freed()
@@ -107,13 +110,13 @@ class Donations:
                         break
                 memory = aligned_empty(wanted)
                 for start in range(0, memory.size, _PART):
-                    if self._is_disturbed():  # a save touches the rest on all its threads
+                    if self._is_disturbed():  # the next save touches the rest, on all its threads
                         break
                     memory[start : start + _PART : PAGE] = 0
                 self.give_back(memory)
 
     def _is_disturbed(self, pause: float = 0.0) -> bool:
-        """Whether the next save comes, or the program ends, within so many seconds."""
+        """Whether the next save starts or the program ends within `pause` seconds."""
         until = time.monotonic() + pause
         while not self._hurry and threading.main_thread().is_alive():
             left = until - time.monotonic()
@@ -123,7 +126,7 @@ class Donations:
         return True
 
     def give_back(self, memory: Array | None) -> None:
-        """For the next save: one piece of memory is kept, as long as donations are expected."""
+        """Keep one block of memory for the next save while donations are expected."""
         if memory is not None and memory.size >= _COPY_FROM and self.expected:
             self._free[:] = [memory]
 

@@ -1,30 +1,32 @@
-"""Every error shardkeep raises.
+"""Every error that shardkeep raises.
 
 ShardkeepError
-├── CheckpointNotFoundError   (FileNotFoundError)  nothing is there
-├── CheckpointExistsError     (FileExistsError)    something is there and overwrite=False
-├── IntegrityError            (ValueError)         what is stored is not what was saved
-│   ├── MissingDataError      (FileNotFoundError)  a file of the checkpoint is gone
-│   └── IncompleteCheckpointError                  ours, but never committed
-├── NewerFormatError          (ValueError)         written by a later shardkeep
-├── PathError                 (ValueError)         not a path or URL that can be used
-├── PrefixError               (ValueError)         no tree, or no valid tree, of that name
-├── TreeError                 (ValueError)         the tree cannot be saved as it is
-│   ├── UnsupportedLeafError  (TypeError)          a leaf that is no array and no plain value
-│   └── KeyCollisionError                          two leaves would get one name
-├── MetadataError             (ValueError, TypeError)  metadata that is not JSON
-├── TemplateMismatchError     (ValueError)         shapes or kinds differ from the template
-├── MissingLeafError          (KeyError)           leaves asked for that were never saved
-├── ShardingError             (ValueError)         a sharding that does not fit an array
-├── ProcessError              (RuntimeError)       another process of the job failed, vanished or does something else
-└── StorageError              (OSError)            the file system refused
-    ├── AccessError           (PermissionError)    not allowed to read or write there
-    ├── NotADirectoryPathError (NotADirectoryError)  the path, or a part of it, is a file
-    ├── NotEnoughSpaceError                        more bytes needed than are free
-    ├── ConflictError                              another writer was faster, or is still at work
-    └── CommitUnknownError                         cannot tell whether the commit happened
+├── CheckpointNotFoundError   (FileNotFoundError)  there is no checkpoint at the path
+├── CheckpointExistsError     (FileExistsError)    there is already one, and overwrite=False
+├── IntegrityError            (ValueError)         the stored data is not the data that was saved
+│   ├── MissingDataError      (FileNotFoundError)  a file of the checkpoint is missing
+│   └── IncompleteCheckpointError                  a save that was never committed, or is still running
+├── NewerFormatError          (ValueError)         written by a later version of shardkeep
+├── PathError                 (ValueError)         not a usable path or URL
+│   └── PathTypeError         (TypeError)          not a path at all: None, a dict, an array, ...
+├── PrefixError               (ValueError)         an unknown or invalid prefix
+├── TreeError                 (ValueError)         the tree cannot be saved
+│   ├── UnsupportedLeafError  (TypeError)          a leaf that is neither an array nor a plain value
+│   └── KeyCollisionError                          two leaves would get the same name
+├── MetadataError             (ValueError, TypeError)  metadata that cannot be stored as JSON
+├── TemplateMismatchError     (ValueError)         saved leaves do not fit the template
+├── MissingLeafError          (KeyError)           leaves that were asked for but never saved
+├── ShardingError             (ValueError)         a sharding that does not fit the array or the mesh
+├── CallbackError             (RuntimeError)       saved, but the commit callback raised an exception
+├── ProcessError              (RuntimeError)       another JAX process failed, died or made a different call
+└── StorageError              (OSError)            the file system or the bucket refused an operation
+    ├── AccessError           (PermissionError)    no permission to read or write
+    ├── NotADirectoryPathError (NotADirectoryError)  a file where a directory is needed
+    ├── NotEnoughSpaceError                        not enough free space for the checkpoint
+    ├── ConflictError                              another writer was faster, or is still writing
+    └── CommitUnknownError                         the outcome of the commit cannot be determined
 
-Each also inherits the builtin in parentheses, so code that knows only the builtin still catches it.
+Each error also inherits from the builtin in parentheses, so code that catches only the builtin works too.
 """
 
 import errno
@@ -32,10 +34,10 @@ from typing import Any
 
 
 class ShardkeepError(Exception):
-    """The root: `except shardkeep.ShardkeepError` catches everything shardkeep raises on purpose."""
+    """The base class: `except shardkeep.ShardkeepError` catches every error that shardkeep raises deliberately."""
 
-    record: dict[str, Any] | None = None  # for an error that has to do with another JAX process: what is told to all
-    told: bool = False  # whether another process told it
+    record: dict[str, Any] | None = None  # for an error that involves another JAX process: what all processes are sent
+    told: bool = False  # whether the error came from another process
 
 
 class CheckpointNotFoundError(ShardkeepError, FileNotFoundError):
@@ -43,27 +45,31 @@ class CheckpointNotFoundError(ShardkeepError, FileNotFoundError):
 
 
 class CheckpointExistsError(ShardkeepError, FileExistsError):
-    """A tree is already saved there and `overwrite=False`. Nothing was written."""
+    """A tree is already saved at the path and `overwrite=False`. Nothing was written."""
 
 
 class IntegrityError(ShardkeepError, ValueError):
-    """Stored bytes are not the bytes that were saved."""
+    """The stored data is not the data that was saved."""
 
 
 class MissingDataError(IntegrityError, FileNotFoundError):
-    """A file that the manifest names is gone."""
+    """A file that the manifest names is missing."""
 
 
 class IncompleteCheckpointError(IntegrityError):
-    """The directory belongs to shardkeep but holds no committed checkpoint."""
+    """A save to the path was never committed: it failed half-way, or it is still running (the message says which)."""
 
 
 class NewerFormatError(ShardkeepError, ValueError):
-    """The checkpoint was written in a format version this release does not know."""
+    """The checkpoint has a format version that this version of shardkeep cannot read."""
 
 
 class PathError(ShardkeepError, ValueError):
     """Not a path or URL that shardkeep can use. Nothing was read or written."""
+
+
+class PathTypeError(PathError, TypeError):
+    """Not a path at all, for example because arguments were swapped. Nothing was read or written."""
 
 
 class PrefixError(ShardkeepError, ValueError):
@@ -71,7 +77,7 @@ class PrefixError(ShardkeepError, ValueError):
 
 
 class TreeError(ShardkeepError, ValueError):
-    """The tree cannot be saved as it is. Nothing was written."""
+    """The tree cannot be saved. Nothing was written."""
 
 
 class UnsupportedLeafError(TreeError, TypeError):
@@ -79,21 +85,25 @@ class UnsupportedLeafError(TreeError, TypeError):
 
 
 class KeyCollisionError(TreeError):
-    """Two leaves would have the same name where names must differ. Nothing was written."""
+    """Two leaves would get the same name in a file where names must differ. Nothing was written."""
 
 
 class MetadataError(ShardkeepError, ValueError, TypeError):
-    """The metadata cannot be written as JSON. Nothing was written."""
+    """The metadata cannot be stored as JSON. Nothing was written."""
 
 
 class TemplateMismatchError(ShardkeepError, ValueError):
-    """Saved leaves do not fit the template; every one of them is listed."""
+    """Saved leaves do not match the template. The message shows the first of them, `problems` has a line for each."""
+
+    problems: tuple[str, ...] = ()
 
 
 class MissingLeafError(ShardkeepError, KeyError):
-    """Leaves that were asked for are not in the checkpoint; every one of them is listed."""
+    """Leaves that were asked for are not in the checkpoint. The message shows the first, `problems` has all of them."""
 
-    def __str__(self) -> str:  # KeyError would show the repr, with its line breaks escaped
+    problems: tuple[str, ...] = ()
+
+    def __str__(self) -> str:  # KeyError shows the repr, with escaped line breaks
         return str(self.args[0]) if self.args else ""
 
 
@@ -101,48 +111,52 @@ class ShardingError(ShardkeepError, ValueError):
     """A sharding, spec or rule does not fit the array or the mesh."""
 
 
+class CallbackError(ShardkeepError, RuntimeError):
+    """The checkpoint is committed, but the commit callback raised an exception, which is the `__cause__`."""
+
+
 class ProcessError(ShardkeepError, RuntimeError):
-    """Another JAX process failed, vanished, never made the call, or made another one."""
+    """Another JAX process failed, died, never made the call, or made a different one."""
 
     def but(self, more: str) -> "ProcessError":
-        """The same error with another sentence."""
+        """The same error with another sentence added."""
         error = ProcessError(f"{self}. {more}")
         error.record = self.record and {**self.record, "message": str(error)}
         return error
 
 
 class StorageError(ShardkeepError, OSError):
-    """The file system refused an operation; the message says which and what is left behind."""
+    """The file system or the bucket refused an operation. The message says which, and what remains."""
 
 
 class AccessError(StorageError, PermissionError):
-    """Not allowed to read or write there."""
+    """No permission to read or write there."""
 
 
 class NotADirectoryPathError(StorageError, NotADirectoryError):
-    """The path, or a part of it, is a file where a directory is needed."""
+    """The path, or a parent of it, is a file where a directory is needed."""
 
 
 class NotEnoughSpaceError(StorageError):
-    """The checkpoint needs more bytes than the file system has free."""
+    """The checkpoint needs more space than the file system has free."""
 
 
 class ConflictError(StorageError):
-    """Another writer changed the same tree, or holds the checkpoint. Nothing of theirs was touched."""
+    """Another writer changed the same tree, or holds the checkpoint's lock. Its data was not touched."""
 
 
 class CommitUnknownError(StorageError):
-    """The commit was attempted and its outcome cannot be read back. Nothing was deleted."""
+    """The commit was attempted, and its outcome cannot be read back. Nothing was deleted."""
 
 
 def error_named(name: str) -> type[ShardkeepError] | None:
-    """The class of that name in the tree above."""
+    """The class in the tree above with this name, or None."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, ShardkeepError) else None
 
 
 def storage_error(error: OSError, doing: str, then: str) -> StorageError:
-    """The typed error for what the operating system said: what was being done, why it failed, what follows."""
+    """An operating system error as a `StorageError`: what was being done, why it failed, and what follows."""
     kind = _BY_ERRNO.get(error.errno or 0, StorageError)
     reason = error.strerror or str(error)
     where = f" ({error.filename})" if error.filename else ""
@@ -152,7 +166,7 @@ def storage_error(error: OSError, doing: str, then: str) -> StorageError:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number and its noun, in a message.
+    """A number with its noun, for messages.
 
     >>> counted(1, "leaf", "leaves"), counted(1200, "file")
     ('1 leaf', '1,200 files')
@@ -161,7 +175,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def an(noun: str) -> str:
-    """A noun with its article, in a message.
+    """A noun with its article, for messages.
 
     >>> an("object"), an("set"), an("uint8")
     ('an object', 'a set', 'a uint8')

@@ -1,7 +1,7 @@
-"""Forked children: what JAX's threads were needed for cannot be done there.
+"""Forked child processes, in which JAX cannot be used.
 
-The threads of JAX do not exist in a forked child, and calls that need them hang. What a child can do is save and load
-NumPy arrays and plain values. (The client for buckets has the same limit, and says so itself.)
+JAX's threads do not exist in a forked child, and calls that need them hang. A child can still save and load NumPy
+arrays and plain values. (The client for buckets has the same limitation and reports it itself.)
 """
 
 import os
@@ -13,20 +13,20 @@ _has_lost_jax = False
 
 
 def refuse_without_jax() -> None:
-    """`ProcessError` if JAX was started by the process that this one was forked from."""
+    """Raise a `ProcessError` if this process was forked from one that had already used JAX."""
     if _has_lost_jax:
         raise ProcessError(
-            "this process was forked after its parent began to use JAX, whose threads do not survive a fork. In a "
-            "forked child, save and load only NumPy arrays and plain values; or start the child with "
-            "multiprocessing's 'spawn' or 'forkserver' method"
+            "this process was forked after its parent had used JAX, whose threads do not survive a fork. In a forked "
+            "child, save and load only NumPy arrays and plain values, or start the child with multiprocessing's "
+            "'spawn' or 'forkserver' method"
         )
 
 
-def _lose() -> None:
+def _after_fork() -> None:
     global _has_lost_jax
     bridge = sys.modules.get("jax._src.xla_bridge")
     if bridge is not None and getattr(bridge, "backends_are_initialized", lambda: True)():
         _has_lost_jax = True
 
 
-os.register_at_fork(after_in_child=_lose)
+os.register_at_fork(after_in_child=_after_fork)

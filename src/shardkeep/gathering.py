@@ -1,4 +1,4 @@
-"""Arrays gathered, cast and moved between devices, hosts and processes, for the documented API."""
+"""Gathering, casting and moving arrays between devices, hosts and processes, for eFormer's API."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from shardkeep.arrays import kind_of, parse_dtype
 from shardkeep.memory import Claim, budget
+from shardkeep.moving import move, take_rows
 from shardkeep.placing import stays_numpy
 from shardkeep.progress import Bar
 from shardkeep.scopes import Scope
@@ -25,11 +26,33 @@ def cpu_device() -> Any:
     return jax.local_devices(backend="cpu")[0]
 
 
-def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
-    """`x` gathered: replicated on `mesh` (None: on one device), or on the CPU so that no copy stays on accelerators.
+def move_tree(tree: Any, float_dtype: Any, mesh: Mesh | None, gather: bool, cpu_offload: bool) -> Any:
+    """A tree as a save stores it: floats cast, arrays gathered or moved to the host."""
+    if float_dtype is not None:
+        parse_float_dtype(float_dtype)
+    skeleton, leaves = flatten(tree)
+    values: list[Any] = []
+    for leaf in leaves:
+        value = cast_floats(leaf.value, float_dtype)
+        # Arrays that span processes go to the hosts shard by shard, when the snapshot is taken.
+        moves = gather or (cpu_offload and isinstance(value, jax.Array) and value.is_fully_addressable)
+        if isinstance(value, jax.Array) and not is_prng_dtype(value.dtype) and moves:
+            value = offload(value, leaf.key, mesh, cpu_offload or mesh is None)
+        values.append(value)
+    return skeleton.rebuild(values)
 
-    Floats are cast to `float_dtype`; None keeps them. What is no array is given back unchanged, and what JAX would
-    truncate (64-bit types without jax_enable_x64) stays NumPy.
+
+def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
+    """Gather an array.
+
+    Args:
+        x: The array. Anything else is returned unchanged.
+        float_dtype: The dtype to cast floats to. None keeps them.
+        mesh: The mesh to replicate the array on. None: one device.
+        cpu_offload: Whether the result goes to the CPU instead, so that no gathered copy stays on the accelerators.
+
+    Returns:
+        A JAX array; a NumPy array for 64-bit types without `jax_enable_x64`, which JAX would truncate.
     """
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
@@ -44,13 +67,13 @@ def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> A
 
 
 def _one_device(x: Any) -> Sharding | None:
-    """The first device of an array that is spread over several; None: it stays, or goes where JAX puts new arrays."""
+    """The first device of an array that is on several; None: leave it, or put it where JAX puts new arrays."""
     devices: Any = x.devices() if isinstance(x, jax.Array) else ()
     return SingleDeviceSharding(min(devices, key=lambda device: device.id)) if len(devices) > 1 else None
 
 
 def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) -> Any:
-    """One array gathered; on its way to the host it waits until pending saves leave room in the memory budget."""
+    """One array, gathered. If it goes to the host, wait until the memory budget has room for it."""
     if not cpu_offload:
         return to_host(array, None, mesh, False)
     with Scope(f"moving {key} to the host") as scope:
@@ -59,7 +82,7 @@ def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) ->
 
 
 def cast_floats(x: Any, float_dtype: Any) -> Any:
-    """A float array as `float_dtype`; anything else, and everything if that is None, unchanged."""
+    """A float array cast to `float_dtype`; anything else unchanged, and everything if it is None."""
     if float_dtype is None or not isinstance(x, jax.Array | np.ndarray):
         return x
     dtype = parse_float_dtype(float_dtype)
@@ -72,30 +95,40 @@ def parse_float_dtype(dtype: Any) -> np.dtype[Any]:
     """A dtype that floats can be cast to; `ValueError` for any other."""
     parsed = parse_dtype(dtype)
     if kind_of(parsed) != "float":
-        raise ValueError(f"floats cannot be cast to {parsed.name}: name a float dtype")
+        raise ValueError(f"floats cannot be cast to {parsed.name}; pass a float dtype")
     return parsed
 
 
 def reshard(x: Any, target_sharding: Sharding | None) -> Any:
-    """`x` laid out as `target_sharding` says, replicated ones included; never truncated (see `to_host`)."""
+    """Put an array on a sharding.
+
+    Args:
+        x: The array.
+        target_sharding: Any `Sharding`, replicated ones too. None: the default device.
+
+    Returns:
+        A JAX array; a NumPy array for 64-bit types without `jax_enable_x64`, which JAX would truncate.
+    """
     if isinstance(x, np.ndarray) and stays_numpy(x.dtype):
-        log.warning("shardkeep: a %s array stays NumPy: set jax_enable_x64 to have it on devices", x.dtype.name)
+        log.warning("a %s array stays in NumPy: set jax_enable_x64 to put it on devices", x.dtype.name)
         return x
-    here = not isinstance(x, jax.Array) or x.is_fully_addressable
-    if here and target_sharding is not None and not target_sharding.is_fully_addressable:
-        # device_put would compare what the processes have, number by number: NaNs are never the same.
-        data = np.asarray(x)
-        return jax.make_array_from_callback(data.shape, target_sharding, lambda index: data[index], dtype=data.dtype)
-    return jax.device_put(x, target_sharding)
+    return move(x, target_sharding)
 
 
 def apply_gather_functions(
     state: Any, gather_fns: bool | Mapping[str, Any] | None, mismatch_allowed: bool, verbose: bool
 ) -> Any:
-    """Each leaf through its gather function, the structure kept.
+    """Apply a gather function to each leaf.
 
-    `True` takes every array to the host, `False` or None none; a dict (nested or dotted) names a function per key.
-    A key without one is left as it is if `mismatch_allowed`, else it is a `KeyError`.
+    Args:
+        state: A PyTree.
+        gather_fns: True takes every array to the host, False or None none. A dict, nested or with dotted keys, has a
+            function for each key.
+        mismatch_allowed: Whether leaves without a function are left as they are. If False, they are a `KeyError`.
+        verbose: Whether to show a progress bar.
+
+    Returns:
+        A PyTree with the structure of `state`.
     """
     if gather_fns is None or gather_fns is False:
         return state
@@ -122,32 +155,42 @@ def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_a
     if function is None:
         if mismatch_allowed:
             return value
-        raise KeyError(f"no gather function for {key!r}; there are functions for {', '.join(functions) or 'nothing'}")
+        raise KeyError(f"no gather function for {key!r}; gather_fns has {', '.join(functions) or 'none'}")
     return function(value)
 
 
 def _on_host(array: jax.Array) -> Any:
-    """All of an array as NumPy, also where it is spread over processes; all of them call this."""
+    """The whole array as NumPy. If it spans processes, all of them must call this."""
     return jax.device_get(array) if array.is_fully_addressable else gather_whole(array)
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
-    """Pieces along the first axis, none above the limit unless one row already is.
+    """Split an array along its first axis.
+
+    Args:
+        tensor: The array.
+        memory_limit: The most bytes in one piece, unless a single row is larger.
+
+    Returns:
+        The pieces, in order.
 
     >>> [len(piece) for piece in chunk_tensor_by_memory(np.zeros((5, 2), np.int8), 4)]
     [2, 2, 1]
     """
     if memory_limit <= 0:
-        raise ValueError(f"the memory limit must be positive, not {memory_limit}")
+        raise ValueError(f"memory_limit must be positive, not {memory_limit}")
     if tensor.ndim == 0 or tensor.shape[0] == 0:
         return [tensor]
     row = max(estimate_array_nbytes(tensor) // tensor.shape[0], 1)
     step = max(memory_limit // row, 1)
-    return [tensor[start : start + step] for start in range(0, tensor.shape[0], step)]
+    return [take_rows(tensor, start, start + step) for start in range(0, tensor.shape[0], step)]
 
 
 def estimate_array_nbytes(array: Any) -> int:
-    """Bytes of an array, without moving it; sub-byte types count one byte per element. A plain value counts as NumPy's.
+    """The size of an array in bytes, without moving it. Sub-byte types take one byte for each element.
+
+    Args:
+        array: An array, a `jax.ShapeDtypeStruct`, or a plain value, which counts as the NumPy array it would become.
 
     >>> estimate_array_nbytes(jax.ShapeDtypeStruct((2, 3), "float32"))
     24
@@ -160,14 +203,20 @@ def estimate_array_nbytes(array: Any) -> int:
 
 
 def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Sharding | None = None) -> Any:
-    """Process 0's tensor on every process, sent in pieces no larger than the limit.
+    """Send an array of process 0 to all processes. All of them must call this, with an array of the same shape.
 
-    Laid out as `target_sharding` says, else replicated over all devices; never truncated (see `to_host`).
+    Args:
+        tensor: The array; its values count on process 0 only.
+        memory_limit_bytes: The most bytes to send at once, unless a single row is larger.
+        target_sharding: The sharding of the result. None: replicated over all devices.
+
+    Returns:
+        A JAX array; a NumPy array for 64-bit types without `jax_enable_x64`, which JAX would truncate.
     """
-    pieces = chunk_tensor_by_memory(tensor, memory_limit_bytes)
+    pieces = chunk_tensor_by_memory(np.asarray(tensor), memory_limit_bytes)
     if jax.process_count() > 1:
-        pieces = [_from_first(np.asarray(piece)) for piece in pieces]
-    whole = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate([np.asarray(p) for p in pieces])
+        pieces = [_from_first(piece) for piece in pieces]
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     if stays_numpy(whole.dtype):
         return reshard(whole, target_sharding)
     sharding = target_sharding or _everywhere()
@@ -175,7 +224,7 @@ def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Shar
 
 
 def _from_first(piece: Any) -> Any:
-    """Process 0's piece, sent as plain bytes: as numbers they would be added up, which loses -0.0 and NaNs."""
+    """Process 0's piece, sent as bytes: numbers would be summed, which does not preserve -0.0 and NaNs."""
     raw = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
     sent = np.asarray(multihost_utils.broadcast_one_to_all(raw)) if raw.size else raw
     return sent.view(piece.dtype).reshape(piece.shape)

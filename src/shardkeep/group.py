@@ -1,4 +1,4 @@
-"""One process among those of its job: its way to the coordination service, its signs of life, and those of others."""
+"""One process in its group: access to the coordination service, its own heartbeat, and those of the others."""
 
 import itertools
 import json
@@ -11,52 +11,57 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from jax.errors import JaxRuntimeError
-
 from shardkeep.calls import Calls, Unanswered
 from shardkeep.errors import ProcessError
 
 LEADER = 0
-ROOT = "shardkeep"  # of all keys
+ROOT = "shardkeep"  # the start of all keys
 SILENCE, DEADLINE = "SHARDKEEP_PROCESS_SILENCE", "SHARDKEEP_PROCESS_DEADLINE"
 DEFAULTS = {SILENCE: 20.0, DEADLINE: 300.0}
 _BEAT = 1.0
-_LAST_WORDS = 2.0  # seconds: what is said when all is over is said without waiting for long
-_KEPT, _KEPT_SECONDS = 64, 5.0  # so many operations that are over keep their keys, for processes that come late
+_LAST_WORDS = 2.0  # seconds: the time limit for final messages
+_KEPT, _KEPT_SECONDS = 64, 5.0  # how many finished operations keep their keys, and how long, for late processes
 _ENDED = "ended"
 
 Value = TypeVar("Value")
 
 
+def _service_error() -> type[Exception]:
+    """What calls to the service raise. Imported here only, because most programs have no service, or not even JAX."""
+    from jax.errors import JaxRuntimeError
+
+    return JaxRuntimeError
+
+
 class Group:
-    """This process among the others: its way to the service, its count of operations, its signs of life."""
+    """This process as a member of its group: access to the service, the count of operations, the heartbeat."""
 
     def __init__(self, client: Any, index: int, size: int) -> None:
         self.client, self.index, self.size = client, index, size
         self.patience = DEFAULTS[SILENCE]
         self.forked = False
-        self.unsaid: deque[tuple[str, str]] = deque()  # what the others are told as soon as the service answers
+        self.unsaid: deque[tuple[str, str]] = deque()  # messages to be sent as soon as the service answers again
         self._calls = Calls("shardkeep-calls")
         self._numbers, self._signs = itertools.count(1), itertools.count(1)
         self._entered: dict[str, weakref.ref[Any]] = {}
-        self._left: dict[str, float] = {}  # the keys of operations that are over, and since when
+        self._left: dict[str, float] = {}  # the keys of finished operations, and when they were seen to be finished
         self._signing = threading.RLock()
         self._over = threading.Event()
         self._alive: threading.Thread | None = None
 
     def live(self) -> None:
-        """Give signs of life from now on."""
+        """Send heartbeats from now on."""
         if self._alive is None or not self._alive.is_alive():
             alive = threading.Thread(target=self._beat, name="shardkeep-alive", daemon=True)
-            alive.start()  # a signal handler may have started one too: two do no harm
+            alive.start()  # a signal handler may have started one too; two are harmless
             self._alive = alive
 
     def next_keys(self) -> str:
-        """Where the keys of the operation that begins now are."""
+        """The start of the keys of a new operation."""
         return f"{ROOT}/{next(self._numbers)}"
 
     def enter(self, operation: object, what: str, keys: str) -> None:
-        """Say that this process takes part."""
+        """Tell the other processes that this one takes part."""
         if self.index != LEADER:
             return self.set(f"{keys}/member/{self.index}/here", json.dumps(what))
         self._entered[keys] = weakref.ref(operation)
@@ -64,7 +69,7 @@ class Group:
         self._forget()
 
     def _forget(self) -> None:
-        """Delete the keys of operations that are over; of the last ones another process may still read some."""
+        """Delete the keys of finished operations, except for the last ones: other processes may still read them."""
         now = time.monotonic()
         for keys, operation in list(self._entered.items()):
             if operation() is None:
@@ -77,25 +82,25 @@ class Group:
                     self._ask(lambda keys=keys: self.client.key_value_delete(f"{keys}/"))
 
     def was_given_up(self, keys: str, process: int, what: str) -> bool:
-        """Whether the others made a call of this number that this process never made, and gave up on it."""
+        """Whether the others have given up on an operation of this number because this process never joined it."""
         said = dict(self.list(f"{keys}/leader/"))
         record = json.loads(said.get(f"{keys}/leader/abort", "{}"))
         return process in record.get("absent", ()) and record["what"] != what
 
     def _ask(self, call: Callable[[], Value], seconds: float | None = None) -> Value:
-        """What the service answers; `ProcessError` if it does not, or not in time."""
+        """The answer of the service; `ProcessError` if there is none within the time limit."""
         if self.forked:
-            raise ProcessError("this process was forked from the one that the others know")
+            raise ProcessError("this process was forked from a member of the group")
         try:
             return self._calls(call, seconds or self.patience, gives_up=seconds is None)
         except Unanswered as error:
             raise ProcessError(
-                f"the coordination service of JAX has given no answer for {error.seconds:.0f} s: process {LEADER}, "
-                f"which usually runs it, has died or is stopped ({SILENCE} sets how long is waited)"
+                f"JAX's coordination service has not answered for {error.seconds:.0f} s: process {LEADER}, which "
+                f"usually runs it, has died or is stopped ({SILENCE} sets the time limit)"
             ) from error
-        except JaxRuntimeError as error:
+        except _service_error() as error:
             raise ProcessError(
-                f"the coordination service of JAX does not answer; process {LEADER} may have ended ({error})"
+                f"JAX's coordination service does not answer; process {LEADER} may have exited ({error})"
             ) from error
 
     def set(self, key: str, value: str) -> None:
@@ -105,14 +110,14 @@ class Group:
         return self._ask(lambda: self.client.key_value_dir_get(directory))
 
     def tell(self, key: str, value: str) -> None:
-        """Say something that must be said, later if it cannot be now."""
+        """Set a key that must be set, later if the service does not answer now."""
         try:
             self._ask(lambda: self.client.key_value_set(key, value, allow_overwrite=True), _LAST_WORDS)
         except ProcessError:
             self.unsaid.append((key, value))
 
     def beats(self, of: Iterable[int]) -> dict[int, str]:
-        """The last sign of life of some processes; of those that gave none, none."""
+        """The last heartbeats of these processes, for those that have sent one."""
         wanted = list(of)
         if len(wanted) > 1:
             found = {int(key.rpartition("/")[2]): text for key, text in self.list(f"{ROOT}/alive/")}
@@ -123,15 +128,15 @@ class Group:
     def _sign_of(self, process: int) -> str | None:
         try:
             return self.client.key_value_try_get(f"{ROOT}/alive/{process}")
-        except JaxRuntimeError as error:
+        except _service_error() as error:
             if "NOT_FOUND" in str(error):
                 return None
             raise
 
     def _beat(self) -> None:
-        """Give a sign of life again and again. Nobody waits for this thread, so it asks the service itself."""
+        """Send heartbeats and pending messages. Nothing waits for this thread, so its calls need no time limit."""
         while not self._over.is_set():
-            with suppress(JaxRuntimeError):  # those who wait see that it is missing
+            with suppress(_service_error()):  # the other processes notice the missing heartbeat
                 with self._signing:
                     if not self._over.is_set():
                         self._say(f"{ROOT}/alive/{self.index}", str(next(self._signs)))
@@ -144,12 +149,12 @@ class Group:
         self.client.key_value_set(key, value, allow_overwrite=True)
 
     def close(self) -> None:
-        """Give no sign of life any more, and ask nothing."""
+        """Stop the heartbeat and all calls."""
         self._over.set()
         self._calls.close()
 
     def end(self) -> None:
-        """Say that this process is not to be waited for any more."""
+        """Tell the other processes that this one has exited."""
         self._over.set()
         if self._signing.acquire(timeout=_LAST_WORDS):  # else the service does not answer
             try:
@@ -159,7 +164,7 @@ class Group:
 
 
 class Watch:
-    """Patience with those who are waited for, as long as they live."""
+    """Waits for other processes as long as they send heartbeats."""
 
     def __init__(self, group: Group, what: str, silence: float, deadline: float) -> None:
         self._group, self._what, self._silence, self._deadline = group, what, silence, deadline
@@ -169,13 +174,13 @@ class Watch:
         self._pause = 0.001
 
     def look(self, missing: list[int], begun: set[int]) -> ProcessError | None:
-        """Wait a little; the error to raise if one of the missing will not come any more."""
+        """Wait a little. Returns the error to raise if there is no point in waiting for the missing processes."""
         time.sleep(self._pause)
         self._pause = min(self._pause * 1.5, 0.05)
         now = time.monotonic()
         if now - self._looked < min(_BEAT, self._silence / 4):
             return None
-        # If this process itself was stopped, the others may have been too: that is not their silence.
+        # Time in which this process itself was stopped does not count: the others may have been stopped too.
         self._waited += min(now - self._looked, self._silence / 4)
         self._looked = now
         with doing(self._what):
@@ -187,7 +192,7 @@ class Watch:
             if process not in self._seen or self._seen[process][0] != beat:
                 self._seen[process] = (beat, self._waited)
             if beat == _ENDED:
-                return _lost(process, self._what, f"process {process} has ended")
+                return _lost(process, self._what, f"process {process} has exited")
             if self._waited - self._seen[process][1] > self._silence:
                 return _lost(process, self._what, _silent(process, self._silence))
         absent = [i for i in missing if i not in begun]
@@ -197,7 +202,7 @@ class Watch:
 
 
 def seconds_of(variable: str) -> float:
-    """The number of seconds that an environment variable sets, or its default."""
+    """The value of an environment variable in seconds, or its default."""
     text = os.environ.get(variable)
     if text is None:
         return DEFAULTS[variable]
@@ -212,8 +217,8 @@ def seconds_of(variable: str) -> float:
 
 def _silent(process: int, seconds: float) -> str:
     return (
-        f"process {process} has given no sign of life for {seconds:g} s: it has died, is stopped, or holds the "
-        f"interpreter, as a long call into C may ({SILENCE} sets how long is waited)"
+        f"process {process} has sent no heartbeat for {seconds:g} s: it has died, is stopped, or has not released "
+        f"the GIL, as in a long call into C ({SILENCE} sets the time limit)"
     )
 
 
@@ -226,8 +231,8 @@ def _lost(process: int, what: str, why: str) -> ProcessError:
 def _absent(processes: list[int], what: str, deadline: float) -> ProcessError:
     names = ", ".join(map(str, processes))
     error = ProcessError(
-        f"{what}: process{'es' if len(processes) > 1 else ''} {names} never made this call within {deadline:g} s. "
-        f"Every process must make it, not only the first ({DEADLINE} sets how long is waited)"
+        f"{what}: process{'es' if len(processes) > 1 else ''} {names} did not make this call within {deadline:g} s. "
+        f"Every process must make it, not only process {LEADER} ({DEADLINE} sets the time limit)"
     )
     error.record = {
         "process": processes[0],
@@ -241,7 +246,7 @@ def _absent(processes: list[int], what: str, deadline: float) -> ProcessError:
 
 @contextmanager
 def doing(what: str) -> Generator[None]:
-    """Say in an error of the coordination service what was being done."""
+    """Prefix errors of the coordination service with what was being done."""
     try:
         yield
     except ProcessError as error:

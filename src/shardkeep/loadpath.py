@@ -1,18 +1,23 @@
-"""Paths as the documented API hands them around."""
+"""The path objects of eFormer's API."""
 
-from shardkeep.stores.places import anywhere, exists
+from shardkeep.stores.places import any_path_text, anywhere, exists
 
 
 class LoadPath:
-    """A path or URL that can be joined with `/`, shown, and asked whether something is there."""
+    """A path or URL with `/`, `str()` and `exists()`."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: object) -> None:
+        self._text = any_path_text(text, "LoadPath(text)")
 
     def __truediv__(self, name: object) -> "LoadPath":
-        return LoadPath(f"{self._text.rstrip('/')}/{str(name).lstrip('/')}")
+        # Numbers are fine as names: directories of steps are called 100, 200, ...
+        below = str(name) if isinstance(name, int) else any_path_text(name, "LoadPath / name")
+        return LoadPath(f"{self._text.rstrip('/')}/{below.lstrip('/')}")
 
     def __str__(self) -> str:
+        return self._text
+
+    def __fspath__(self) -> str:
         return self._text
 
     def __repr__(self) -> str:
@@ -25,5 +30,5 @@ class LoadPath:
         return hash(self._text)
 
     def exists(self) -> bool:
-        """Whether a file or directory is there."""
+        """Whether there is a file or directory at the path."""
         return exists(anywhere(self._text))

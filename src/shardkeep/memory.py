@@ -1,4 +1,4 @@
-"""Host memory: aligned as JAX likes it, and a budget for what saves and loads hold."""
+"""Host memory: aligned for JAX, and a budget for what saves and loads hold."""
 
 import ctypes
 import logging
@@ -18,19 +18,19 @@ log = logging.getLogger("shardkeep")
 
 Array = np.ndarray[Any, Any]
 _HUGE = 2 << 20
-_SLAB = 32 << 20  # an array that outlives the others of its slab keeps no more than this
+_SLAB = 32 << 20  # limits the memory that one array keeps alive when the others of its slab are gone
 ALIGN = 64
 PAGE = 4096
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def aligned_empty(nbytes: int) -> Array:
-    """Fresh host memory that JAX can use without a copy: page-aligned, in huge pages where that pays."""
+    """New host memory that JAX can use without a copy: 64-byte aligned, and in huge pages if it is large."""
     if nbytes < _HUGE:
         memory = np.empty(nbytes + ALIGN, dtype=np.uint8)
         start = -memory.ctypes.data % ALIGN
         return memory[start : start + nbytes]
-    # Not reserved: a large piece may be read in part, and only the pages touched count.
+    # Not reserved: if only a part of a large array is read, only the touched pages use memory.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -38,7 +38,7 @@ def aligned_empty(nbytes: int) -> Array:
 
 
 def release_freed() -> int:
-    """Give memory that was freed, and that the C library keeps for later, back to the system; says how much it was."""
+    """Return freed memory that the C library keeps to the system; gives the number of bytes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
         return 0
@@ -48,7 +48,7 @@ def release_freed() -> int:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process uses."""
+    """The resident memory of this process in bytes."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -56,14 +56,18 @@ def _resident() -> int:
 
 
 class Slabs:
-    """Memory for many arrays, small ones together: huge pages are touched many times faster than as many small ones."""
+    """Memory for many arrays. Small ones share huge pages, which are much faster to touch than small pages.
+
+    Args:
+        sizes: The sizes of all arrays that will be asked for, in bytes.
+    """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._left = sum(map(room, sizes))
         self._slab, self._start = aligned_empty(0), 0
 
     def take(self, nbytes: int) -> Array:
-        """Memory of this size, one of those announced."""
+        """Memory for one of the announced arrays."""
         taken = room(nbytes)
         if self._start + taken > self._slab.size:
             self._slab, self._start = aligned_empty(max(taken, min(self._left, _SLAB))), 0
@@ -74,12 +78,12 @@ class Slabs:
 
 
 def room(nbytes: int) -> int:
-    """What so many bytes take up where arrays lie one after another, each aligned."""
+    """The space that an array of `nbytes` takes in a sequence of aligned arrays."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where arrays of these sizes begin, one after another, and how much they take: those of whole pages first.
+    """The offsets of arrays of these sizes in one block of memory, and its size. Multiples of a page come first.
 
     >>> lay_out([100, 4096, 8192])
     ([12288, 0, 4096], 12416)
@@ -99,14 +103,14 @@ def address_of(memory: Array) -> int:
 
 @record
 class Shard:
-    """One region's data in host memory. `stable`: nobody can change it while it is written."""
+    """The data of one region in host memory. `stable` means that nothing can change it while it is being written."""
 
     data: Array
     stable: bool
 
 
 class MemoryBudget:
-    """How many bytes pending snapshots and loads in progress may hold together."""
+    """The number of bytes that pending snapshots and running loads may hold in total."""
 
     def __init__(self) -> None:
         self._limit: int | None = None
@@ -127,13 +131,13 @@ class MemoryBudget:
 
     def set(self, nbytes: int | None) -> None:
         if nbytes is not None and nbytes <= 0:
-            raise ValueError(f"a memory budget must be positive, not {nbytes}")
+            raise ValueError(f"the memory budget must be positive, got {nbytes}")
         self._limit = nbytes
         self._changed.ring()
 
     def take(self, claim: "Claim", nbytes: int, what: str) -> None:
-        """Wait until `nbytes` fit. A single request larger than the budget waits until it is alone."""
-        nested = is_nested(claim.scope)  # then what is held below cannot be given back before this is done
+        """Wait until `nbytes` fit. A request larger than the whole budget waits until nothing else is held."""
+        nested = is_nested(claim.scope)  # then the interrupted call cannot release memory before this one returns
         said = False
         with self._changed.waiting() as wait:
             while True:
@@ -144,10 +148,10 @@ class MemoryBudget:
                 if not said:
                     said = True
                     log.warning(
-                        "shardkeep: %s waits: %d bytes are held by earlier saves, the budget is %d",
+                        "%s is waiting for memory: earlier saves hold %s of the budget of %s bytes",
                         what,
-                        self.used,
-                        self.limit,
+                        f"{self.used:,}",
+                        f"{self.limit:,}",
                     )
                 wait(LOOK)
                 sweep()
@@ -161,12 +165,12 @@ class MemoryBudget:
         return used == 0 or used + nbytes <= self.limit
 
     def start_over(self) -> None:
-        """In a forked child, which holds nothing."""
+        """Reset in a forked child, which holds nothing."""
         self._claims, self._lock, self._changed = {}, threading.RLock(), Bell()
 
 
 class Claim:
-    """A call's part of the budget."""
+    """The share of the budget that one call holds."""
 
     def __init__(self, budget: MemoryBudget, scope: Scope) -> None:
         self._budget, self.scope = budget, scope
@@ -183,10 +187,17 @@ os.register_at_fork(after_in_child=budget.start_over)
 
 
 def set_memory_budget(nbytes: int | None) -> None:
-    """Bound the host memory that pending saves and running loads hold together; None restores the default.
+    """Limit the host memory that pending saves and running loads hold in total.
 
-    The default is half of what the machine (or the container) has free, or `SHARDKEEP_MEMORY_BUDGET` bytes.
-    A `save_async` that would go beyond it waits for earlier saves and logs that it does.
+    A `save_async` that would exceed the limit waits for earlier saves and logs a warning. A single save larger than the
+    limit runs on its own.
+
+    Args:
+        nbytes: The limit in bytes. None restores the default: `SHARDKEEP_MEMORY_BUDGET` bytes if that variable is set,
+            else half of the memory that is available to the machine or container when the limit is first needed.
+
+    Raises:
+        ValueError: If `nbytes` is zero or negative.
 
     >>> set_memory_budget(8 << 30)
     >>> set_memory_budget(None)
@@ -195,7 +206,7 @@ def set_memory_budget(nbytes: int | None) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of memory this process may still use: the machine's, or the container's if that is less."""
+    """The memory in bytes that this process can still use, limited by the machine and by the container."""
     free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit, used in _cgroup_files():
         most, now = _number(limit), _number(used)
@@ -205,7 +216,7 @@ def available_memory() -> int:
 
 
 def _cgroup_files() -> list[tuple[str, str]]:
-    """(limit, usage) files of this process's memory cgroups, from its own up to the root."""
+    """The (limit, usage) files of the memory cgroups of this process, from the innermost to the root."""
     found: list[tuple[str, str]] = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -238,5 +249,5 @@ def _meminfo(name: str) -> int | None:
 def _number(path: str) -> int | None:
     try:
         return int(Path(path).read_text())
-    except (OSError, ValueError):  # absent, or "max": no limit
+    except (OSError, ValueError):  # the file is missing or contains "max": no limit
         return None

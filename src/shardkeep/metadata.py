@@ -1,4 +1,4 @@
-"""CheckpointMetadata: what the documented API records with every tree, and how older and foreign forms are read."""
+"""CheckpointMetadata: what eFormer's API records with every tree, and how older and foreign forms of it are read."""
 
 import datetime
 import hashlib
@@ -24,9 +24,17 @@ log = logging.getLogger("shardkeep")
 _PART_NAME = re.compile(r"(?P<key>.*)\[(?P<region>\d+:\d+(,\d+:\d+)*)\]", re.DOTALL)
 
 
-@dataclass
+@dataclass(eq=False)
 class CheckpointMetadata:
-    """Who saved a tree and when, what is in it, and the user's own part.
+    """What eFormer's API records with a checkpoint. Two are equal if `to_dict` gives the same.
+
+    Attributes:
+        version: The version of the package that wrote the checkpoint.
+        timestamp: When the checkpoint was created, in ISO format; the current time in UTC if None is given.
+        checksum: The SHA-256 of each array, by dotted key, if validation is enabled.
+        array_metadata: The shape and dtype of each array, by dotted key.
+        framework_version: The version of JAX.
+        custom_metadata: The user's own metadata.
 
     >>> CheckpointMetadata(custom_metadata={"step": 3}).to_dict()["custom_metadata"]
     {'step': 3}
@@ -39,8 +47,17 @@ class CheckpointMetadata:
     framework_version: str | None = None
     custom_metadata: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.timestamp is None:
+            self.timestamp = datetime.datetime.now(datetime.UTC).isoformat()
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, CheckpointMetadata) else NotImplemented
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  (it can be changed)
+
     def to_dict(self) -> dict[str, Any]:
-        """The six fields as JSON: dicts never None, the time in ISO form (UTC)."""
+        """The six fields as JSON values: a dict that is None becomes empty, the time is in ISO format (UTC)."""
         return {
             "version": self.version,
             "timestamp": _iso(self.timestamp),
@@ -52,9 +69,15 @@ class CheckpointMetadata:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "CheckpointMetadata":
-        """The metadata in a dict; keys it does not know are ignored."""
+        """The metadata that `to_dict` turned into `data`.
+
+        Args:
+            data: The fields by name. Unknown names are ignored. Without a timestamp the time is unknown: it stays None.
+        """
         known = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+        found = cls(**{key: value for key, value in data.items() if key in known})
+        found.timestamp = data.get("timestamp")
+        return found
 
 
 def _iso(moment: datetime.datetime | str | None) -> str | None:
@@ -64,7 +87,7 @@ def _iso(moment: datetime.datetime | str | None) -> str | None:
 
 
 def dotted_names(paths: Sequence[Path]) -> list[str]:
-    """The names arrays have in the metadata: dotted; with dots in names escaped where two would be the same.
+    """The names of arrays in the metadata: dotted, with dots in names escaped if two would be the same otherwise.
 
     >>> dotted_names([("a", "b.c")]), dotted_names([("a.b",), ("a", "b")])
     (['a.b.c'], ['a\\\\.b', 'a.b'])
@@ -74,13 +97,12 @@ def dotted_names(paths: Sequence[Path]) -> list[str]:
 
 
 def describe_arrays(arrays: Mapping[str, Any], custom: Mapping[str, Any] | None, checksums: bool) -> dict[str, Any]:
-    """The metadata a save records for arrays by name; `checksums`: with the SHA-256 of each as it is stored.
+    """The metadata that a save records for arrays by name; with `checksums`, the SHA-256 of each as it is stored.
 
-    Arrays that this process does not see whole are left to `checksums_of_parts`.
+    Arrays that are not fully addressable from this process are left to `checksums_of_parts`.
     """
     whole = {key: array for key, array in arrays.items() if not _is_spread(array)}
     return CheckpointMetadata(
-        timestamp=datetime.datetime.now(datetime.UTC),
         checksum={key: compute_checksum(_stored(array)) for key, array in whole.items()} if checksums else None,
         array_metadata={key: {"shape": list(a.shape), "dtype": str(a.dtype)} for key, a in arrays.items()},
         framework_version=jax.__version__,
@@ -89,7 +111,7 @@ def describe_arrays(arrays: Mapping[str, Any], custom: Mapping[str, Any] | None,
 
 
 def checksums_of_parts(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """The SHA-256 of this process's parts of arrays that no process sees whole; each part is one process's."""
+    """The SHA-256 of this process's shards of arrays that span processes; each shard is one process's to hash."""
     found: dict[str, str] = {}
     for key, array in arrays.items():
         if _is_spread(array):
@@ -127,7 +149,7 @@ def _parts_of(recorded: Mapping[str, str]) -> dict[str, list[tuple[Region, str]]
 
 
 def _part(value: Any, region: Region) -> Any:
-    """A part of an array in host memory; None if it is spread over processes and this one does not see all of it."""
+    """A part of an array in host memory; None if not all of it is addressable from this process."""
     if not _is_spread(value):
         return np.asarray(value)[region.slices]
     found = np.empty(region.shape, value.dtype)
@@ -154,7 +176,7 @@ def compute_checksum(array: Any) -> str:
 
 
 def metadata_of(tree: Tree) -> dict[str, Any]:
-    """The CheckpointMetadata of a saved tree, whoever saved it; a foreign file's own metadata if it has none."""
+    """The CheckpointMetadata of a saved tree, whichever API saved it; else the metadata of another program's file."""
     found = dict(tree.metadata)
     known = {field.name for field in fields(CheckpointMetadata)}
     if known <= found.keys():
@@ -168,10 +190,10 @@ def metadata_of(tree: Tree) -> dict[str, Any]:
 
 
 def _decoded(key: str, value: Any) -> Any:
-    """eFormer puts JSON texts into safetensors headers, which hold strings only."""
+    """eFormer puts JSON strings into safetensors headers, which hold strings only."""
     if not isinstance(value, str):
         return value
-    if key in ("version", "timestamp", "framework_version"):  # texts themselves
+    if key in ("version", "timestamp", "framework_version"):  # plain strings
         return None if value == "null" else value
     try:
         return json.loads(value)
@@ -180,7 +202,7 @@ def _decoded(key: str, value: Any) -> Any:
 
 
 def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredLeaf, Any], None]:
-    """What compares arrays with the SHA-256 recorded for them. `required`: there must be something to compare with."""
+    """A function that compares arrays with their recorded SHA-256. `required`: there must be something to compare."""
     arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
     recorded: Mapping[str, str] = metadata_of(tree).get("checksum") or {}
     names = dotted_names([leaf.path for leaf in arrays])
@@ -194,20 +216,23 @@ def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredL
     foreign = tree.format == "foreign"
     unchecked = [leaf.key for leaf in arrays if leaf.path not in checksums] if foreign else []
     if required and unchecked and not checksums:
-        raise ValueError(f"{manifest.path} carries neither digests nor checksums: there is nothing to validate against")
+        raise ValueError(
+            f"{manifest.path} has neither digests nor checksums, so there is nothing to validate against; "
+            "load it without validate=True"
+        )
     if required and unchecked:
-        log.warning("shardkeep: %s: no checksum is recorded for %s", manifest.path, ", ".join(unchecked[:8]))
+        log.warning("%s: no checksum is recorded for %s", manifest.path, ", ".join(unchecked[:8]))
 
     def check(leaf: StoredLeaf, value: Any) -> None:
         if leaf.path not in checksums:
             return
-        # What this process does not see whole another may; the digests of what was read were checked in any case.
+        # Another process may see what this one does not; the digests of what was read have been checked anyway.
         parts = [(_part(value, region or Region.whole(value.shape)), sha) for region, sha in checksums[leaf.path]]
         if all(part is None or compute_checksum(part) == checksum for part, checksum in parts):
             return
         text = f"leaf {leaf.key!r} does not match the checksum recorded for it"
         if not foreign or len(manifest.trees) == 1:
             raise IntegrityError(text)
-        log.warning("shardkeep: %s (eFormer keeps one record for all prefixes: it may be another's)", text)
+        log.warning("%s (eFormer keeps one record for all prefixes; it may belong to another prefix)", text)
 
     return check

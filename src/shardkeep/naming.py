@@ -1,4 +1,4 @@
-"""Names on disk: save ids, directories of leaves, shard files."""
+"""File names: directories of prefixes and leaves, clean names, names of safetensors shards."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ SAFETENSORS = ".safetensors"
 SAFETENSORS_INDEX = ".safetensors.index.json"
 SHARD_END = re.compile(r"(-[0-9a-f]{32})?-\d{5}-of-\d{5}\Z")
 
-_MAX_NAME = 200  # bytes; file systems take 255, and a suffix may follow
+_MAX_NAME = 200  # bytes; file systems allow 255, and a suffix may be appended
 _MAX_PATH = 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,])?")
 _CHUNK = re.compile(r"[0-9]+(\.[0-9]+)+")
@@ -21,7 +21,7 @@ _RESERVED_TOP = frozenset(("tensorstore_index.json", "checkpoint_metadata.json",
 
 
 def prefix_directory(prefix: str) -> str:
-    """Where the data of a prefix lies: dots nest.
+    """The directory for the data of a prefix; each dot starts a subdirectory.
 
     >>> prefix_directory("model.encoder")
     'model/encoder'
@@ -29,8 +29,31 @@ def prefix_directory(prefix: str) -> str:
     return "/".join(_safe(part) for part in prefix.split(".")) if prefix else ""
 
 
+def own_directory(prefix: str, save_id: str) -> str:
+    """The directory for the data of a save whose prefix already has its clean names in use.
+
+    >>> own_directory("model", "5" * 4)
+    'model~5555'
+    """
+    return f"{prefix_directory(prefix)}~{save_id}"
+
+
+def clean_name(name: str, save_id: str) -> str:
+    """The clean name of a file in a save's own directory: the same name without the save's id.
+
+    >>> clean_name("model~5555/w/0.0", "5555")
+    'model/w/0.0'
+    """
+    directory, mark, rest = name.partition(f"~{save_id}/")
+    clean = f"{directory}/{rest}" if directory else rest
+    top = clean.partition("/")[0]
+    if not mark or top in _RESERVED or top in _RESERVED_TOP:
+        raise ValueError(f"{name!r} has no clean name")
+    return clean
+
+
 def shard_filename(base_prefix: object, idx: int, total: int) -> str:
-    """The name of one of several safetensors files, counted from 1.
+    """The name of shard `idx` of `total`, counted from 1.
 
     >>> shard_filename("/x/model", 1, 4)
     '/x/model-00001-of-00004.safetensors'
@@ -39,7 +62,7 @@ def shard_filename(base_prefix: object, idx: int, total: int) -> str:
 
 
 def index_filename(base_prefix: object) -> str:
-    """The name of the index of several safetensors files.
+    """The name of the index of a sharded safetensors checkpoint.
 
     >>> index_filename("/x/model")
     '/x/model.safetensors.index.json'
@@ -48,7 +71,7 @@ def index_filename(base_prefix: object) -> str:
 
 
 def base_of_shard(name: str) -> str:
-    """What the names of a model's files have in common; a save's id in a shard's name does not count.
+    """The part of a file name that all files of a model share, without shard numbers and save ids.
 
     >>> base_of_shard("model.safetensors.index.json")
     'model'
@@ -61,7 +84,7 @@ def base_of_shard(name: str) -> str:
 
 
 def leaf_directories(paths: Sequence[Path]) -> list[str]:
-    """A directory for each leaf, below the tree's own: readable where it can be, a hash where it could clash.
+    """A directory for each leaf, relative to that of the tree: readable if possible, a hash where names could clash.
 
     >>> leaf_directories([("layers", "0", "w"), ("a/b",), ("..",)])
     ['layers/0/w', 'a%2Fb', '%2E%2E']
@@ -76,7 +99,7 @@ def leaf_directories(paths: Sequence[Path]) -> list[str]:
 
 
 def _hash_clashes(paths: Sequence[Path], names: list[list[str]]) -> None:
-    """Two names that a file system may take for one (by case or Unicode form) both become hashes."""
+    """Replace names that a file system may consider equal (because of case or Unicode form) by hashes, in place."""
     seen: dict[tuple[str, ...], set[str]] = {}
     for path, parts in zip(paths, names, strict=True):
         for depth, part in enumerate(parts[: len(path)]):
@@ -95,7 +118,7 @@ def _folded(name: str) -> str:
 
 
 def _safe(part: str) -> str:
-    """One name as a file name: reversible percent-encoding, or a hash if too long or reserved."""
+    """A part of a key as a file name: percent-encoded reversibly, or a hash if it is too long or reserved."""
     if _PLAIN.fullmatch(part) and len(part) <= _MAX_NAME:
         name = part
     else:
@@ -112,5 +135,5 @@ def _escaped(character: str) -> str:
 
 
 def hashed(text: str) -> str:
-    """A name for any text, of fixed length and plain characters."""
+    """A file name for any text: fixed length, plain characters."""
     return "%h" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]

@@ -8,116 +8,230 @@ import time
 import traceback
 from collections.abc import Callable
 
-from shardkeep.errors import ProcessError
+from shardkeep.callbacks import Callback, is_inside_callback
+from shardkeep.errors import CallbackError, ProcessError
 from shardkeep.reports import SaveReport
 from shardkeep.scopes import LOOK, Latch, Scope, sweep
 
 log = logging.getLogger("shardkeep")
 
 
-class PendingSave:
-    """A save in the background. It finishes whether or not anyone waits, also when the program ends first."""
+class BackgroundSave:
+    """A save on its own thread. The thread keeps the program alive until the save and its callback have ended."""
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.report: SaveReport | None = None
+        self.error: BaseException | None = None
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
-        self._finished = Latch()
-        self._report: SaveReport | None = None
-        self._error: BaseException | None = None
+        self._committed = Latch()  # or failed
+        self._finished = Latch()  # and the callback has run
+        self._callback_errors: list[CallbackError] = []  # at most one: the first wait raises it
         self._mentioned = False
 
     @classmethod
-    def nothing(cls, path: str) -> "PendingSave":
-        """The handle of a save that was not to be made."""
-        pending = cls(path)
-        pending._report = SaveReport(path, 0, 0, 0.0)
-        pending._finished.set()
-        return pending
-
-    def done_well(self) -> bool:
-        """Whether the save has ended and nothing went wrong."""
-        return self.done() and self._error is None
+    def nothing(cls, path: str) -> "BackgroundSave":
+        """A save that has ended without writing anything, because saving is turned off."""
+        save = cls(path)
+        save.report = SaveReport(path, 0, 0, 0.0)
+        save._committed.set()
+        save._finished.set()
+        return save
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
         if not self._finished.is_set and self._process != os.getpid():
             raise ProcessError(
-                f"the save to {self.path} is made by the process that this one was forked from (its id is "
-                f"{self._process}); only that process can wait for it"
+                f"the save to {self.path} runs in process {self._process}, from which this process was forked; "
+                "only that process can wait for it"
             )
-        ended = self._thread is not None and _has_ended(self._thread)
+        ended = self._thread is not None and _has_ended(self._thread)  # looked at first: then it has set what it sets
         if ended and not self._finished.is_set:
-            self._end(None, RuntimeError(f"the thread of the save to {self.path} ended before the save did"))
+            if not self._committed.is_set:
+                self._settle(None, RuntimeError(f"the thread of the save to {self.path} ended before the save did"))
+            self._finished.set()
         return self._finished.is_set
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has ended and there is nothing to raise."""
+        return self.done() and self.error is None and not self._callback_errors
+
     def wait(self, timeout: float | None = None) -> SaveReport:
-        """Block until the save is durable; raises what went wrong, or `TimeoutError` (the save then goes on)."""
+        # A callback waits for commits only: two callbacks could wait for each other, or one for itself.
+        inside = is_inside_callback()
+        latch = self._committed if inside else self._finished
         until = None if timeout is None else time.monotonic() + timeout
-        while not self.done():
+        while not self.done() and not latch.is_set:
             left = LOOK if until is None else min(until - time.monotonic(), LOOK)
             if left <= 0:
                 raise TimeoutError(f"the save to {self.path} is still running after {timeout} s")
-            self._finished.wait(left)
+            latch.wait(left)
+        if self.error is not None:
+            _unwaited.discard(self)
+            raise self.error
+        if not inside:
+            self._raise_callback_error()
+        assert self.report is not None
+        return self.report
+
+    def _raise_callback_error(self) -> None:
         _unwaited.discard(self)
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None
-        return self._report
+        try:
+            error = self._callback_errors.pop()
+        except IndexError:
+            return
+        raise error
 
-    @property
-    def report(self) -> SaveReport | None:
-        """What the save took; None until it has ended well."""
-        return self._report
+    def start(
+        self,
+        outer: Scope,
+        scope: Scope,
+        work: Callable[[], SaveReport],
+        callback: Callback | None = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run `work` on a new thread, then `callback`, then `after`.
 
-    def start(self, scope: Scope, work: Callable[[], SaveReport], after: Callable[[], None] = lambda: None) -> None:
-        """Run `work` on a thread of its own, which keeps the program alive until it is done; then `after`.
-
-        The thread takes over the scope, and `work` closes it.
+        The thread takes over both scopes: `scope`, which is closed after `work`, and `outer`, which holds the callback.
         """
-        run = threading.Thread(target=self._run, args=(scope, work, after), name="shardkeep-save", daemon=False)
+        arguments = (outer, scope, work, callback, after)
+        run = threading.Thread(target=self._run, args=arguments, name="shardkeep-save", daemon=False)
         self._thread = run
+        outer.give_to(run)
         scope.give_to(run)
         run.start()
 
-    def _run(self, scope: Scope, work: Callable[[], SaveReport], after: Callable[[], None]) -> None:
+    def _run(
+        self,
+        outer: Scope,
+        scope: Scope,
+        work: Callable[[], SaveReport],
+        callback: Callback | None,
+        after: Callable[[], None],
+    ) -> None:
         report, error = None, None
-        try:
-            with scope:
-                if not scope.take_over():
-                    return  # an interrupt ended `save_async`, which has cleaned up
-                report = work()
-        except BaseException as raised:  # noqa: BLE001  (raised by wait)
-            error = raised
-            _forget_frames(error)
-            scope.end(failed=True)  # in case the block was not even entered
-        del work  # the error's traceback keeps this frame, which must not keep the snapshot
-        self._end(report, error)
+        with outer:
+            if not outer.take_over():
+                return  # an interrupt ended `save_async`, which has cleaned up
+            try:
+                with scope:
+                    if not scope.take_over():
+                        return
+                    report = work()
+            except BaseException as raised:  # noqa: BLE001  (raised by wait)
+                error = raised
+                _forget_frames(error)
+                scope.end(failed=True)  # in case the block was not even entered
+            del work  # the error's traceback keeps this frame, which must not keep the snapshot
+            self._settle(report, error)
+            if callback is not None and error is None:
+                self._note(callback.run(BaseException))
+        self._finished.set()
         after()
 
-    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+    def _settle(self, report: SaveReport | None, error: BaseException | None) -> None:
         if error is not None:
-            self._error = error
+            self.error = error
             _unwaited.add(self)
-            log.error("shardkeep: the save to %s failed: %s", self.path, error)
+            log.error("the save to %s failed: %s", self.path, error)
             sweep()
-        self._report = report
+        self.report = report
         self.mention_exit(ended=True)
-        self._finished.set()
+        self._committed.set()
+
+    def _note(self, error: CallbackError | None) -> None:
+        """Log what the callback raised, and keep it for the first wait."""
+        if error is not None:
+            log.error("%s", error)
+            self._callback_errors.append(error)
+            _unwaited.add(self)
 
     def mention_exit(self, ended: bool = False) -> None:
-        """Say once that the program is being kept alive, and once that it is not any more."""
+        """Log once that the program is being kept alive, and once that the save has ended."""
         if threading.main_thread().is_alive():
             return
         if not self._mentioned:
             self._mentioned = True
-            log.warning("shardkeep: the program has ended; finishing the save to %s first", self.path)
-        if ended and self._error is None:
-            log.warning("shardkeep: the save to %s is finished", self.path)
+            log.warning("the program has ended; finishing the save to %s first", self.path)
+        if ended and self.error is None:
+            log.warning("the save to %s is finished", self.path)
+
+    def describe(self) -> str:
+        """Its state in a few words."""
+        if self.error is not None:
+            return f"failed: {type(self.error).__name__}"
+        if not self._committed.is_set:
+            return "running"
+        return "done" if self._finished.is_set else "saved, callback pending"
+
+    def unraised(self) -> str:
+        """What nobody has asked about."""
+        if self.error is not None:
+            return f"the save to {self.path} FAILED and nobody waited for it: {self.error}"
+        return f"{self._callback_errors[0]} (nobody waited for this save)" if self._callback_errors else ""
+
+
+class PendingSave:
+    """A save in the background, as `save_async` returns it.
+
+    The save finishes whether or not anyone waits for it, and even if the program ends first.
+
+    Attributes:
+        path: Where the checkpoint goes.
+        report: The `SaveReport`, once the checkpoint is committed. None while the save is running, and if it failed.
+
+    >>> import numpy as np, shardkeep
+    >>> pending = shardkeep.save_async(tmp / "step_1", {"w": np.ones(3)})
+    >>> report = pending.wait()
+    >>> pending.done(), pending.succeeded(), pending.report is report
+    (True, True, True)
+    """
+
+    __slots__ = ("__weakref__", "_save")
+
+    def __init__(self, save: BackgroundSave) -> None:
+        self._save = save
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint goes."""
+        return self._save.path
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The `SaveReport`, once the checkpoint is committed. None while the save is running, and if it failed."""
+        return self._save.report
+
+    def done(self) -> bool:
+        """Whether the save has ended, successfully or not, and its callback, if it has one, has run."""
+        return self._save.done()
+
+    def succeeded(self) -> bool:
+        """Whether the save has ended and the checkpoint is committed. What a callback raised does not change that."""
+        return self._save.done() and self._save.error is None
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Block until the checkpoint is committed and the callback, if there is one, has run.
+
+        Called inside a commit callback, it waits for the commit only.
+
+        Args:
+            timeout: The most seconds to wait. None waits as long as it takes.
+
+        Returns:
+            The report of the save.
+
+        Raises:
+            TimeoutError: The save is still running. It goes on.
+            CallbackError: The checkpoint is committed, but the callback raised something. The first call raises
+                this; later ones return the report.
+            ShardkeepError: Whatever went wrong with the save. Every call raises it.
+        """
+        return self._save.wait(timeout)
 
     def __repr__(self) -> str:
-        state = "running" if not self._finished.is_set else "failed" if self._error else "done"
-        return f"<PendingSave {self.path!r} {state}>"
+        return f"<PendingSave {self.path!r}: {self._save.describe()}>"
 
 
 def _has_ended(thread: threading.Thread) -> bool:
@@ -131,12 +245,12 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-_unwaited: set[PendingSave] = set()
+_unwaited: set[BackgroundSave] = set()
 os.register_at_fork(after_in_child=_unwaited.clear)
 
 
 @atexit.register
 def report_unwaited() -> None:
     """At the end of the program: failures that nobody asked about."""
-    for pending in list(_unwaited):
-        log.error("shardkeep: the save to %s FAILED and nobody waited for it: %s", pending.path, pending._error)  # pyright: ignore[reportPrivateUsage]
+    for save in list(_unwaited):
+        log.error("%s", save.unraised())

@@ -1,4 +1,4 @@
-"""From host memory to what the caller gets: arrays on their devices, then functions, callbacks and casts."""
+"""Loaded arrays from host memory to their devices, then functions, callbacks and casts."""
 
 import logging
 import math
@@ -20,6 +20,8 @@ from shardkeep.forks import refuse_without_jax
 from shardkeep.formats.zarr import read_zarr
 from shardkeep.manifest import Tree
 from shardkeep.memory import Array, aligned_empty, budget
+from shardkeep.moving import move
+from shardkeep.perprocess import KIND, Rows
 from shardkeep.planning import Fetch, plan_read
 from shardkeep.processes import ALONE, Operation
 from shardkeep.progress import Bar, Progress
@@ -27,6 +29,7 @@ from shardkeep.reading import Source, Target, read_targets
 from shardkeep.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.together import compare
+from shardkeep.tree import name_leaf
 from shardkeep.values import show
 from shardkeep.workers import Crew
 
@@ -34,18 +37,18 @@ log = logging.getLogger("shardkeep")
 
 try:
     from jax._src.interpreters.pxla import batched_device_put as _batched
-except ImportError:  # a JAX that has it elsewhere
+except ImportError:  # this JAX has it elsewhere
     _batched = None
 batched_device_put: Any = _batched
 
-_SMALL = 1 << 20  # a piece of which every shard is cut when it is in memory
-_SENT = 64 << 20  # how much is sent to other processes at a time
+_SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
+_SENT = 64 << 20  # bytes sent to other processes at a time
 
 
 def read_leaves(
     store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, operation: Operation = ALONE
 ) -> list[Any]:
-    """The values of the leaves, in order; at most `in_flight` of them under way at once."""
+    """The values of the leaves, in order. At most `in_flight` of them are read at once."""
     read_once = request.read_once and operation.size > 1
     step = request.in_flight or (1 if read_once else max(len(wanted), 1))
     values: list[Any] = []
@@ -76,7 +79,7 @@ def _read(
     progress: Progress,
     whole: bool = False,
 ) -> list[Target | None]:
-    """The data of each array in host memory, checked; None for plain values. `whole`: all of it, not what is needed."""
+    """The checked data of each array in host memory; None for plain values. `whole` reads more than is needed here."""
     targets: list[Target] = []
     fetches: list[Fetch] = []
     slots: list[Target | None] = []
@@ -89,16 +92,16 @@ def _read(
         targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
         slots.append(targets[-1])
     crew.run(lambda t=target: read_zarr(store, t) for target in targets if target.leaf.kind == "zarr")
-    mapped = store.remote or (request.mapped and store.mappable)
+    mapped = store.remote or (request.mmap and store.mappable)
     source = Source(store, tree.files, tree.compression, request.verify, mapped)
     read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots
 
 
 def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operation: Operation) -> list[Target | None]:
-    """What the leader has read, on every process: each keeps the regions it needs."""
+    """The data that the leader has read, sent to every process. Each keeps the regions it needs."""
     operation.gather(None)
-    operation.share()  # only once it is read, and all are here, does anyone enter a collective to be left alone in it
+    operation.share()  # no process enters a collective before the data is read and all of them are ready
     targets: list[Target | None] = []
     for number, w in enumerate(wanted):
         if w.stored.spec is None:
@@ -112,7 +115,9 @@ def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operat
                 for start in range(0, raw.size, _SENT)
             ]
         except JaxRuntimeError as error:
-            raise ProcessError(f"another process ended while arrays were sent to all ({error})") from error
+            raise ProcessError(
+                f"another process ended while arrays were being sent to all processes ({error})"
+            ) from error
         memory = aligned_empty(raw.size)
         for start, part in zip(range(0, raw.size, _SENT), parts, strict=True):
             memory[start : start + part.size] = part
@@ -123,7 +128,7 @@ def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operat
 
 
 def _stays_on_host(w: Wanted) -> bool:
-    """Whether the caller gets a NumPy array to write to, which must not be a mapped file."""
+    """Whether the caller gets a NumPy array, which is writable and therefore must not be a mapped file."""
     assert w.stored.spec is not None
     return w.as_numpy or stays_numpy(w.stored.spec.dtype)
 
@@ -131,18 +136,20 @@ def _stays_on_host(w: Wanted) -> bool:
 def _regions(w: Wanted) -> Sequence[Region]:
     """The regions of a leaf that this process needs, each once."""
     assert w.stored.spec is not None
+    if w.stored.kind == KIND and w.process is not None:
+        return [_rows(w).region(w.process)]
     shape = w.stored.spec.shape
     sharding = w.place.sharding
     if sharding is None or isinstance(sharding, SingleDeviceSharding) or w.shape is not None or _stays_on_host(w):
         return [Region.whole(shape)]
-    if len(w.stored.pieces) == 1 and w.stored.pieces[0].length <= _SMALL:  # read and checked as a whole in any case
+    if len(w.stored.pieces) == 1 and w.stored.pieces[0].length <= _SMALL:  # it is read and checked as a whole anyway
         return [Region.whole(shape)]
     return _needed(sharding, shape)
 
 
 @lru_cache(maxsize=1024)
 def _needed(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, ...]:
-    """What this process needs of an array of this shape: all its rows as one region, of which its devices get views."""
+    """The regions this process needs of an array of this shape. If they are all of its rows: one region."""
     indices = sharding.addressable_devices_indices_map(shape)
     regions = tuple(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
     rows = all(region.shape[1:] == shape[1:] for region in regions)
@@ -150,14 +157,14 @@ def _needed(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, ...]:
 
 
 def _finish(wanted: Sequence[Wanted], targets: Sequence[Target | None], request: Request) -> list[Any]:
-    """Arrays onto devices, then what is left to do for each."""
+    """Put arrays on their devices, then do the remaining steps for each."""
     values = _onto_devices(wanted, targets)
     jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
     return [_adapt(w, value, request) for w, value in zip(wanted, values, strict=True)]
 
 
 def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) -> list[Any]:
-    """Those that are alike together."""
+    """Values of the leaves, with arrays on their devices. Arrays with the same form are placed together."""
     values: list[Any] = [None] * len(wanted)
     whole: dict[Any, list[int]] = {}
     alike: dict[Any, list[int]] = {}
@@ -184,10 +191,10 @@ def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) ->
 
 
 def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequence[jax.Array]:
-    """Arrays of one shape and type onto the devices of one sharding.
+    """Put arrays of one shape and dtype on the devices of one sharding.
 
-    The first is made by JAX's public functions, and so is everything that it has in common with the others. Those are
-    made from it by what these functions end in, in a quarter of the time; if this JAX has no such thing, as the first.
+    JAX's public functions place the first. The others use the internal function behind them with what is known from
+    the first, which takes a quarter of the time; if this JAX does not have it, they are placed like the first.
     """
     one = sharding is None or isinstance(sharding, SingleDeviceSharding)
 
@@ -206,13 +213,13 @@ def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequen
             batched_device_put(first.aval, first.sharding, pick(target), devices, cast(Any, first).committed)
             for target in rest
         ]
-    except TypeError:  # it takes other arguments now
+    except TypeError:  # this JAX has another signature
         return [first, *publicly(rest)]
     return [first, *more]
 
 
 def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Target], list[Any]]]:
-    """The devices of a sharding here, and what gives the part for each of them of a target that is like this one."""
+    """The local devices of a sharding, and a function that gives their parts of a target with the same form."""
     assert like.leaf.spec is not None
     shape = like.leaf.spec.shape
     indices: Any = sharding.addressable_devices_indices_map(shape)
@@ -226,7 +233,7 @@ def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Targe
 
 
 def _put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax.Array]:
-    """Host arrays onto their devices; those of other processes get theirs from these, without a word between them."""
+    """Put host arrays on their devices. Each process fills its own devices, without communication."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(list(arrays), sharding)
     return [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i], dtype=a.dtype) for a in arrays]
@@ -258,8 +265,10 @@ def _assemble(target: Target, sharding: Sharding) -> jax.Array:
 
 
 def _adapt(w: Wanted, value: Any, request: Request) -> Any:
-    """The last steps of one leaf: key data to keys, byte order, check, function, callback, cast, template's kind."""
+    """The last steps for one leaf: check, PRNG keys, function, callback, cast, byte order, kind of the template."""
     is_array = w.stored.spec is not None
+    if w.stored.kind == KIND:
+        return _decode(w, value)
     if is_array and request.check is not None:
         request.check(w.stored, value)
     if w.stored.kind == "prng":
@@ -275,15 +284,28 @@ def _adapt(w: Wanted, value: Any, request: Request) -> Any:
     return value if w.like is None else _like(w.like, value, w.stored.key)
 
 
+def _rows(w: Wanted) -> Rows:
+    assert w.stored.spec is not None
+    return Rows.stored(w.stored.extra["lengths"], w.stored.spec)
+
+
+def _decode(w: Wanted, data: Array) -> Any:
+    """What a `PerProcess` leaf holds: the value of one process, or the list of all."""
+    rows, key = _rows(w), name_leaf(w.stored.path)
+    if w.process is not None:
+        return rows.decode(w.process, data, key)
+    return [rows.decode(i, data[rows.region(i).slices], key) for i in range(len(rows.lengths))]
+
+
 def _as_keys(data: Any, w: Wanted) -> Any:
     try:
         return jax.random.wrap_key_data(data, impl=w.stored.extra["impl"])
     except (ValueError, TypeError) as error:
-        raise IntegrityError(f"leaf {w.stored.key!r} holds no PRNG keys that JAX knows: {error}") from error
+        raise IntegrityError(f"leaf {w.stored.key!r} does not hold PRNG keys that this JAX can use: {error}") from error
 
 
 def _settled(w: Wanted, value: Array) -> Any:
-    """A host array in the byte order it was saved with; or, if a cast made it fit for JAX, on its devices."""
+    """A host array in its saved byte order, or on its devices if JAX can hold it after a cast."""
     if not w.as_numpy and not stays_numpy(value.dtype):
         return _put_all([value], w.place.sharding)[0]
     if w.stored.extra.get("order") and w.dtype is None:
@@ -292,28 +314,35 @@ def _settled(w: Wanted, value: Array) -> Any:
 
 
 def apply_function(function: Callable[[Any], Any], array: Any) -> Any:
-    """A callable sharding: a returned `Sharding` is applied, anything else is the result."""
+    """Apply a function from `shardings`. If it returns a `Sharding`, that is applied; else it returns the result."""
     result = function(array)
-    return jax.device_put(array, result) if isinstance(result, Sharding) else result
+    if not isinstance(result, Sharding):
+        return result
+    stays = isinstance(array, np.ndarray) and stays_numpy(array.dtype)  # JAX would truncate it
+    return array if stays else move(array, result)
 
 
 def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
-    """Cast within one kind (float to float, integer to integer); an integer that does not fit is a `ValueError`."""
+    """Cast within one kind (float to float, integer to integer). `ValueError` if an integer does not fit."""
     if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
         return array
     if kind_of(dtype) == "int" and array.size:
-        # Each process looks at its own: one that fails tells the others, and nobody waits in a computation for it.
+        # Each process checks its own shards, so that a failure is an error on all of them instead of a hang.
         spread = isinstance(array, jax.Array) and not array.is_fully_addressable
         for part in [shard.data for shard in array.addressable_shards] if spread else [array]:
             check_fits(int(part.min()), int(part.max()), dtype, key)
     if isinstance(array, jax.Array) and stays_numpy(dtype):
-        log.warning("shardkeep: leaf %r as %s is NumPy: set jax_enable_x64 to have it on devices", key, dtype.name)
+        log.warning(
+            "leaf %r is a NumPy array, because JAX does not hold %s; set jax_enable_x64 to get a JAX array",
+            key,
+            dtype.name,
+        )
         return np.asarray(array).astype(dtype)
     return array.astype(dtype)
 
 
 def _like(like: Any, value: Any, key: str) -> Any:
-    """A plain value as a 0-d array like the template's, or the other way round; one that does not fit is refused."""
+    """A plain value as a 0-d array like the template's, or the reverse. `ValueError` if an integer does not fit."""
     if isinstance(like, np.generic):
         return cast_array(value, like.dtype, key)[()]
     if not hasattr(like, "dtype"):
@@ -326,14 +355,14 @@ def _like(like: Any, value: Any, key: str) -> Any:
 
 
 def check_fits(low: int, high: int, dtype: np.dtype[Any], key: str) -> None:
-    """`ValueError` unless an integer type holds both numbers."""
+    """`ValueError` unless an integer dtype can hold both numbers."""
     limits = jax.numpy.iinfo(dtype)
     if low < int(limits.min) or high > int(limits.max):
         raise ValueError(f"leaf {key!r} holds {show(low)} to {show(high)}, which does not fit {dtype.name}")
 
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX, as it is set up now, cannot hold arrays of this type without changing them."""
+    """Whether JAX, as it is configured now, cannot hold arrays of this dtype without changing them."""
     if dtype in _WIDE:
         return not cast(Any, jax.config).jax_enable_x64
     return not _is_known_to_jax(dtype)
@@ -358,8 +387,8 @@ def _warn_numpy(wanted: Sequence[Wanted], values: Sequence[Any]) -> None:
     keys = [w.stored.key for w, v in arrays if w.like is None and stays_numpy(v.dtype)]
     if keys:
         log.warning(
-            "shardkeep: %d arrays (%s%s) are NumPy, unchanged, as JAX cannot hold them; for 64-bit set jax_enable_x64",
-            len(keys),
-            ", ".join(keys[:5]),
+            "%s loaded as NumPy, unchanged, because JAX cannot hold the dtype: %s%s. Set jax_enable_x64 for 64 bits",
+            "1 array is" if len(keys) == 1 else f"{len(keys):,} arrays are",
+            ", ".join(map(repr, keys[:5])),
             ", …" if len(keys) > 5 else "",
         )

@@ -1,4 +1,4 @@
-"""What goes where: pure values, made before a byte is written or read."""
+"""Plans of what is written and read: plain values, made before any byte is written or read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,16 +9,16 @@ from shardkeep.manifest import DataFile, Piece, StoredLeaf, Tree
 from shardkeep.processes import LEADER
 from shardkeep.records import record
 from shardkeep.sharing import SMALL, Share
-from shardkeep.tree import Path, Skeleton, join_key
+from shardkeep.tree import Path, Skeleton, show_key
 from shardkeep.workers import collector
 
 
 @record
 class LeafPlan:
-    """A leaf as it will be recorded. For an array, `held` are the regions this process has staged, in that order.
+    """A leaf as it will be recorded. For an array, `held` are the regions that this process has staged, in order.
 
-    Where several processes save together, `shares` says which of them writes which region; and `common` that each of
-    them has the whole array, which must be the same everywhere.
+    If several processes save together, `shares` says which of them writes which region. `common` means that each of
+    them has the complete value, which must be the same on all.
     """
 
     path: Path
@@ -33,12 +33,12 @@ class LeafPlan:
 
     @property
     def key(self) -> str:
-        return join_key(self.path)
+        return show_key(self.path)
 
 
 @record
 class PiecePlan:
-    """A Region to be stored, and the staged shards it is made of: (shard number, its region)."""
+    """A Region to store, and the staged shards it consists of: (number of the shard, its region)."""
 
     leaf: int
     region: Region
@@ -49,13 +49,13 @@ class PiecePlan:
     writer: int = LEADER
 
     def placed(self, offset: int, name: str) -> "PiecePlan":
-        """The same piece in its place. (`dataclasses.replace` takes three times as long, for thousands of them.)"""
+        """The same piece with its offset and name. (`dataclasses.replace` takes three times as long.)"""
         return PiecePlan(self.leaf, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A file to be written: the bytes at its start, then its pieces. `size` is None if compression decides it."""
+    """A file to write: its header, then its pieces. `size` is None if it depends on compression."""
 
     name: str
     header: bytes
@@ -66,7 +66,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is known of a save when it begins."""
+    """What is known about a save when it begins."""
 
     save_id: str
     prefix: str
@@ -74,6 +74,7 @@ class Draft:
     metadata: dict[str, Any]
     created: str
     indexed: bool = True
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class SavePlan:
     directory: str = ""
 
     def files_of(self, writer: int) -> list[FilePlan]:
-        """What one of the processes writes."""
+        """The files that one of the processes writes."""
         return [file for file in self.files if file.writer == writer]
 
     @property
@@ -98,12 +99,12 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be written, at most."""
+        """An upper bound on the bytes that will be written."""
         return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
 
     @collector.paused()
     def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
-        """The Tree to be committed, now that sizes and digests are known."""
+        """The Tree to commit, once sizes and digests are known."""
         pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
         files: list[DataFile] = []
         for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
@@ -126,12 +127,13 @@ class SavePlan:
             created=draft.created,
             compression=self.compression,
             indexed=draft.indexed,
+            step=draft.step,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What writing a file told: its size, the digest of its header, the block digests of each piece."""
+    """What is known about a written file: its size, the digest of its header, the block digests of each piece."""
 
     size: int
     header_digest: str
@@ -141,14 +143,14 @@ class WrittenFile:
 def plan_pieces(
     leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
 ) -> list[PiecePlan]:
-    """The pieces to store: shards as they are held, split where the format wants it; arrays of `whole` bytes whole."""
+    """The pieces to store: the staged shards, split as the format requires. Arrays up to `whole` bytes stay whole."""
     pieces: list[PiecePlan] = []
     for number, leaf in enumerate(leaves):
         if leaf.spec is None:
             continue
         held = [(leaf.first_held + i, region) for i, region in enumerate(leaf.held)]
         itemsize = leaf.spec.dtype.itemsize
-        uneven = len({region.shape for _, region in held}) > 1  # never seen from JAX; a zarr grid could not hold it
+        uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
         if leaf.shares:
             for region, writer in leaf.shares:
                 sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
@@ -166,28 +168,28 @@ def plan_pieces(
 
 @record
 class Fetch:
-    """A piece to be read, and where its data goes: (target number, the part they have in common)."""
+    """A piece to read, and where its data goes: (number of the target, the region they have in common)."""
 
     leaf: int
     piece: Piece
     targets: tuple[tuple[int, Region], ...]
-    band: int | None = None  # bytes of the band of the piece that is read, where not all of it
+    band: int | None = None  # the bytes to read, if only a band of the piece is read
 
     @property
     def nbytes(self) -> int:
-        """Memory that reading it takes."""
+        """The memory needed to read it."""
         return self.piece.length if self.band is None else self.band
 
     @property
     def parts(self) -> list[Region]:
-        """The parts of the piece that are needed, counted from the piece's own start."""
+        """The parts of the piece that are needed, relative to its start."""
         return list(dict.fromkeys(common.within(self.piece.region) for _, common in self.targets))
 
 
 def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[Fetch]:
-    """Which pieces, and which parts of them, fill the target regions: nothing else will be read.
+    """The pieces, and the parts of them, that fill the target regions. Nothing else is read.
 
-    Two targets are the same region, or have nothing in common, as the shards of an array.
+    Targets are equal or disjoint, as the shards of an array are.
     """
     if len(leaf.pieces) == len(targets) == 1 and leaf.pieces[0].region == targets[0] and leaf.pieces[0].length:
         return [Fetch(number, leaf.pieces[0], ((0, targets[0]),))]
@@ -206,7 +208,7 @@ def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[
 
 
 def split_fetch(fetch: Fetch, limit: int) -> list[Fetch]:
-    """A piece too large for the memory that may be used, read in bands along its first axis that has any extent."""
+    """The bands, along its first axis longer than 1, in which a piece larger than `limit` is read."""
     region = fetch.piece.region
     axis = next((i for i, n in enumerate(region.shape) if n > 1), None)
     if fetch.piece.length <= limit or fetch.piece.stored is not None or axis is None:
@@ -225,7 +227,7 @@ def split_fetch(fetch: Fetch, limit: int) -> list[Fetch]:
 
 
 def plan_steps(fetches: Sequence[Fetch], limit: int) -> list[list[Fetch]]:
-    """Fetches in order, in steps whose pieces together stay within `limit` bytes (a larger piece stands alone)."""
+    """Fetches in order, grouped so that the pieces of a group have at most `limit` bytes (or are a single piece)."""
     steps: list[list[Fetch]] = []
     filled = 0
     for fetch in fetches:

@@ -1,43 +1,42 @@
-"""The JAX processes that save or load together, and how they agree.
+"""The JAX processes that save or load together, and how they communicate.
 
-All of it is keys and values on the coordination service that JAX already runs: no device takes part, so a save in the
-background never meddles with the collectives of training. Process 0 is the leader: the others tell it their part,
-it decides, and they read its answer. Whoever waits also looks for errors of others and for their signs of life:
+They exchange keys and values through the coordination service that JAX already runs. No device is involved, so a save
+in the background never interferes with the collectives of training. Process 0 is the leader: the others send it their
+part, it decides, and they read its answer. A process that waits also watches the others for errors and heartbeats:
 
-- a process that fails says so, and all others raise its error, with its index, at once;
-- one that dies or is stopped gives no sign of life any more, and is given up (`SHARDKEEP_PROCESS_SILENCE`, 20 seconds);
-- one that is slow goes on giving signs, and is waited for;
-- one that never made the call is waited for until a deadline (`SHARDKEEP_PROCESS_DEADLINE`, 300 seconds).
+- if a process fails, all others raise its error immediately, with its index;
+- if it dies or is stopped, it sends no more heartbeats and is given up (`SHARDKEEP_PROCESS_SILENCE`, 20 seconds);
+- if it is slow, it keeps sending heartbeats, and the others wait;
+- if it never makes the call, the others wait until a deadline (`SHARDKEEP_PROCESS_DEADLINE`, 300 seconds).
 
-No call to the service takes longer than a process may be silent: the one that runs it may be stopped too.
-The order of calls gives an operation its number, so every process must make the same calls in the same order.
+Calls to the service have the same time limit as heartbeats, since the process that runs it may be stopped too.
+Operations are numbered by the order of calls, so every process must make the same calls in the same order.
 """
 
 import atexit
 import json
 import os
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
-
-from jax._src import distributed
 
 from shardkeep.errors import ProcessError, ShardkeepError, error_named
 from shardkeep.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
 
 
 class Operation:
-    """One save or load, made by every process of the group; of one process where there are no others.
+    """One save or load that every process of the group takes part in. The group may be a single process.
 
-    Use it as a context: whatever is raised inside is raised by the other processes too, as soon as they wait.
+    Use it as a context manager: an error raised inside is also raised by the other processes, as soon as they wait.
 
     >>> with join("save to x") as operation:
     ...     operation.gather(7), operation.share(8)
     ([7], 8)
     """
 
-    over: bool = True  # nobody waits for this process any more, or never did
+    over: bool = True  # no other process is waiting for this one
     _keys: str = ""
 
     def __init__(self, what: str, group: "Group | None" = None) -> None:
@@ -55,7 +54,7 @@ class Operation:
                 raise
 
     def _begin(self, group: "Group") -> None:
-        """Take the next number, and tell the others that this process takes part."""
+        """Take the next number and tell the other processes that this one takes part."""
         self._keys, self.over = group.next_keys(), False
         while not self.leads and group.was_given_up(self._keys, self.index, self.what):
             self._keys = group.next_keys()
@@ -64,7 +63,7 @@ class Operation:
         group.enter(self, self.what, self._keys)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process brings (JSON), in their order, for the leader; nothing for the others."""
+        """Collect a JSON value from every process: a list by process index on the leader, empty on the others."""
         if self._group is None:
             return [value]
         self._round += 1
@@ -74,7 +73,7 @@ class Operation:
         return []
 
     def share(self, value: Any = None) -> Any:
-        """What the leader says (JSON), for all."""
+        """Send a JSON value from the leader to all processes, and return it."""
         if self._group is None:
             return value
         self._round += 1
@@ -89,14 +88,14 @@ class Operation:
             self._group.set(f"{self._keys}/{key}", value)
 
     def _list(self, directory: str) -> list[tuple[str, str]]:
-        """What is there, under names that begin in that directory."""
+        """The keys in a directory, relative to it, and their values."""
         assert self._group is not None
         start = f"{self._keys}/{directory}"
         with doing(self.what):
             return [(key.removeprefix(start), text) for key, text in self._group.list(start)]
 
     def _collect(self, watch: "Watch", value: Any) -> list[Any]:
-        """What every process brought to this round, in their order."""
+        """The values that all processes sent in this round, by process index."""
         found: dict[int, Any] = {LEADER: value}
         lost = None
         while True:
@@ -113,7 +112,7 @@ class Operation:
                 return [found[i] for i in range(self.size)]
             if lost is not None:
                 raise lost
-            lost = watch.look(missing, begun)  # what it said last may have come meanwhile
+            lost = watch.look(missing, begun)  # raised after another look: its last value may have just arrived
 
     def _hear(self, watch: "Watch") -> Any:
         lost = None
@@ -128,7 +127,7 @@ class Operation:
             lost = watch.look([LEADER], {LEADER} if said else set())
 
     def heard(self) -> ShardkeepError | None:
-        """What another process has said went wrong, if one has. What fails here may only be what follows from that."""
+        """The error that another process reported, if any; an error here may only be its consequence."""
         if self._group is None:
             return None
         with suppress(ProcessError):
@@ -138,7 +137,7 @@ class Operation:
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others: now if the service answers, and otherwise as soon as it does."""
+        """Report an error to the other processes: now, or as soon as the service answers again."""
         self.over = True
         if self._group is None or not self._keys:
             return
@@ -162,56 +161,60 @@ class Operation:
         self.over = True
 
     def __del__(self) -> None:
-        # Interrupted before it was entered as a context: the others must not wait for what never comes.
+        # Interrupted before it was entered as a context: the other processes must not wait for it.
         if not self.over and self._keys and self._group is not None:
-            message = f"{self.what}: it was interrupted"
+            message = f"{self.what}: the call was interrupted"
             self._group.unsaid.append(
                 self._as_failed({"process": self.index, "kind": "ProcessError", "message": message})
             )
 
 
 def join(what: str) -> Operation:
-    """Take part in the next operation of the group. Call it in the thread of the caller: the order of calls counts."""
+    """Take part in the group's next operation. Call this in the user's thread: the order of calls must be the same."""
     operation: Operation | None = getattr(_announced, "operation", None)
     if operation is not None:
-        _announced.operation = None  # what is called next is another one
+        _announced.operation = None  # the next call is another operation
         if operation is ALONE or not operation.over:
             if operation.size > 1:
-                operation.what = what  # by now more is known of it
+                operation.what = what  # more is known about it by now
             return operation
+    from jax._src import distributed
+
     client = distributed.global_state.client
     size = distributed.global_state.num_processes or 1
     return ALONE if client is None or size == 1 else Operation(what, _group_of(client, size, what))
 
 
 def _group_of(client: Any, size: int, what: str) -> Group:
-    """This process among the others, of which each client has one."""
+    """The group of processes that a client belongs to."""
+    from jax._src import distributed
+
     if client is _inherited:
         raise ProcessError(
-            f"{what}: this process was forked from one of {size} JAX processes that save and load together, and what "
-            "connects them does not survive a fork. Save and load in the process it was forked from; for workers of "
-            "its own that must, use the start method 'spawn'"
+            f"{what}: this process was forked from one of {size} JAX processes that save and load together, and their "
+            "connection does not survive a fork. Save and load in the parent process, or start the child with "
+            "multiprocessing's 'spawn' method"
         )
-    # No lock: a signal handler that saves may run at any of these lines.
+    # No lock: a signal handler that saves may run between any two of these lines.
     group = _groups.get(id(client)) or _groups.setdefault(
         id(client), Group(client, distributed.global_state.process_id, size)
     )
     for other in list(_groups):
         if other != id(client) and (old := _groups.pop(other, None)) is not None:
-            old.close()  # of an earlier jax.distributed.initialize()
+            old.close()  # it belongs to an earlier jax.distributed.initialize()
     group.live()
     return group
 
 
 @contextmanager
 def announced(what: str) -> Generator[Operation]:
-    """Take part from here on: what is wrong with the arguments is told to the others too. `join` gives this operation.
+    """Take part from here on, so that errors in the arguments reach the other processes too. `join` returns the same.
 
     >>> with announced("saving to x") as operation:
     ...     join("saving to /somewhere/x") is operation
     True
     """
-    before: Operation | None = getattr(_announced, "operation", None)  # if this is called by a signal handler
+    before: Operation | None = getattr(_announced, "operation", None)  # set if a signal handler calls this
     try:
         _announced.operation = None
         with join(what) as operation:
@@ -222,7 +225,7 @@ def announced(what: str) -> Generator[Operation]:
 
 
 def _as_error(record: dict[str, Any]) -> ShardkeepError:
-    """What another process raised, as an error of the same kind here."""
+    """An error that another process reported, as an exception of the same class."""
     kind = error_named(record["kind"])
     if record.get("lost"):
         told = record["message"]
@@ -235,8 +238,18 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
     return error
 
 
+def tell_end_at_exit() -> None:
+    """Have `_end` called at the end of the program, before JAX shuts down: so only once JAX is imported."""
+    global _tells_end
+    if not _tells_end and "jax" in sys.modules:
+        _tells_end = True
+        atexit.register(_end)
+
+
 def _end() -> None:
-    """At the end of the program, also of one that never saved anything: the others need not wait for it."""
+    """When the program exits, even if it never saved anything: the other processes need not wait for it."""
+    from jax._src import distributed
+
     client = distributed.global_state.client
     if client is None or client is _inherited or (distributed.global_state.num_processes or 1) == 1:
         return
@@ -245,9 +258,10 @@ def _end() -> None:
 
 
 def _leave_parent() -> None:
-    """In a forked child: it is not the process that the others know, and cannot speak to them."""
+    """In a forked child: it is not a member of its parent's group and cannot communicate with it."""
     global _inherited
-    _inherited = distributed.global_state.client
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    _inherited = getattr(state, "client", None)
     for group in _groups.values():
         group.forked = True
     _groups.clear()
@@ -255,8 +269,9 @@ def _leave_parent() -> None:
 
 
 ALONE = Operation("")
-_groups: dict[int, Group] = {}  # of the client that JAX has now, by its identity
+_groups: dict[int, Group] = {}  # by the id of JAX's current client
 _inherited: Any = None  # the client of the process this one was forked from
 _announced = threading.local()
 os.register_at_fork(after_in_child=_leave_parent)
-atexit.register(_end)
+_tells_end = False
+tell_end_at_exit()

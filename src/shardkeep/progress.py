@@ -1,4 +1,4 @@
-"""A progress bar for one save or load: bytes, GB/s and the time that remains."""
+"""A progress bar for one save or load: bytes, rate and remaining time."""
 
 import os
 import sys
@@ -6,45 +6,76 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 Progress = Callable[[int], None]
 
+DELAY = 0.5  # seconds before anything is shown; work that takes less shows nothing
+_TINY = 1_000_000  # bytes; totals below this show nothing, however long they take
 _WIDTH, _NARROWEST = 30, 5
-_EVERY = 0.1  # seconds between two drawings
-_NOT_SHOWN = (AttributeError, OSError, ValueError)  # there is no stderr, nobody reads it any more, or it is closed
+_REDRAW = {"terminal": 0.1, "notebook": 0.25}  # seconds between two redraws
+_NOT_SHOWN = (AttributeError, OSError, ValueError)  # stderr is missing, closed, or a pipe without a reader
 
 
 class Bar:
-    """Counts bytes and draws itself on stderr: over and over on a terminal, once at the end elsewhere.
+    """A context manager that counts bytes and shows the progress on stderr.
 
-    Where nothing can be drawn it just counts: nothing fails because nobody is looking.
+    In a terminal or a Jupyter notebook the bar is redrawn a few times a second. Elsewhere, for example in a log file,
+    there is one line at the end. Nothing is shown for totals below 1 MB or for work that takes less than half a second.
+    If stderr cannot be written to, the bar only counts; it never makes a save or load fail.
+
+    Args:
+        label: The text in front of the bar.
+        total: The number of bytes to expect.
+        delay: How many seconds must pass before anything is shown; None means `DELAY`.
+        clock: Returns the current time in seconds.
     """
 
-    def __init__(self, label: str, total: int) -> None:
+    def __init__(
+        self, label: str, total: int, *, delay: float | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._label, self._total, self._done = label, max(total, 1), 0
-        self._started = time.perf_counter()
-        self._drawn = 0.0
-        self._length = 0  # of what is drawn
+        self._delay = DELAY if delay is None else delay
+        self._shown = total >= _TINY
+        self._clock = clock
+        self._started = clock()
+        self._drawn: float | None = None  # when the bar was last drawn
+        self._length = 0  # of the line that is on the screen
         self._lock = threading.Lock()
-        self._live = False
-        with suppress(*_NOT_SHOWN):
-            self._live = sys.stderr.isatty()
+        self._redraw = _REDRAW.get(_kind_of(sys.stderr))
 
     def __call__(self, nbytes: int) -> None:
+        """Count bytes; redraw the bar if it is due."""
         with self._lock:
             self._done += nbytes
-            now = time.perf_counter()
-            if self._live and now - self._drawn > _EVERY:
+            if not self._shown or self._redraw is None:
+                return
+            now = self._clock()
+            if now - self._started >= self._delay and (self._drawn is None or now - self._drawn >= self._redraw):
                 self._drawn = now
-                self._draw("\r" + self._line())
+                self._write("\r" + self._line(self.text))
 
     def text(self, columns: int | None = None) -> str:
-        """The bar as it stands, in so many columns: the bar gets shorter first, then the label loses its beginning."""
-        seconds = max(time.perf_counter() - self._started, 1e-9)
+        """The bar while the work is running, at most `columns` wide.
+
+        Args:
+            columns: The width; None means unlimited. The bar is shortened first, then the start of the label.
+        """
+        seconds = max(self._clock() - self._started, 1e-9)
         share = min(self._done / self._total, 1.0)
-        left = (seconds / share - seconds) if share else 0.0
-        rate = self._done / seconds / 1e9
-        facts = f" {share:4.0%} {self._done / 1e6:,.1f} MB {rate:.2f} GB/s {left:.1f} s left"
+        facts = f" {share:4.0%} {self._done / 1e6:,.1f} MB {_rate(self._done / seconds)}"
+        if 0 < share < 1:
+            facts += f" {max(seconds / share - seconds, 0.1):,.1f} s left"
+        return self._fit(share, facts, columns)
+
+    def final_text(self, columns: int | None = None) -> str:
+        """The bar once the work has ended: the total time and the rate instead of the remaining time."""
+        seconds = max(self._clock() - self._started, 1e-9)
+        share = min(self._done / self._total, 1.0)
+        facts = f" {share:4.0%} {self._done / 1e6:,.1f} MB in {seconds:,.1f} s ({_rate(self._done / seconds)})"
+        return self._fit(share, facts, columns)
+
+    def _fit(self, share: float, facts: str, columns: int | None) -> str:
         label, width = self._label, _WIDTH
         if columns is not None:
             width = max(min(_WIDTH, columns - len(label) - len(facts) - 1), _NARROWEST)
@@ -54,12 +85,12 @@ class Bar:
         text = f"{label} {'█' * filled}{'·' * (width - filled)}{facts}"
         return text if columns is None else text[:columns]
 
-    def _line(self) -> str:
-        """The bar for the terminal as wide as it is now, and blanks over what a longer one left there."""
+    def _line(self, text_for: Callable[[int | None], str]) -> str:
+        """A text that fits the terminal, padded with blanks to cover the previous line."""
         columns = None
         with suppress(*_NOT_SHOWN):
             columns = os.get_terminal_size(sys.stderr.fileno()).columns - 1
-        text = self.text(columns if columns and columns > 0 else None)
+        text = text_for(columns if columns and columns > 0 else None)
         blanks, self._length = max(self._length - len(text), 0), len(text)
         return text + " " * blanks
 
@@ -67,9 +98,31 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._draw(("\r" + self._line() if self._live else self.text()) + "\n")
+        if self._shown and (self._drawn is not None or self._clock() - self._started >= self._delay):
+            live = self._redraw is not None
+            self._write(("\r" + self._line(self.final_text) if live else self.final_text()) + "\n")
 
-    def _draw(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         with suppress(*_NOT_SHOWN):
             sys.stderr.write(text)
             sys.stderr.flush()
+
+
+def _rate(bytes_per_second: float) -> str:
+    """
+    >>> _rate(2.345e9), _rate(1.25e7)
+    ('2.35 GB/s', '12.5 MB/s')
+    """
+    if bytes_per_second >= 1e8:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.1f} MB/s"
+
+
+def _kind_of(stream: Any) -> str:
+    """ "terminal", "notebook" (the stream of a Jupyter kernel) or "other"."""
+    kernel = sys.modules.get("ipykernel.iostream")
+    if kernel is not None and isinstance(stream, kernel.OutStream):
+        return "notebook"
+    with suppress(*_NOT_SHOWN):
+        return "terminal" if stream.isatty() and os.environ.get("TERM") != "dumb" else "other"
+    return "other"

@@ -1,4 +1,4 @@
-"""Files to host memory: only the blocks that are needed, each checked against its digest before anyone sees it."""
+"""Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
 import errno
 import io
@@ -22,15 +22,15 @@ from shardkeep.workers import Crew, Task
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _PART = 16 << 20
 _STEP = 256 << 20
-_NEAR = 4 << 10  # pieces no further apart are brought in together
-_REQUEST = 1 << 20  # a request to a bucket costs about as much as reading this
+_NEAR = 4 << 10  # pieces no further apart are read ahead together
+_REQUEST = 1 << 20  # a request to a bucket takes about as long as reading this
 
-Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and where in the file that starts
+Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and the offset at which it starts
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A saved tree to read from."""
+    """The files of a saved tree."""
 
     store: Store
     files: Sequence[DataFile]
@@ -40,28 +40,39 @@ class Source:
     places: dict[int, str] = field(default_factory=dict[int, str])
 
     def where(self, number: int) -> str:
-        """A file of the tree, for messages."""
+        """The path or URL of a file, for messages."""
         if number not in self.places:
             self.places[number] = self.store.locate(self.files[number].name)
         return self.places[number]
 
     def open(self, number: int, key: str) -> StoredFile:
-        """A file of the tree, present and of the right size."""
+        """A file of the tree that holds data of a leaf. It is there and has its size."""
+        try:
+            return self.open_file(number)
+        except MissingDataError as error:
+            raise MissingDataError(f"leaf {key!r}: {error}") from None
+        except IntegrityError as error:
+            raise IntegrityError(f"leaf {key!r}: {error}") from None
+
+    def open_file(self, number: int) -> StoredFile:
+        """A file of the tree. `MissingDataError` or `IntegrityError` if it is missing or does not have its size."""
         record = self.files[number]
         where = self.where(number)
         try:
             file = self.store.open(record.name)
         except (FileNotFoundError, NotADirectoryError):
-            raise MissingDataError(f"leaf {key!r}: the file {where} is missing") from None
-        if file.size != record.size:
-            file.close()
-            raise IntegrityError(f"leaf {key!r}: {where} has {file.size:,} bytes, it was saved with {record.size:,}")
-        return file
+            raise MissingDataError(f"{where} is missing") from None
+        if file.size == record.size:
+            return file
+        file.close()
+        if file.size < record.size:
+            raise IntegrityError(f"{where} is truncated: it has {file.size:,} of {record.size:,} bytes")
+        raise IntegrityError(f"{where} has {file.size:,} bytes instead of {record.size:,}")
 
 
 @dataclass(slots=True)
 class Target:
-    """Where a leaf's data goes: its regions, and an array for each once it is filled. `own`: not a mapped file."""
+    """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
 
     leaf: StoredLeaf
     regions: Sequence[Region]
@@ -73,7 +84,7 @@ class Target:
         return self.regions[number].size * self.leaf.spec.dtype.itemsize
 
     def take(self, number: int, memory: Array) -> None:
-        """Use this memory for one of the regions."""
+        """Use this memory for a region."""
         assert self.leaf.spec is not None
         self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
 
@@ -81,7 +92,7 @@ class Target:
 def read_targets(
     source: Source, targets: Sequence[Target], fetches: Sequence[Fetch], budget: int, crew: Crew, progress: Progress
 ) -> None:
-    """Fill every target. Pieces are read in steps so that, beside the targets, memory stays within the budget."""
+    """Fill every target. Pieces are read in steps, so that memory beyond the targets stays within the budget."""
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
@@ -92,7 +103,7 @@ def read_targets(
         maps = _map_files(source, step, targets)
         read = [(fetch, _goes_whole(fetch, targets, alone)) for fetch in step if not _is_mapped(fetch.piece, maps)]
         staying = Slabs(fetch.piece.length for fetch, whole in read if whole)
-        passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # so that it can go, too
+        passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # freed after this step
         into = {id(fetch): staying if whole else passing for fetch, whole in read}
         units = [_Unit(source, f, targets[f.leaf], maps, into.get(id(f), passing), progress) for f in step]
         _deliver(units, alone)
@@ -103,14 +114,14 @@ def read_targets(
 
 
 def _goes_whole(fetch: Fetch, targets: Sequence[Target], alone: set[tuple[int, int]]) -> bool:
-    """Whether the piece is just what its only target wants: then it is read into its final place."""
+    """Whether the piece is exactly its only target, so that it can be read into its final place."""
     number, common = fetch.targets[0]
     wanted = targets[fetch.leaf].regions[number]
     return len(fetch.targets) == 1 and (fetch.leaf, number) in alone and common == wanted == fetch.piece.region
 
 
 def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
-    """(leaf, target) pairs that one piece fills alone."""
+    """The (leaf, target) pairs that a single piece fills."""
     count: dict[tuple[int, int], int] = {}
     for fetch in fetches:
         for number, _ in fetch.targets:
@@ -119,7 +130,7 @@ def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
 
 
 def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target]) -> Maps:
-    """Mappings (and where in the file they start) of the files this step reads enough of."""
+    """Mappings of the files from which this step reads enough, with the offsets at which they start."""
     if not source.mapped:
         return {}
     spans: dict[int, tuple[int, int, str]] = {}
@@ -141,7 +152,7 @@ def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target])
                 try:
                     maps[number] = file.map(low, high - low, needed.get(number, ())), low
                 except OSError as error:
-                    if error.errno != errno.ENOMEM:  # as many mappings as a process should have: the rest is read
+                    if error.errno != errno.ENOMEM:  # the process has as many mappings as allowed: read the rest
                         raise
     return maps
 
@@ -151,13 +162,13 @@ def _is_mapped(piece: Piece, maps: Maps) -> bool:
 
 
 def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
-    """Ranges of the blocks of a piece that a fetch reads."""
+    """The ranges of blocks of a piece that a fetch reads."""
     assert leaf.spec is not None
     count = block_count(fetch.piece.length)
     if count == 1:
         return [(0, 1)]
     wanted = sum(common.size for common in {common for _, common in fetch.targets})
-    if wanted == fetch.piece.region.size:  # no two targets have a part in common
+    if wanted == fetch.piece.region.size:  # targets do not overlap
         return [(0, count)]
     found: list[tuple[int, int]] = []
     for part in fetch.parts:
@@ -166,7 +177,7 @@ def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
 
 
 class _Unit:
-    """One piece on its way into memory."""
+    """One piece that is being read."""
 
     __slots__ = ("_progress", "_source", "_whole", "copies", "fetch", "mapping", "memory", "piece", "ranges", "target")
 
@@ -176,24 +187,24 @@ class _Unit:
         self.fetch, self.target, self.piece = fetch, target, fetch.piece
         self._source, self._progress = source, progress
         self._whole: Array | None = None
-        self.copies: list[tuple[int, Region]] = []  # parts that cannot be used as they lie: (target number, part)
+        self.copies: list[tuple[int, Region]] = []  # parts that must be copied: (number of the target, part)
         self.mapping = maps[self.piece.file] if _is_mapped(self.piece, maps) else None
         if self.mapping:
             start = self.piece.offset - self.mapping[1]
             self.memory = self.mapping[0].data[start : start + self.piece.length]
         else:
-            if self.piece.length > _PART:  # there and of its size, before much memory is taken for it
+            if self.piece.length > _PART:  # check that it is complete before allocating much memory
                 source.open(self.piece.file, target.leaf.key).close()
             try:
                 self.memory = slabs.take(self.piece.length)
             except (MemoryError, OSError, OverflowError, ValueError) as error:
                 raise IntegrityError(
-                    f"leaf {target.leaf.key!r}: its {self.piece.length:,} bytes cannot be allocated ({error})"
+                    f"leaf {target.leaf.key!r}: cannot allocate memory for {self.piece.length:,} bytes ({error})"
                 ) from error
         self.ranges = self._ranges()
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """The blocks to read, in parts that one task takes on."""
+        """The blocks to read, in ranges of the size of a task."""
         if self.piece.stored is not None:
             return [(0, block_count(self.piece.length))]
         found = needed_blocks(self.fetch, self.target.leaf)
@@ -203,14 +214,14 @@ class _Unit:
         return [(a, min(a + step, last)) for first, last in found for a in range(first, last, step)]
 
     def mapped(self, first: int, last: int) -> tuple[Mapping, int, int] | None:
-        """Where blocks lie in a mapping, which has to bring them in."""
+        """The mapping that holds these blocks, with the range to read ahead; None if the piece is not mapped."""
         if self.mapping is None:
             return None
         low = self.piece.offset - self.mapping[1]
         return self.mapping[0], low + first * BLOCK, low + min(last * BLOCK, self.piece.length)
 
     def read(self, first: int, last: int) -> None:
-        """Bring blocks into memory, unless they are mapped, and check them."""
+        """Read blocks, unless they are mapped, and check them."""
         key, where = self.target.leaf.key, self._source.where(self.piece.file)
         start, end = first * BLOCK, min(last * BLOCK, self.piece.length)
         if not self.mapping:
@@ -228,8 +239,8 @@ class _Unit:
     def is_far(self) -> bool:
         return self._source.store.remote
 
-    def lying(self, common: Region) -> Array:
-        """A part of the piece as it lies in memory."""
+    def view(self, common: Region) -> Array:
+        """A view of a part of the piece."""
         if self._whole is None:
             assert self.target.leaf.spec is not None
             self._whole = self.memory.view(self.target.leaf.spec.dtype).reshape(self.piece.region.shape)
@@ -237,25 +248,25 @@ class _Unit:
             return self._whole
         return self._whole[(*common.within(self.piece.region).slices, ...)]
 
-    def usable_as_it_lies(self, number: int, common: Region) -> Array | None:
-        """This part without a copy, if JAX (or, where the target must own its memory, the user) can have it so."""
+    def usable_view(self, number: int, common: Region) -> Array | None:
+        """A view of this part, if JAX can use it without a copy (or the user, if the target must own its memory)."""
         if common != self.target.regions[number]:
             return None
-        lying = self.lying(common)
+        view = self.view(common)
         private = self.mapping is None and len(self.fetch.targets) == 1
-        aligned = lying.flags.c_contiguous and address_of(lying) % ALIGN == 0
-        return lying if aligned and (private or not self.target.own) else None
+        aligned = view.flags.c_contiguous and address_of(view) % ALIGN == 0
+        return view if aligned and (private or not self.target.own) else None
 
     def copy(self) -> None:
-        """What cannot be used as it lies, to where it belongs."""
+        """Copy the parts that cannot be used in place to their targets."""
         for number, common in self.copies:
             filled = self.target.arrays[number]
             assert filled is not None
-            filled[common.within(self.target.regions[number]).slices] = self.lying(common)
+            filled[common.within(self.target.regions[number]).slices] = self.view(common)
 
 
 def _tasks(units: Sequence[_Unit]) -> list[Task]:
-    """Tasks of a useful size: parts of large pieces, and many small pieces together."""
+    """Tasks of a useful size: parts of large pieces, or many small pieces."""
     large: list[Task] = []
     small: list[tuple[_Unit, int, int]] = []
     tasks: list[Task] = []
@@ -280,29 +291,29 @@ def _tasks(units: Sequence[_Unit]) -> list[Task]:
 def _read_all(ranges: Sequence[tuple[_Unit, int, int]]) -> None:
     spans: list[tuple[Mapping, int, int]] = []
     for unit, first, last in ranges:
-        if (lying := unit.mapped(first, last)) is None:
+        if (span := unit.mapped(first, last)) is None:
             continue
-        mapping, start, end = lying
-        if spans and spans[-1][0] is mapping and 0 <= start - spans[-1][2] <= _NEAR:  # many small ones in one call
+        mapping, start, end = span
+        if spans and spans[-1][0] is mapping and 0 <= start - spans[-1][2] <= _NEAR:  # one call for many small pieces
             spans[-1] = (mapping, spans[-1][1], end)
         else:
-            spans.append(lying)
+            spans.append(span)
     for mapping, start, end in spans:
         mapping.bring_in(start, end)
     for unit, first, last in ranges:
         unit.read(first, last)
         if len(unit.ranges) == 1:
-            unit.copy()  # while it is hot
+            unit.copy()  # while it is in the cache
 
 
 def _deliver(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> None:
-    """Hand over what is usable as it lies; the rest are copies, into memory made before several threads write it."""
+    """Use views where possible. The rest is copied later, into memory that is allocated here, in one thread."""
     lacking: list[tuple[Target, int]] = []
     for unit in units:
         for number, common in unit.fetch.targets:
-            lying = unit.usable_as_it_lies(number, common) if (unit.fetch.leaf, number) in alone else None
-            if lying is not None:
-                unit.target.arrays[number] = lying
+            view = unit.usable_view(number, common) if (unit.fetch.leaf, number) in alone else None
+            if view is not None:
+                unit.target.arrays[number] = view
             else:
                 unit.copies.append((number, common))
                 lacking.append((unit.target, number))
@@ -310,12 +321,12 @@ def _deliver(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> None:
 
 
 def _late_copies(units: Sequence[_Unit]) -> list[Task]:
-    """Copies out of pieces that several threads have read."""
+    """The copies out of pieces that several threads have read."""
     return [unit.copy for unit in units if unit.copies and len(unit.ranges) > 1]
 
 
 def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:
-    """Memory for regions that have none yet."""
+    """Allocate memory for regions that have none."""
     lacking = {(id(target), number): target for target, number in wanted if target.arrays[number] is None}
     slabs = Slabs(target.nbytes(number) for (_, number), target in lacking.items())
     for (_, number), target in lacking.items():
@@ -323,7 +334,7 @@ def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:
 
 
 def _fill_empty(target: Target) -> None:
-    """Regions without elements have no piece."""
+    """Allocate regions without elements, which no piece fills."""
     for number, array in enumerate(target.arrays):
         if array is None:
             assert target.regions[number].size == 0
@@ -341,7 +352,7 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def check_blocks(piece: Piece, first: int, last: int, data: Array, key: str, where: str) -> None:
-    """`IntegrityError` unless the blocks have the digests they were saved with; without digests all is accepted."""
+    """`IntegrityError` unless the blocks match their digests. Pieces without digests are not checked."""
     if piece.digests is None or (last - first == 1 and digest(data.data) == piece.digests[first]):
         return
     for number, start, end in blocks(first, last, piece.length):
@@ -357,13 +368,13 @@ def check_blocks(piece: Piece, first: int, last: int, data: Array, key: str, whe
 def unpack(
     file: StoredFile, piece: Piece, record: DataFile, memory: Array, compression: str | None, key: str, where: str
 ) -> None:
-    """Decode a compressed or bit-packed piece, never beyond the size it was declared with."""
+    """Decode a compressed or bit-packed piece, never beyond its declared size."""
     assert piece.stored is not None
     packed = np.empty(piece.stored, np.uint8)
     _read_exactly(file, piece.offset, packed, where)
     if record.header_digest is not None and compression is not None and digest(packed.data) != record.header_digest:
         raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not match its digest")
-    if compression is None:  # two 4-bit floats in a byte, as other programs write them, the low half first
+    if compression is None:  # two 4-bit floats per byte, the low half first, as other programs write them
         memory[0::2] = packed & 15
         memory[1::2] = packed >> 4
         return
@@ -377,7 +388,7 @@ def unpack(
     except zstandard.ZstdError as error:
         raise IntegrityError(f"leaf {key!r}: {where} is damaged: {error}") from error
     if not complete:
-        raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not hold exactly {piece.length:,} bytes")
+        raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not decompress to {piece.length:,} bytes")
 
 
 def _read_exactly(file: StoredFile, offset: int, buffer: Array, where: str) -> None:

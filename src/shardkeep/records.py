@@ -1,4 +1,4 @@
-"""Values that are made by the thousand: frozen for the type checker, without what that costs when the program runs."""
+"""Dataclasses of which thousands are made: frozen for the type checker, but not at run time, where that is slow."""
 
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform
@@ -8,7 +8,7 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform(frozen_default=True)
 def record(cls: type[_Class]) -> type[_Class]:
-    """A dataclass nobody changes. One that refuses to be changed takes five times as long to make.
+    """Make a class a dataclass that the type checker treats as frozen. A truly frozen one takes five times as long.
 
     >>> @record
     ... class Point:

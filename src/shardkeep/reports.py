@@ -1,36 +1,61 @@
-"""What a save, a load or a check tells when it is done."""
+"""What `save` and `verify` return."""
 
 from dataclasses import dataclass, field
 
 from shardkeep.errors import counted
 
+_MOST_SHOWN = 20  # problems
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class SaveReport:
-    """Where a save went and what it took: bytes and files written, seconds for each phase."""
+    """What a save wrote, and how long it took.
+
+    Attributes:
+        path: Where the checkpoint is.
+        nbytes: Bytes written to the checkpoint's data files.
+        files: The number of these files.
+        seconds: How long the save took, without the time it waited for earlier saves.
+        phases: The seconds of each phase: snapshot, write, sync and commit.
+        share: Bytes that this process wrote, if several processes saved together.
+
+    >>> import numpy as np, shardkeep
+    >>> report = shardkeep.save(tmp / "step_1", {"w": np.zeros(1000)})
+    >>> report.files, report.nbytes >= 8000, list(report.phases)
+    (1, True, ['snapshot', 'write', 'sync', 'commit'])
+    """
 
     path: str
     nbytes: int
     files: int
     seconds: float
-    phases: dict[str, float] = field(default_factory=dict[str, float])  # snapshot, write, sync, commit
-    share: int = 0  # bytes that this process wrote, of several that saved together
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    share: int = 0
 
     @property
     def gb_per_second(self) -> float:
+        """Gigabytes written per second, all phases included."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def __str__(self) -> str:
-        steps = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
-        return (
-            f"{self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, "
-            f"{self.seconds:.3f} s ({self.gb_per_second:.2f} GB/s; {steps})"
-        )
+        steps = [f"{name} {seconds:.3f} s" for name, seconds in self.phases.items()]
+        details = "; ".join(part for part in (rate_of(self.nbytes, self.seconds), ", ".join(steps)) if part)
+        written = f"{self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, {self.seconds:.3f} s"
+        return f"{written} ({details})" if details else written
+
+    def __repr__(self) -> str:
+        return f"<SaveReport {self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, {self.seconds:.3f} s>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
-    """One thing `verify` found: the leaf (None for what belongs to all), the file, and what is wrong."""
+    """One thing that `verify` found.
+
+    Attributes:
+        leaf: The key of the damaged leaf; None if the damage is not in a leaf's data.
+        file: The damaged or missing file.
+        message: What is wrong.
+    """
 
     leaf: str | None
     file: str
@@ -39,20 +64,39 @@ class Problem:
     def __str__(self) -> str:
         return self.message
 
+    def __repr__(self) -> str:
+        return f"<Problem: {self.message}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What `verify` found. `ok` is True (and the report itself is true) if every byte is as it was saved."""
+    """What `verify` found. The report is true (`if report:`) if nothing is wrong.
+
+    Attributes:
+        path: Where the checkpoint is.
+        nbytes: Bytes read.
+        files: The number of files read.
+        seconds: How long it took.
+        unchecked: The number of leaves without digests, which another program wrote.
+        problems: What is wrong, a tuple of `Problem`; empty if nothing is.
+
+    >>> import numpy as np, shardkeep
+    >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros(1000)})
+    >>> report = shardkeep.verify(tmp / "step_1")
+    >>> report.ok, report.problems
+    (True, ())
+    """
 
     path: str
     nbytes: int
     files: int
     seconds: float
-    unchecked: int  # leaves that carry no digests, because another program wrote them
+    unchecked: int
     problems: tuple[Problem, ...]
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is wrong: every stored byte matches its digest."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -60,8 +104,32 @@ class VerifyReport:
 
     def __str__(self) -> str:
         if self.ok:
-            note = f"; no digests for {counted(self.unchecked, 'leaf', 'leaves')}" if self.unchecked else ""
-            whole = f"{self.nbytes:,} bytes in {counted(self.files, 'file')} are as they were saved"
-            return f"{self.path}: {whole}{note}"
-        found = counted(len(self.problems), "problem")
-        return "\n".join([f"{self.path}: {found}", *(f"  {p}" for p in self.problems)])
+            return f"{self.path}: {self._found()}"
+        shown = [f"  {problem}" for problem in self.problems[:_MOST_SHOWN]]
+        more = len(self.problems) - len(shown)
+        if more:
+            shown.append(f"  … and {counted(more, 'more problem')}")
+        return "\n".join([f"{self.path}: {self._found()}", *shown])
+
+    def __repr__(self) -> str:
+        return f"<VerifyReport {self.path}: {self._found()}>"
+
+    def _found(self) -> str:
+        if not self.ok:
+            return counted(len(self.problems), "problem")
+        note = f"; {counted(self.unchecked, 'leaf has', 'leaves have')} no digests" if self.unchecked else ""
+        return f"no problems in {self.nbytes:,} bytes in {counted(self.files, 'file')}{note}"
+
+
+def rate_of(nbytes: int, seconds: float) -> str:
+    """Bytes per second in the unit that suits them; nothing if no time has passed.
+
+    >>> rate_of(3_000_000_000, 2.0), rate_of(16_000, 0.01), rate_of(300, 0.1), rate_of(1, 0.0)
+    ('1.50 GB/s', '1.6 MB/s', '3.0 kB/s', '')
+    """
+    if not seconds:
+        return ""
+    rate = nbytes / seconds
+    if rate >= 1e9:
+        return f"{rate / 1e9:.2f} GB/s"
+    return f"{rate / 1e6:.1f} MB/s" if rate >= 1e6 else f"{rate / 1e3:.1f} kB/s"

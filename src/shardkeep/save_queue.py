@@ -1,4 +1,4 @@
-"""The order of saves: those to one target are made one after another, in the order of the calls."""
+"""The order of saves: saves to one target run one after another, in the order of the calls."""
 
 import os
 from contextlib import suppress
@@ -8,27 +8,28 @@ from shardkeep.scopes import LOOK, Latch, Scope, sweep
 
 
 class QueueEntry:
-    """A save's place in the queue for a target, from `enter` until it is released."""
+    """The place of a save in the queue for a target, from `enter` to `release`."""
 
     def __init__(self, target: str, scope: Scope) -> None:
         self._target, self._scope = target, scope
         self._done = Latch()
 
     def enter(self) -> None:
+        """Join the end of the queue."""
         _queue.append(self)
 
     def wait(self) -> None:
-        """Until all saves to the target that were called earlier have ended."""
+        """Wait until all earlier saves to the target have ended."""
         while ahead := self._ahead():
             for other in ahead:
                 if other._scope.is_below:
                     raise ConflictError(
-                        f"{self._scope.what}: this call would wait forever for another one, {other._scope.what}, which "
-                        "it interrupted: it was made by a signal handler, on the same thread. Nothing was written. In "
-                        "a handler, save to another path, or set a flag and save from the training loop"
+                        f"{self._scope.what}: a signal handler made this call while the same thread was "
+                        f"{other._scope.what}, so waiting for that would never end. Nothing was written. In a signal "
+                        "handler, save to another path, or set a flag and save from the training loop"
                     )
             if not ahead[-1]._done.wait(LOOK):
-                sweep()  # its clean-up may have been interrupted
+                sweep()  # the cleanup of that save may have been interrupted
 
     def _ahead(self) -> "list[QueueEntry]":
         entries = list(_queue)

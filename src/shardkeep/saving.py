@@ -15,7 +15,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from shardkeep.commit import Target, Turn, begin, commit, leave, outcome
+from shardkeep.callbacks import Callback
+from shardkeep.commit import Target, Turn, begin, commit, leave, outcome, refuse_existing, refuse_foreign
 from shardkeep.donation import donations
 from shardkeep.errors import (
     AccessError,
@@ -26,10 +27,11 @@ from shardkeep.errors import (
     storage_error,
 )
 from shardkeep.formats.eformer import INDEX
-from shardkeep.manifest import check_metadata, check_prefix
+from shardkeep.manifest import check_prefix, check_step
 from shardkeep.memory import Claim, budget
 from shardkeep.opening import new_target
-from shardkeep.pending import PendingSave
+from shardkeep.pending import BackgroundSave, PendingSave
+from shardkeep.perprocess import PerProcess
 from shardkeep.planning import Draft
 from shardkeep.processes import Operation, announced, join
 from shardkeep.progress import Bar, Progress
@@ -37,14 +39,16 @@ from shardkeep.reports import SaveReport
 from shardkeep.save_queue import QueueEntry
 from shardkeep.scopes import Scope
 from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
-from shardkeep.together import close, compare, describe, hand_in, outline
+from shardkeep.stores.places import name_path, path_text
+from shardkeep.together import close, compare, describe, hand_in, outline, settle
 from shardkeep.tree import Leaf, flatten, to_json
-from shardkeep.workers import Crew, manners
+from shardkeep.user_metadata import check_metadata, encode_metadata
+from shardkeep.workers import Crew, priority
 from shardkeep.writing import NewFiles, write_files
 
 _NOTHING = Snapshot((), ())
 
-FormatName = Literal["safetensors", "tensorstore"]
+FormatName = Literal["safetensors", "zarr", "tensorstore"]
 
 
 def save(
@@ -58,21 +62,43 @@ def save(
     compression: Literal["zstd"] | None = None,
     max_shard_size: int | str | None = None,
     progress: bool = False,
+    step: int | None = None,
 ) -> SaveReport:
-    """Save a PyTree. When this returns the checkpoint is complete and durable; if it raises, the old one is intact.
+    """Save a PyTree and return once the checkpoint is committed and durable.
 
-    A path ending in `.safetensors` gives plain files under Hugging Face names (split above `max_shard_size`, 5 GB by
-    default), any other path a checkpoint directory. Several trees share a directory under different `prefix`es.
-    `progress` shows a bar with bytes, GB/s and the time that remains.
+    If this raises, whatever was at `path` before is unchanged.
+
+    Args:
+        path: Where the checkpoint goes: a local path, or a URL such as "gs://bucket/run/step_100" or "s3://…". A path
+            that ends in `.safetensors` gives plain safetensors files with Hugging Face names; any other path is a
+            checkpoint directory.
+        tree: Any PyTree of JAX arrays, NumPy arrays and plain Python values.
+        format: How arrays are stored in a checkpoint directory: "safetensors" (a few packed files) or "zarr" (a zarr v2
+            array for each leaf). "tensorstore" is another name for "zarr".
+        prefix: The name of this tree, if several trees share one directory. Saving to one prefix leaves the others
+            alone.
+        metadata: A dict to store with the tree; `inspect(path).metadata` returns it. NumPy and JAX scalars become
+            Python numbers, tuples lists, paths strings, enums their values, dates ISO strings; NaN and infinities are
+            kept. Anything else without an obvious JSON form is a `MetadataError`.
+        overwrite: Whether to replace the tree that is already there. If False, that is a `CheckpointExistsError`.
+            The old tree is removed after the new one is committed.
+        compression: "zstd" compresses arrays in the zarr format. None stores them as they are.
+        max_shard_size: For a path that ends in `.safetensors`: the most bytes of arrays in one file, as a number or a
+            string such as "5GB", which is the default. Larger trees are split into several files with an index.
+        progress: Whether to show a progress bar.
+        step: The training step, which is recorded with the tree. `latest` orders checkpoints by it.
+
+    Returns:
+        A `SaveReport` with the bytes and files written and the time it took.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> report = shardkeep.save(tmp / "step_100", {"w": jnp.ones((4, 4)), "step": 100})
     >>> shardkeep.load(tmp / "step_100")["step"]
     100
     """
-    with announced(f"saving to {path}"):
-        target = new_target(path, format, compression, max_shard_size)
-        return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress))
+    with announced(f"saving to {name_path(path)}"):
+        target = new_target(path_text(path, "save(path, tree)"), format, compression, max_shard_size)
+        return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step))
 
 
 def save_async(
@@ -87,30 +113,52 @@ def save_async(
     max_shard_size: int | str | None = None,
     progress: bool = False,
     copy: bool = False,
+    step: int | None = None,
 ) -> PendingSave:
-    """Like `save`, but returns after the snapshot: the tree may be donated, deleted or changed at once.
+    """Like `save`, but return after the snapshot and write in the background.
 
-    Host memory that a JAX array on CPU aliases must not change before `wait()` returns. shardkeep recognises the usual
-    ways to such arrays (`device_put`, dlpack) and copies them; `copy=True` copies every array before this returns.
+    The tree may be donated, deleted or changed as soon as this returns. The exception is host memory that a JAX array
+    on CPU aliases: it must not change before `wait()` returns. shardkeep detects the usual ways to create such arrays
+    (`device_put`, dlpack) and copies them.
 
-    What is wrong with the arguments or the tree is raised here; what goes wrong later is raised by `wait()`, logged at
-    once, and reported when the program ends if nobody waited. Saves to one target are committed in the order of calls.
+    Errors in the arguments or the tree are raised here. Later errors are raised by `wait()`, logged at once, and
+    reported when the program ends if nobody waited. Saves to one path are committed in the order of the calls.
+
+    Args:
+        path: See `save`.
+        tree: See `save`.
+        format: See `save`.
+        prefix: See `save`.
+        metadata: See `save`. A JAX scalar is fetched from its device before this returns.
+        overwrite: See `save`.
+        compression: See `save`.
+        max_shard_size: See `save`.
+        progress: See `save`.
+        step: See `save`.
+        copy: Whether to copy every array before this returns, also those that shardkeep would not have to copy. This
+            costs time and memory, and is only needed for aliased memory that shardkeep cannot detect.
+
+    Returns:
+        A `PendingSave`. Call `wait()` on it to find out how the save ended.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> pending = shardkeep.save_async(tmp / "step_200", {"w": jnp.ones((4, 4))})
     >>> pending.wait().files
     1
     """
-    with announced(f"saving to {path}"):
-        target = new_target(path, format, compression, max_shard_size)
-        return start_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy))
+    with announced(f"saving to {name_path(path)}"):
+        target = new_target(path_text(path, "save_async(path, tree)"), format, compression, max_shard_size)
+        request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
+        return PendingSave(start_save(request))
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller asks of a save. `indexed`: eFormer's index may list the tree. `copy`: every array, in any case.
+    """The arguments of a save.
 
-    `checksums`: this process's, to be added to those in the metadata.
+    `indexed`: eFormer's index may list the tree. `on_commit` is called after the commit; calls of saves with the same
+    `order` start in the order in which the saves were called. `checksums`: those of this process, to be added to those
+    in the metadata. `copy`: copy every array.
     """
 
     target: Target
@@ -120,34 +168,44 @@ class SaveRequest:
     overwrite: bool = False
     indexed: bool = True
     on_commit: Callable[[], None] | None = None
+    order: object = None
     verbose: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
     copy: bool = False
+    step: int | None = None
 
 
 def run_save(request: SaveRequest) -> SaveReport:
-    """The one way a tree is saved in the foreground."""
+    """Save a tree in the foreground. `CallbackError` after the commit if the callback raises something."""
     what = f"saving to {request.target.where}"
-    with join(what) as operation, Scope(what) as scope:
-        # Nobody trains meanwhile: one thread more keeps the disk busier.
-        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
-        job.take_snapshot(None)
-        job.entry.enter()
-        if not request.verbose:
-            return job.run(lambda _: None)
-        with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
-            return job.run(progress)
+    with Scope(what) as outer:
+        with join(what) as operation, Scope(what) as scope:
+            # Nothing is being trained meanwhile: one more thread keeps the disk busier.
+            job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
+            job.take_snapshot(None)
+            callback = job.queue_callback(outer) if request.on_commit else None
+            job.entry.enter()
+            if request.verbose:
+                with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
+                    report = job.run(progress)
+            else:
+                report = job.run(lambda _: None)
+        # All that the save has taken is given back by now: the callback is the user's own time.
+        failure = None if callback is None else callback.run()
+    if failure is not None:
+        raise failure
+    return report
 
 
-def start_save(request: SaveRequest) -> PendingSave:
-    """The one way a tree is saved in the background: returns after the snapshot."""
+def start_save(request: SaveRequest) -> BackgroundSave:
+    """Save a tree in the background: returns after the snapshot."""
     what = f"saving to {request.target.where}"
-    with join(what) as operation, Scope(what) as scope:
-        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, polite=True))
+    with Scope(what) as outer, join(what) as operation, Scope(what) as scope:
+        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, background=True))
         job.refuse_existing()
         sized = staged_sizes(job.leaves)
         job.claim.take(sum(nbytes for nbytes, _ in sized), f"the save to {job.path}")
-        if operation.size == 1:  # of several processes each has its own loop, but they save as one
+        if operation.size == 1:  # several processes each have their own loop, but save as one
             job.watched = donations.watch(
                 (nbytes, array)
                 for nbytes, array in sized
@@ -155,21 +213,22 @@ def start_save(request: SaveRequest) -> PendingSave:
             )
         job.crew.start()  # now: at the end of the program no thread can be started
         job.take_snapshot(job.crew)
+        callback = job.queue_callback(outer) if request.on_commit else None
         job.entry.enter()
-        pending = PendingSave(job.path)
-        pending.start(scope, partial(_work, job, pending, request.verbose), donations.prepare)
-        return pending
+        save = BackgroundSave(job.path)
+        save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
+        return save
 
 
-def _work(job: "_Job", pending: PendingSave, verbose: bool) -> SaveReport:
+def _work(job: "_Job", save: BackgroundSave, verbose: bool) -> SaveReport:
     """A save in the background, once it has a thread."""
 
     def progress(nbytes: int) -> None:
         show(nbytes)
-        pending.mention_exit()
+        save.mention_exit()
 
-    manners.be_polite()
-    manners.step_back()  # and with it those of the crew: the snapshot is taken
+    priority.enable_pauses()
+    priority.lower()  # and the crew's with it: the snapshot is taken, so nothing waits for these threads
     bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
     with job.operation, bar as show:
         return job.run(progress)
@@ -177,7 +236,7 @@ def _work(job: "_Job", pending: PendingSave, verbose: bool) -> SaveReport:
 
 @dataclass(eq=False)
 class _Job:
-    """One save, from the call to the commit. Its resources are given back in the reverse order of `prepare`."""
+    """One save, from the call to the commit. Its resources are released in the reverse order of `prepare`."""
 
     request: SaveRequest
     path: str
@@ -193,21 +252,22 @@ class _Job:
     snapshot: Snapshot = _NOTHING
     snapshot_seconds: float = 0.0
     watched: list[jax.Array] = field(default_factory=list[jax.Array])
-    waits: bool = True  # for the lock, to clean up
-    is_tidy: bool = True  # nothing remains of a save that failed, or it may not be touched
+    waits: bool = True  # for the lock, when cleaning up
+    is_tidy: bool = True  # there is nothing to clean up, or this process may not
 
     @classmethod
     def prepare(cls, request: SaveRequest, operation: Operation, scope: Scope, crew: Crew) -> "_Job":
-        """Check what was asked and take the tree apart. Nothing is written."""
+        """Check the arguments and flatten the tree. Nothing is written."""
         started = time.perf_counter()
         name = "" if request.prefix is None else check_prefix(request.prefix)
         checked = {} if request.metadata is None else check_metadata(request.metadata)
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        skeleton, leaves = flatten(request.tree)
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+        step = check_step(request.step)
+        skeleton, leaves = flatten(request.tree, serialize=True)
         skeleton.mention_factories()
         target = request.target
-        target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray)])
-        draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed)
+        target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray | PerProcess)])
+        draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed, step)
         job = cls(
             request=replace(request, tree=None),
             path=target.where,
@@ -221,46 +281,56 @@ class _Job:
             crew=crew,
             claim=Claim(budget, scope),
         )
-        # The threads end first: then nothing uses the files, the memory and the names any more.
+        # Threads end first: after that nothing uses the files, the memory or the names.
         for resource in (job.claim, job, job.turn, job.opened, job.crew):
             scope.add(resource)
         return job
 
     def release(self) -> None:
-        """The last things: what was learnt of the loop, the memory of the snapshot, the control directory."""
+        """Note whether the loop donates its arrays, free the snapshot, and remove the control directory if need be."""
         watched, snapshot = self.watched, self.snapshot
-        if watched or snapshot.memory is not None:
+        if snapshot is not _NOTHING and (watched or snapshot.memory is not None):  # it was taken
             donations.learn(watched, snapshot.shards)
             donations.give_back(snapshot.memory)
-        # An error's traceback keeps the job alive, and must not keep the arrays.
+        # An error's traceback keeps this object alive; it must not keep the arrays.
         self.leaves, self.snapshot, self.watched = [], _NOTHING, []
         if not self.is_tidy:
             leave(self.request.target, self.waits)
             self.is_tidy = True
 
+    def queue_callback(self, outer: Scope) -> Callback | None:
+        """The callback in its place among those of the same order. Only process 0 calls it."""
+        call = self.request.on_commit
+        if call is None or not self.operation.leads:
+            return None
+        callback = outer.add(Callback(call, self.request.order or object(), self.path, outer))
+        callback.enter()
+        return callback
+
     def refuse_existing(self) -> None:
-        """Raise before the snapshot what the commit would refuse anyway."""
-        alone = self.operation.size == 1  # else an earlier save may be seen by one process and not by another
-        with suppress(CheckpointNotFoundError):  # checkpoints below the directory are no checkpoint in it
-            found = self.request.target.read_if_any() if alone and not self.request.overwrite else None
-            if found is not None and self.draft.prefix in found.trees:
-                raise CheckpointExistsError(f"{self.path} already exists; pass overwrite=True to replace it")
+        """Raise before the snapshot what the commit would refuse."""
+        alone = self.operation.size == 1  # otherwise one process may see an earlier save that another does not see
+        with suppress(CheckpointNotFoundError):  # a directory of checkpoints is not a checkpoint
+            if alone and not self.request.overwrite:
+                refuse_existing(self.request.target, self.draft.prefix)
 
     def _refuse_hiding(self, inside: set[str]) -> None:
-        """Another program's arrays that no index lists are searched for, but never beside our control directory."""
+        """Refuse to hide another program's arrays: without an index they are found only if nothing of ours is there."""
         target = self.request.target
+        refuse_foreign(target, inside)
         if inside & {target.store.control, *target.documents, INDEX}:
             return
         with suppress(CheckpointNotFoundError):
             if target.read_if_any() is not None and (self.draft.prefix or not self.request.overwrite):
                 raise CheckpointExistsError(
-                    f"{self.path} holds arrays of another program without an index, which a save would hide; save to "
-                    "another directory, or with overwrite=True and without a prefix to have only the new tree there"
+                    f"{self.path} contains zarr arrays of another program without an index, which could no longer be "
+                    "loaded after this save; save to another directory, or pass overwrite=True and no prefix to "
+                    "replace them"
                 )
 
     def take_snapshot(self, keep: Crew | None) -> None:
         operation = self.operation
-        if self.request.target.gathers and operation.size > 1:  # nobody waits in a collective for one who raised
+        if self.request.target.gathers and operation.size > 1:  # first: in a collective they would wait forever
             refuse_unsupported(self.leaves, operation.size)
             compare(operation, [f"path {self.path}", *outline(self.leaves)])
         self.snapshot = take_snapshot(
@@ -272,11 +342,11 @@ class _Job:
             size=operation.size,
             gathered=self.request.target.gathers,
         )
-        self.leaves = []  # the caller's arrays are not held any longer than the snapshot needs
+        self.leaves = []  # do not keep the caller's arrays longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
 
     def run(self, progress: Progress) -> SaveReport:
-        """Write and commit. Whatever fails, the checkpoint is the old one or the new one."""
+        """Write and commit. Whatever fails, the checkpoint is either the old one or the new one."""
         target, snapshot, operation, turn = self.request.target, self.snapshot, self.operation, self.turn
         parts = self.request.checksums
         try:
@@ -284,14 +354,15 @@ class _Job:
             clock = [time.perf_counter()]
             if operation.size > 1:
                 compare(operation, self._asked())
-                if target.gathers:  # files that leave room for their manifest must know them before
+                if target.gathers:  # files that reserve room for their manifest need the checksums first
                     for some in operation.gather(dict(parts)):
                         self.draft.metadata.get("checksum", {}).update(some)
+                snapshot = self.snapshot = settle(operation, snapshot)
             if operation.leads and target.keeps_control and (inside := target.store.children("")):
                 self._refuse_hiding(set(inside))
             self.is_tidy = False
             begin(turn, snapshot.leaves, self.request.overwrite, operation)
-            manners.after_you()
+            priority.yield_to_training()
             files = turn.plan.files_of(operation.index)
             complete = partial(target.complete, turn) if target.store.remote else None
             written = write_files(
@@ -306,7 +377,7 @@ class _Job:
                 snapshot.memory,
             )
             clock.append(time.perf_counter())
-            manners.after_you()
+            priority.yield_to_training()
             target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())
             everyones = written
@@ -320,15 +391,12 @@ class _Job:
             if operation.size > 1:
                 total = close(operation, turn, total)
             if not target.keeps_control:
-                leave(target)  # whoever is the last to be done finds nobody at work
+                leave(target)  # the last one to get here finds no other save running
             self.is_tidy = True
             clock.append(time.perf_counter())
         except BaseException as error:
             self._give_up(error)
             raise
-        self.entry.release()  # the next save need not wait for the callback
-        if self.request.on_commit is not None and operation.leads:
-            self.request.on_commit()
         phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
         seconds = self.snapshot_seconds + clock[-1] - clock[0]
         share = sum(file.size for file in written)
@@ -336,40 +404,42 @@ class _Job:
         return SaveReport(self.path, total[0], total[1], seconds, phases, share)
 
     def _asked(self) -> list[str]:
-        """What has to be the same on every process, line by line."""
+        """The arguments that must be the same on every process, line by line."""
         draft = self.draft
+        metadata = {key: value for key, value in draft.metadata.items() if key != "timestamp"}  # clocks differ
         return [
             f"path {self.path}",
             f"prefix {draft.prefix!r}",
             f"format {self.request.target.describe()}",
             f"overwrite {self.request.overwrite}",
-            f"metadata {json.dumps({**draft.metadata, 'timestamp': None}, sort_keys=True)}",  # clocks differ
+            f"step {draft.step}",
+            f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}",
             f"structure {json.dumps(to_json(draft.skeleton.root))}",
             *describe(self.snapshot),
         ]
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the others, before what was written is removed, and raise what went wrong in our words."""
+        """Tell the other processes before removing what was written, and raise the error as one of ours."""
         said = self._in_our_words(error)
         self.operation.fail(said)
-        told = isinstance(said, ShardkeepError) and said.told  # by the leader, if this is not the leader
+        told = isinstance(said, ShardkeepError) and said.told  # by the leader, unless this is the leader
         self.turn.leader_gave_up = told
-        self.is_tidy = isinstance(said, AccessError)  # who may not write has left nothing
-        # A leader that is lost may hold the lock; and who interrupts a save does not wait for it.
+        self.is_tidy = isinstance(said, AccessError)  # without permission to write, nothing was written
+        # A lost leader may hold the lock; and a user who interrupts a save does not want to wait for it.
         self.waits = self.operation.leads or told or isinstance(said, OSError)
         if said is not error:
             raise said from error
 
     def _in_our_words(self, error: BaseException) -> BaseException:
-        """What another process met and told, what the operating system refused, or what became of a lost process."""
-        attempted = self.turn.attempted  # then it says what became of the commit
+        """An error of another process, or of the operating system, or about a lost process, as one of ours."""
+        attempted = self.turn.attempted  # then the error says whether it is committed
         if isinstance(error, OSError) and not attempted and (elsewhere := self.operation.heard()) is not None:
             return elsewhere
         if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
             then = "Nothing was committed; what was there before is intact"
             if error.errno == errno.ENOSPC:
                 free = self.request.target.store.free_bytes()
-                then = f"It needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
+                then = f"The save needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             return storage_error(error, f"saving to {self.path}", then)
         if isinstance(error, ProcessError) and not error.told:
             return error.but(outcome(self.request.target, self.turn))

@@ -1,12 +1,12 @@
-"""What a call has taken, and how it is given back, however the call ends.
+"""Resources of a call, released however the call ends; waiting without locks.
 
-An exception can be raised between any two lines: by Ctrl-C, or by a signal handler that calls `sys.exit`. So a resource
-is added to a `Scope` before it is taken, and releasing it is harmless if it was never taken, or is already released.
-If another interrupt ends the clean-up itself, the scope stays in a list, and whoever comes next completes it: the next
-call that opens a scope, a save that waits for this one, or the end of the program.
+An exception can be raised between any two lines, by Ctrl-C or by a signal handler that calls `sys.exit`. A resource is
+therefore added to a `Scope` before it is acquired, and releasing it is harmless if it was never acquired or is already
+released. If another interrupt ends the cleanup itself, the scope stays registered, and the cleanup is completed by the
+next call that opens a scope, by a save that waits for this one, or at the end of the program.
 
-A signal handler may call shardkeep while the code it interrupted holds a lock. So nothing here, and nothing that is
-shared by several calls, is guarded by a lock that the same thread cannot take twice.
+A signal handler may call shardkeep while the code it interrupted holds a lock. State that is shared by several calls is
+therefore never guarded by a non-reentrant lock.
 """
 
 import atexit
@@ -23,11 +23,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 log = logging.getLogger("shardkeep")
 
-LOOK = 0.5  # seconds after which a waiting thread checks whether what it waits for can still happen
+LOOK = 0.5  # seconds between two checks of a waiting thread whether its condition can still become true
 
 
 class Resource(Protocol):
-    """Something a call takes. `release` may be called before it is taken, and more than once."""
+    """Something a call acquires. `release` may be called before it is acquired, and more than once."""
 
     def release(self) -> None: ...
 
@@ -36,12 +36,12 @@ R = TypeVar("R", bound=Resource)
 
 
 def frame_above(depth: int) -> FrameType:
-    """The frame of the function that calls this (0), of the one that called that (1), and so on."""
+    """The frame of the calling function (0), of its caller (1), and so on."""
     return sys._getframe(depth + 1)  # pyright: ignore[reportPrivateUsage]
 
 
 class _Owner(NamedTuple):
-    """The call a scope belongs to."""
+    """The call that a scope belongs to."""
 
     thread: int
     frame: FrameType
@@ -56,9 +56,11 @@ class _Owner(NamedTuple):
 
 
 class Scope:
-    """The resources of one call. They are released in reverse order, each only after those added later.
+    """The resources of one call, released in reverse order.
 
-    The scope belongs to the function that makes it, or to the one whose `frame` is given.
+    Args:
+        what: A description of the call, for messages.
+        frame: The frame of the function that the scope belongs to; None means the function that creates the scope.
 
     >>> class Door:
     ...     def release(self):
@@ -75,19 +77,20 @@ class Scope:
         self._held: list[Resource] = []
         self._owner = _Owner(threading.get_ident(), frame or frame_above(1))
         self._thread: threading.Thread | None = None
-        self._right = [True]  # to close it, or to go on with it: taken by one thread only
+        self._right = [True]  # the right to close the scope or to continue with it; only one thread can take it
 
     def add(self, resource: R) -> R:
-        _open.add(self)  # not before: only inside the `with` block does any exception close it
+        """Register a resource before it is acquired."""
+        _open.add(self)  # not earlier: an exception closes the scope only inside the `with` block
         self._held.append(resource)
         return resource
 
     def give_to(self, thread: threading.Thread) -> None:
-        """Leave the scope to a thread about to be started, unless the `with` block ends with an exception first."""
+        """Hand the scope over to a thread about to be started, unless the `with` block raises first."""
         self._thread = thread
 
     def take_over(self) -> bool:
-        """Called by that thread: False if the scope was closed before the thread came to it."""
+        """Called by that thread. Returns False if the scope was closed in the meantime."""
         if not self._take_right():
             return False
         self._owner = _Owner(threading.get_ident(), frame_above(1))
@@ -102,32 +105,33 @@ class Scope:
 
     @property
     def is_below(self) -> bool:
-        """Whether the call is suspended below the present one, on the same thread: a signal handler is running."""
+        """Whether a signal handler has interrupted the call and is now making the current one on the same thread."""
         return self._owner.thread == threading.get_ident() and self._thread is None and self._owner.is_running()
 
     @property
     def is_left(self) -> bool:
-        """Whether its call is over, or its thread has ended: nobody will close it any more."""
+        """Whether the call has returned or its thread has ended, so that nothing else will close the scope."""
         if self._thread is not None and self._thread.ident is not None:
             return not self._thread.is_alive()
         return not self._owner.is_running()
 
     def close(self) -> None:
-        """Release everything. An interrupt ends this; what is left is released by `sweep`."""
+        """Release everything. After an interrupt, `sweep` releases the rest."""
         self._owner = _Owner(threading.get_ident(), frame_above(0))
         self._thread = None
         while self._held:
             resource = self._held[-1]
             try:
                 resource.release()
-            except Exception as error:  # noqa: BLE001  (the others must be released all the same)
-                log.error("shardkeep: %s: cleaning up failed: %s: %s", self.what, type(error).__name__, error)
+            except Exception as error:  # noqa: BLE001  (the other resources must still be released)
+                log.error("%s: cleanup failed: %s: %s", self.what, type(error).__name__, error)
             with suppress(ValueError):
                 self._held.remove(resource)
         _open.discard(self)
-        self._owner = _NOBODY  # a frame keeps its variables
+        self._owner = _NOBODY  # a frame keeps its local variables alive
 
     def close_if_left(self) -> None:
+        """Close the scope if its call is over but its cleanup was interrupted."""
         if self.is_left and (self._thread is None or self._thread.ident is not None or self._take_right()):
             self.close()
 
@@ -138,8 +142,8 @@ class Scope:
         self.end(failed=kind is not None)
 
     def end(self, failed: bool) -> None:
-        """Close it if it is this thread's: it was not given away, or could not be."""
-        thread = self._thread  # looked at first: once that thread has taken over, another is not the owner any more
+        """Close the scope if it belongs to this thread: it was never handed over, or that failed."""
+        thread = self._thread  # read first: once that thread has taken over, this one is no longer the owner
         if thread is None:
             close = self._owner.thread == threading.get_ident()
         else:
@@ -153,18 +157,18 @@ _open: set[Scope] = set()
 
 
 def sweep() -> None:
-    """Complete the clean-up of calls that were interrupted during it."""
+    """Complete the cleanup of calls that were interrupted during it."""
     for scope in tuple(_open):
         scope.close_if_left()
 
 
 def is_nested(mine: Scope) -> bool:
-    """Whether the call of this scope was made by a signal handler that interrupted another call of shardkeep."""
+    """Whether a signal handler made this call while another call of shardkeep was running on the same thread."""
     return any(scope.is_below for scope in tuple(_open) if scope is not mine)
 
 
 class Bell:
-    """Wakes those who wait. It holds no lock, so a signal handler may use it wherever it interrupts."""
+    """Wakes waiting threads. It uses no lock, so a signal handler may use it at any point."""
 
     def __init__(self) -> None:
         self._waiting: list[queue.SimpleQueue[None]] = []
@@ -175,7 +179,9 @@ class Bell:
 
     @contextmanager
     def waiting(self) -> Generator[Callable[[float], None]]:
-        """A function that waits for the next ring, or so many seconds. Check what you wait for inside, before calling.
+        """Yield a function that waits for the next ring, or at most for a number of seconds.
+
+        Check the condition inside the `with` block before each wait, so that no ring is missed.
 
         >>> bell = Bell()
         >>> with bell.waiting() as wait:
@@ -197,7 +203,7 @@ class Bell:
 
 
 class Latch:
-    """Set once, waited for by anyone.
+    """A flag that is set once and that any number of threads can wait for.
 
     >>> latch = Latch()
     >>> latch.wait(0)
@@ -227,7 +233,7 @@ class Latch:
 
 
 def _forget() -> None:
-    """In a forked child: what the parent has taken is the parent's."""
+    """In a forked child: the resources belong to the parent."""
     _open.clear()
 
 

@@ -1,4 +1,4 @@
-"""Which sharding each leaf gets: from rules, from a tree of shardings, from the saved layout, or none."""
+"""The sharding of each leaf: from rules, from a tree of shardings, from the layout it was saved with, or none."""
 
 import logging
 import math
@@ -10,13 +10,14 @@ from typing import Any, cast
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
 
-from shardkeep.errors import ShardingError
-from shardkeep.tree import Path, flatten
+from shardkeep.errors import ShardingError, counted
+from shardkeep.keys import loose_key
+from shardkeep.tree import Path, flatten, name_leaf
 
 log = logging.getLogger("shardkeep")
 
 _REMEMBERED = 4096
-_fitted: dict[tuple[Sharding, tuple[int, ...], Mesh | None], Sharding] = {}  # shardings that were looked at before
+_fitted: dict[tuple[Sharding, tuple[int, ...], Mesh | None], Sharding] = {}  # shardings that were checked before
 
 Rules = Sequence[tuple[str, Any]]
 _SHOWN = 8
@@ -24,25 +25,26 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a leaf goes: a sharding (None is the default device), and a function of the user's to apply after."""
+    """Where a leaf goes: a sharding (None is the default device), then a function of the user's to apply."""
 
     sharding: Sharding | None = None
     function: Callable[[Any], Any] | None = None
-    explicit: bool = False  # a rule or a sharding names this very leaf
+    explicit: bool = False  # a rule or a sharding names this leaf
 
 
 @dataclass(frozen=True, slots=True)
 class ShapedLeaf:
-    """What choosing a sharding needs to know of a leaf."""
+    """What is needed of a leaf to choose its sharding."""
 
     path: Path
     shape: tuple[int, ...]
-    saved: Mapping[str, Any] | None = None  # the sharding it had when saved
+    saved: Mapping[str, Any] | None = None  # the sharding it had when it was saved
     optional: bool = False  # may stay without a sharding
+    nbytes: int = 0
 
     @property
     def name(self) -> str:
-        return ".".join(self.path)
+        return name_leaf(self.path)
 
 
 def resolve_shardings(
@@ -56,38 +58,47 @@ def resolve_shardings(
     prefix: str = "",
     prefix_first: bool = False,
 ) -> list[Place]:
-    """A Place for each array leaf. Rules go first, then `shardings`, then (on a mesh) the layout it was saved with.
+    """A Place for each array: by rules, then by `shardings`, then (on a mesh) by the layout it was saved with.
 
-    `strict`: a leaf that neither a rule nor a sharding names is an error rather than a warning. Rules are matched with
-    keys without the prefix (`prefix_first`: with it); only if no rule hits any key, the other form is tried.
+    With `strict`, a leaf that neither a rule nor a sharding names is an error instead of a warning. Rules are matched
+    against keys without the prefix (with `prefix_first`: with it). The other form is tried if no rule matches any key.
     """
     by_rule = _match_rules(leaves, rules, mesh, prefix, prefix_first)
     named = _Named(shardings) if shardings is not None else None
+    replicated = _Replicated(mesh)
     places: list[Place] = []
     unmatched: list[str] = []
     for number, leaf in enumerate(leaves):
         asked = by_rule.get(number, _ABSENT)
         if asked is _ABSENT and named is not None:
-            asked = named.find(leaf.name)
+            asked = named.find(leaf)
         if asked is not _ABSENT:
             places.append(_place(asked, leaf, mesh))
             continue
         if (rules or (strict and named is not None)) and not leaf.optional:
             unmatched.append(leaf.name)
-        saved = _saved_spec(leaf, mesh) if follow_saved and not rules and named is None else PartitionSpec()
-        places.append(Place(NamedSharding(mesh, saved) if mesh is not None else None))
+        if mesh is None:
+            places.append(Place())
+            continue
+        spec = PartitionSpec()
+        if follow_saved and not rules and named is None:
+            spec = _saved_spec(leaf, mesh)
+            if not leaf.optional:
+                replicated.compare(leaf, spec)
+        places.append(Place(NamedSharding(mesh, spec)))
     if unmatched:
         text = f"no partition rule and no sharding matches {_some(unmatched)}"
         if strict:
             raise ShardingError(f"{text}; add a rule such as ('.*', PartitionSpec())")
-        log.warning("shardkeep: %s: replicated", text)
+        log.warning("%s: replicated", text)
     if named is not None:
         named.warn_unused()
+    replicated.warn()
     return places
 
 
 def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tuple[int, ...]) -> NamedSharding:
-    """A spec on a mesh for one array: cut to the array's rank and checked, with an error that names everything."""
+    """A spec on a mesh for one array: cut to the rank of the array, and checked."""
     if mesh is None:
         raise ShardingError(f"leaf {name!r}: {spec} needs a mesh; pass mesh=")
     entries = list(cast(Any, spec))[: len(shape)]
@@ -96,22 +107,23 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
         unknown = [a for a in axes if a not in mesh.shape]
         if unknown:
             raise ShardingError(
-                f"leaf {name!r} of shape {shape}: {spec} names the axis {unknown[0]!r}; the mesh has {dict(mesh.shape)}"
+                f"leaf {name!r} of shape {shape}: {spec} has the axis {unknown[0]!r}, which is not an axis of the mesh "
+                f"{dict(mesh.shape)}"
             )
         parts = math.prod(mesh.shape[a] for a in axes)
         if extent % parts:
             raise ShardingError(
-                f"leaf {name!r} of shape {shape}: {spec} cuts dimension {axis} ({extent}) into {parts} parts, "
+                f"leaf {name!r} of shape {shape}: {spec} splits dimension {axis} ({extent}) into {parts} parts, "
                 f"which does not divide it; the mesh is {dict(mesh.shape)}"
             )
     used = [a for entry in entries if entry for a in (entry if isinstance(entry, tuple) else (entry,))]
     if len(set(used)) < len(used):
-        raise ShardingError(f"leaf {name!r} of shape {shape}: {spec} names an axis of {dict(mesh.shape)} twice")
+        raise ShardingError(f"leaf {name!r} of shape {shape}: {spec} uses an axis of the mesh {dict(mesh.shape)} twice")
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
-    """The sharding as it fits an array of `shape`; a named one is cut to its rank, one without devices takes `mesh`."""
+    """The sharding for an array of `shape`: a named one is cut to its rank, one on an abstract mesh moves to `mesh`."""
     known = _fitted.get((sharding, shape, mesh))
     if known is None:
         known = _check_sharding(sharding, name, shape, mesh)
@@ -126,7 +138,7 @@ def _check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh:
         if not isinstance(sharding.mesh, Mesh):
             if mesh is None:
                 raise ShardingError(
-                    f"leaf {name!r}: {sharding.spec} is on an abstract mesh, without devices; pass mesh="
+                    f"leaf {name!r}: {sharding.spec} is on an abstract mesh, which has no devices; pass mesh="
                 )
             return named_sharding(mesh, sharding.spec, name, shape)
         fitted = named_sharding(sharding.mesh, sharding.spec, name, shape)
@@ -139,34 +151,101 @@ def _check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh:
 
 
 class _Absent:
-    """Nothing was said about a leaf (None says: the default)."""
+    """Nothing is said about a leaf. (None means the default.)"""
 
 
 _ABSENT = _Absent()
 
 
 class _Named:
-    """A tree (or flat dotted dict) of shardings, looked up by dotted leaf path; an entry covers what lies below it."""
+    """A tree of shardings, or a flat dict by key with `/` or `.`. An entry covers everything below it."""
 
     def __init__(self, shardings: Any) -> None:
         _, leaves = flatten(shardings, is_leaf=lambda x: x is None or isinstance(x, Sharding | PartitionSpec | Partial))
-        self._entries: dict[str, Any] = {".".join(leaf.path): leaf.value for leaf in leaves}
-        self._used: set[str] = set()
+        self._entries: dict[str, list[tuple[Path, Any]]] = {}
+        for leaf in leaves:
+            self._entries.setdefault(loose_key(leaf.path), []).append((leaf.path, leaf.value))
+        self._used: set[Path] = set()
 
-    def find(self, name: str) -> Any:
-        place = name
+    def find(self, leaf: ShapedLeaf) -> Any:
+        """The entry for a leaf, or for the nearest subtree that it is in."""
+        place = loose_key(leaf.path)
         while True:
-            if place in self._entries:
-                self._used.add(place)
-                return self._entries[place]
+            found = self._entries.get(place)
+            if found is not None:
+                path, value = self._chosen(found, leaf)
+                self._used.add(path)
+                return value
             if not place:
                 return _ABSENT
-            place = place.rpartition(".")[0]
+            place = place.rpartition("/")[0]
+
+    def _chosen(self, found: list[tuple[Path, Any]], leaf: ShapedLeaf) -> tuple[Path, Any]:
+        """Of several entries with one spelling, the one that spells it like the leaf."""
+        exact = [entry for entry in found if entry[0] == leaf.path[: len(entry[0])]]
+        chosen = (exact or found)[0]
+        if len(found) > 1 and not exact and any(value != chosen[1] for _, value in found):
+            keys = " and ".join(repr(name_leaf(path)) for path, _ in found)
+            raise ShardingError(f"shardings has several entries for the leaf {leaf.name!r}: {keys}; keep one of them")
+        return chosen
 
     def warn_unused(self) -> None:
-        unused = [name for name in self._entries if name not in self._used]
+        unused = [name_leaf(path) for found in self._entries.values() for path, _ in found if path not in self._used]
         if unused:
-            log.warning("shardkeep: shardings for %s match no array", _some(unused))
+            log.warning("shardings for %s match no array", _some(unused))
+
+
+class _Replicated:
+    """Collects arrays that a mesh makes less sharded than they were, which may not fit into memory."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh = mesh
+        self._keys: list[str] = []
+        self._nbytes = 0
+        self._missing: dict[str, None] = {}
+        self._indivisible = False
+
+    def compare(self, leaf: ShapedLeaf, spec: PartitionSpec) -> None:
+        if leaf.saved is None or self._mesh is None or self._mesh.size == 1:
+            return
+        known = leaf.saved.get("mesh")
+        sizes = cast("Mapping[str, Any]", known) if isinstance(known, dict) else {}
+        lost: list[str] = []
+        for entry, kept in zip(leaf.saved.get("spec") or [], cast(Any, spec), strict=False):
+            if kept is None:
+                lost += [axis for axis in _axes(entry) if sizes.get(axis) != 1]
+        if not lost:
+            return
+        parts = math.prod(self._mesh.shape[axis] for entry in cast(Any, spec) for axis in _axes(entry))
+        self._keys.append(leaf.name)
+        self._nbytes += leaf.nbytes // parts
+        missing = [axis for axis in lost if axis not in self._mesh.shape]
+        self._missing.update(dict.fromkeys(missing))
+        self._indivisible = self._indivisible or len(missing) < len(lost)
+
+    def warn(self) -> None:
+        if not self._keys or self._mesh is None:
+            return
+        reasons: list[str] = []
+        if self._missing:
+            axes = ", ".join(map(repr, self._missing))
+            reasons.append(f"the mesh does not have the {'axis' if len(self._missing) == 1 else 'axes'} {axes}")
+        if self._indivisible:
+            reasons.append("axes of the mesh do not divide the dimensions")
+        one = len(self._keys) == 1
+        log.warning(
+            "%s that %s sharded when saved %s replicated on the mesh %s, completely or along some dimensions, and %s "
+            "%s bytes on each device: %s. The reason is that %s. Pass partition_rules= or shardings= to shard %s",
+            counted(len(self._keys), "array"),
+            "was" if one else "were",
+            "is" if one else "are",
+            dict(self._mesh.shape),
+            "takes" if one else "take",
+            f"{self._nbytes:,}",
+            _some(self._keys),
+            " and ".join(reasons),
+            "it" if one else "them",
+        )
 
 
 def _place(asked: Any, leaf: ShapedLeaf, mesh: Mesh | None) -> Place:
@@ -186,7 +265,7 @@ def _place(asked: Any, leaf: ShapedLeaf, mesh: Mesh | None) -> Place:
 def _match_rules(
     leaves: Sequence[ShapedLeaf], rules: Rules | None, mesh: Mesh | None, prefix: str, prefix_first: bool
 ) -> dict[int, Any]:
-    """Leaf number → what its first matching rule says."""
+    """By number of the leaf, the spec of the first rule that matches."""
     if not rules:
         return {}
     if mesh is None and any(isinstance(spec, PartitionSpec) for _, spec in rules):
@@ -210,16 +289,21 @@ def _hits(names: Sequence[str], patterns: Sequence[tuple[re.Pattern[str], Any]])
     return found
 
 
-def _saved_spec(leaf: ShapedLeaf, mesh: Mesh | None) -> PartitionSpec:
-    """The layout the leaf was saved with, as far as this mesh has the axes and they divide the array."""
-    spec = (leaf.saved or {}).get("spec") or []
+def _saved_spec(leaf: ShapedLeaf, mesh: Mesh) -> PartitionSpec:
+    """The layout a leaf was saved with: the axes that this mesh has, where they divide the array."""
     kept: list[Any] = []
-    for extent, entry in zip(leaf.shape, spec, strict=False):
-        axes = tuple(entry) if isinstance(entry, list) else () if entry is None else (entry,)
-        sizes = [mesh.shape.get(a) for a in axes] if mesh is not None else []
-        fits = sizes and None not in sizes and extent % math.prod(cast(list[int], sizes)) == 0
+    free = dict(mesh.shape)  # a damaged manifest may name an axis twice
+    for extent, entry in zip(leaf.shape, (leaf.saved or {}).get("spec") or [], strict=False):
+        axes = tuple(axis for axis in dict.fromkeys(_axes(entry)) if axis in free)
+        fits = axes and extent % math.prod(free[axis] for axis in axes) == 0
         kept.append(axes if fits else None)
+        free = {axis: size for axis, size in free.items() if not fits or axis not in axes}
     return PartitionSpec(*kept)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes in one entry of a spec."""
+    return tuple(entry) if isinstance(entry, list | tuple) else () if entry is None else (entry,)
 
 
 def _some(names: Sequence[str]) -> str:

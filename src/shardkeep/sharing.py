@@ -1,6 +1,6 @@
-"""Which process writes what: every byte once, spread evenly over the processes that hold it, nothing sent around.
+"""Which process writes what: every byte once, balanced over the processes that hold it, without communication.
 
-Every process works this out for all of them, from the shardings alone, and comes to the same result.
+Every process computes this for all processes, from the shardings alone, and gets the same result.
 """
 
 import math
@@ -13,16 +13,22 @@ import numpy as np
 from shardkeep.arrays import Region, cut, split_counts
 from shardkeep.processes import LEADER
 
-SMALL = 1 << 20  # an array up to this size is stored whole where one process holds all of it: fewer, larger pieces
-_EVEN = 1.125  # with more than this times its fair share, a process has too much
-_FINENESS = (1, 4)  # parts for each process that an array is cut into then: as few as will do
+SMALL = 1 << 20  # an array up to this size that one process holds completely is stored as one piece
+_EVEN = 1.125  # the load is unbalanced if a process has more than this times its fair share
+_FINENESS = (1, 4)  # into how many parts per process arrays are cut then, tried in this order
 
 Holding = tuple[Region, tuple[int, ...]]  # a region and the processes that hold it
 Share = tuple[Region, int]  # a region and the process that writes it
 
 
 def share_out(arrays: Sequence[Any], size: int, *, gathered: bool) -> list[tuple[Share, ...]]:
-    """For each array what is written by whom. None stays for no array; `gathered`: the leader gets every one whole."""
+    """For each array (None stands for a leaf that is not one), which process writes which region.
+
+    Args:
+        arrays: The arrays of a tree.
+        size: The number of processes.
+        gathered: The leader writes every array, in one piece.
+    """
     if gathered:
         return [() if array is None else ((Region.whole(array.shape), LEADER),) for array in arrays]
     itemsizes = [0 if array is None else array.nbytes // max(math.prod(array.shape), 1) for array in arrays]
@@ -39,7 +45,10 @@ def share_out(arrays: Sequence[Any], size: int, *, gathered: bool) -> list[tuple
 def _assign(
     holdings: Sequence[Sequence[Holding]], itemsizes: Sequence[int], size: int
 ) -> tuple[list[tuple[Share, ...]], list[int]]:
-    """A writer for every region, and the bytes each process has then: what only one holds first, then the largest."""
+    """A writer for every region, and the resulting load of each process in bytes.
+
+    Regions that only one process holds come first, then the largest.
+    """
     nbytes = {(i, n): found[n][0].size * itemsizes[i] for i, found in enumerate(holdings) for n in range(len(found))}
     load = [0] * size
     writers: dict[tuple[int, int], int] = {}
@@ -52,10 +61,10 @@ def _assign(
 
 
 def _holdings(array: Any, size: int) -> Sequence[Holding]:
-    """The regions of an array and who holds them. What is not spread over processes every process has, equal."""
+    """The regions of an array and the processes that hold them. All hold an array that is not sharded over them."""
     everyone = tuple(range(size))
     if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated) or 0 in array.shape:
-        return [(Region.whole(array.shape), everyone)]  # of what is empty too: there is nothing to be held
+        return [(Region.whole(array.shape), everyone)]  # an empty array too: there is nothing to hold
     held = _held_by(array.sharding, array.shape)
     if array.is_fully_addressable:
         held = [(region, everyone) for region, _ in held]
@@ -65,7 +74,7 @@ def _holdings(array: Any, size: int) -> Sequence[Holding]:
     return held
 
 
-@lru_cache(maxsize=1024)  # thousands of leaves have a few layouts, each of which may name thousands of devices
+@lru_cache(maxsize=1024)  # thousands of leaves share a few layouts, each of which may have thousands of devices
 def _held_by(sharding: Any, shape: tuple[int, ...]) -> Sequence[Holding]:
     held: dict[Region, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -74,7 +83,7 @@ def _held_by(sharding: Any, shape: tuple[int, ...]) -> Sequence[Holding]:
 
 
 def _cut(found: Sequence[Holding], itemsize: int, fineness: int = 1) -> Sequence[Holding]:
-    """Regions that several processes hold, all cut alike, so many parts for each: their writing can be spread."""
+    """Regions that several processes hold, all cut in the same way so that writing them can be balanced."""
     most = max((len(holders) for _, holders in found), default=1)
     if most == 1:
         return found

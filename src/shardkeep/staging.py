@@ -1,9 +1,9 @@
-"""The Snapshot: this process's shards in host memory, safe from whatever the training loop does next.
+"""The Snapshot: this process's shards in host memory, unaffected by what the training loop does next.
 
-On CPU a shard is taken as a view: while the view lives, XLA leaves its buffer alone even if the array is donated
-(a canary test watches that). On an accelerator it is a copy to the host. NumPy arrays, and JAX arrays that may alias
-the program's memory, can be changed by anyone, so they are copied: at once for a save in the background, block by
-block while writing for one in the foreground.
+On CPU a shard is a view: as long as the view exists, XLA does not reuse its buffer, even if the array is donated
+(a canary test checks that). On an accelerator it is a copy on the host. NumPy arrays, and JAX arrays that may alias
+the program's memory, can be changed by the program, so they are copied: immediately for a save in the background, block
+by block while writing for one in the foreground.
 """
 
 import math
@@ -25,16 +25,17 @@ from shardkeep.donation import donations
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
 from shardkeep.forks import refuse_without_jax
 from shardkeep.memory import Array, Shard
+from shardkeep.perprocess import KIND, PerProcess, Rows, encode_value, find_problem, size_of
 from shardkeep.planning import LeafPlan
 from shardkeep.processes import LEADER
 from shardkeep.records import record
 from shardkeep.sharing import share_out
-from shardkeep.tree import Leaf, mention_once
+from shardkeep.tree import Leaf, mention_once, name_leaf
 from shardkeep.values import is_plain
 from shardkeep.workers import Crew, collector
 
 _SHOWN = 10
-_SENT = 64 << 20  # how much a process sends to the others at a time
+_SENT = 64 << 20  # bytes that go through one collective
 _REMEMBERED = 4096
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
@@ -43,19 +44,22 @@ Held = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the da
 
 @record
 class _Form:
-    """What all arrays of one shape, type and sharding have in common."""
+    """What all arrays of one shape, dtype and sharding have in common."""
 
     spec: ArraySpec
     extra: Mapping[str, Any]
-    regions: tuple[Region, ...]  # that this process holds, each once
-    parts: tuple[int, ...] | None  # which of its shards they are; None: it has one device, or the same on all
-    plain: bool  # on one device, of a type that NumPy knows
+    regions: tuple[Region, ...]  # the distinct regions that this process holds
+    parts: tuple[int, ...] | None  # the shard of each region; None if there is one device, or all have the same
+    plain: bool  # on one CPU device, with a dtype of NumPy's own
     on_cpu: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The leaves as they will be recorded, and the shards they are made of. `memory`: lent to them by `donations`."""
+    """The leaves as they will be recorded, and the shards they consist of.
+
+    `memory` is the buffer that copied shards are in, which goes back to `donations`.
+    """
 
     leaves: tuple[LeafPlan, ...]
     shards: tuple[Shard, ...]
@@ -77,11 +81,16 @@ def take_snapshot(
     size: int = 1,
     gathered: bool = False,
 ) -> Snapshot:
-    """Every leaf in host memory. `keep`: the snapshot outlives the call, so this crew copies what could change.
+    """Take all leaves to host memory.
 
-    So it does with the arrays that are `watched` for donation, and with all of them if that is asked for (`copy`).
-
-    Of `size` processes each (`index`) takes only what it will write; or the leader all, if they are to be `gathered`.
+    Args:
+        leaves: The leaves of the tree.
+        keep: The threads that copy everything the program could change, for a snapshot that outlives the call.
+        watched: Arrays that are copied too, because they are watched for donation.
+        copy: Copy every array.
+        index: The index of this process, which takes only what it will write.
+        size: The number of processes.
+        gathered: The leader takes all leaves, and the others none.
     """
     refuse_unsupported(leaves, size)
     arrays = [_data_of(leaf.value) for leaf in leaves]
@@ -90,17 +99,20 @@ def take_snapshot(
     for leaf, array, form in zip(leaves, arrays, forms, strict=True):
         if form is not None:
             if not form.on_cpu:
-                array.copy_to_host_async()  # all transfers under way before the first is waited for
+                array.copy_to_host_async()  # start all transfers before waiting for the first
             if array.aval.weak_type:
-                weak.append(leaf.key)
-    mention_once(weak, "%s: a weak type is not saved. Such arrays come back with their dtype, and promote others by it")
+                weak.append(name_leaf(leaf.path))
+    mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
     looked_at = {id(array) for array in watched}
     if size > 1:
         _stage_shares(leaves, arrays, forms, plans, shards, index, size, gathered)
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
-        if array is None:
+        if isinstance(leaf.value, PerProcess):
+            plan = _stage_value(leaf, shards)
+            plans.append(_in_rows(plan, shards, Rows.of([shards[-1].data.size]), LEADER))
+        elif array is None:
             plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
         elif form is None:
             plans.append(_stage_numpy(leaf, shards))
@@ -117,10 +129,10 @@ def take_snapshot(
 
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
-    """`UnsupportedLeafError` that names every leaf that cannot be saved."""
+    """Raise an `UnsupportedLeafError` that names every leaf that cannot be saved."""
     if any(isinstance(leaf.value, jax.Array) for leaf in leaves):
         refuse_without_jax()
-    problems = [(leaf.key, problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
+    problems = [(name_leaf(leaf.path), problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
     if problems:
         raise _unsupported(problems)
 
@@ -135,10 +147,12 @@ def _stage_shares(
     size: int,
     gathered: bool,
 ) -> None:
-    """One process's part of a tree that several save together."""
+    """Stage the part of the tree that this process writes, of a save by several processes."""
     everyones = share_out(arrays, size, gathered=gathered)
     for leaf, array, form, shares in zip(leaves, arrays, forms, everyones, strict=True):
-        if array is None:
+        if isinstance(leaf.value, PerProcess):
+            plans.append(_gather_value(leaf, shards, index, size) if gathered else _stage_value(leaf, shards))
+        elif array is None:
             plans.append(LeafPlan(leaf.path, "value", value=leaf.value, common=True))
         elif form is None:
             plans.append(replace(_stage_numpy(leaf, shards), shares=shares, common=True))
@@ -153,10 +167,83 @@ def _stage_shares(
             plans.append(replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares))
 
 
-def gather_whole(array: jax.Array) -> Array:
-    """All of an array that is spread over processes, in the memory of each; all of them call this.
+def _stage_value(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
+    """A `PerProcess` leaf as plain bytes: where they go depends on how many the other processes have."""
+    raw = encode_value(leaf.value.value)
+    shards.append(Shard(raw, stable=True))
+    whole = Region.whole(raw.shape)
+    return LeafPlan(
+        leaf.path, KIND, ArraySpec(raw.shape, raw.dtype), held=(whole,), first_held=len(shards) - 1, common=True
+    )
 
-    Each sends its share, as plain bytes: collectives of small floats change NaNs, and those of 2-bit integers memory.
+
+def _in_rows(leaf: LeafPlan, shards: list[Shard], rows: Rows, index: int) -> LeafPlan:
+    """A staged `PerProcess` leaf among the rows of all processes."""
+    shards[leaf.first_held] = Shard(rows.fill(index, shards[leaf.first_held].data), stable=True)
+    shares = rows.shares if len(rows.lengths) > 1 else ()
+    extra = {"lengths": list(rows.lengths)}
+    return replace(leaf, spec=rows.spec, extra=extra, held=(rows.region(index),), shares=shares)
+
+
+def unsettled_lengths(snapshot: Snapshot) -> list[int]:
+    """How many bytes this process has of each `PerProcess` leaf that still needs those of the others."""
+    return [leaf.spec.nbytes for leaf in snapshot.leaves if leaf.spec is not None and _is_unsettled(leaf)]
+
+
+def settle_rows(snapshot: Snapshot, lengths: Sequence[Sequence[int]], index: int) -> Snapshot:
+    """The snapshot with every `PerProcess` leaf in its place. `lengths`: for each process, what it has of each leaf."""
+    shards = list(snapshot.shards)
+    by_leaf = iter(zip(*lengths, strict=True))
+    leaves = [
+        _in_rows(leaf, shards, Rows.of(next(by_leaf)), index) if _is_unsettled(leaf) else leaf
+        for leaf in snapshot.leaves
+    ]
+    return Snapshot(tuple(leaves), tuple(shards), snapshot.memory)
+
+
+def _is_unsettled(leaf: LeafPlan) -> bool:
+    return leaf.kind == KIND and "lengths" not in leaf.extra
+
+
+def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> LeafPlan:
+    """The values of a `PerProcess` leaf of all processes, in the memory of the leader; all of them call this."""
+    raw = encode_value(leaf.value.value)
+    lengths = np.ascontiguousarray(_all_gather(np.array([raw.size], np.int64).view(np.uint8)))
+    rows = Rows.of([int(length) for length in lengths.view(np.int64)[:, 0]])
+    filled: Array = np.zeros(rows.shape if index == LEADER else (0, 0), np.uint8)
+    step = max(_SENT // size, 1)
+    for start in range(0, max(rows.lengths), step):
+        sent = np.zeros(min(step, max(rows.lengths) - start), np.uint8)
+        sent[: max(raw.size - start, 0)] = raw[start : start + sent.size]
+        everyones = _all_gather(sent)
+        for process, length in enumerate(rows.lengths if index == LEADER else ()):
+            part = filled[rows.region(process).slices].reshape(-1)[start : min(start + sent.size, length)]
+            part[...] = everyones[process, : part.size]
+    whole = Region.whole(rows.shape)
+    held: tuple[Region, ...] = ()
+    if index == LEADER:
+        shards.append(Shard(filled, stable=True))
+        held = (whole,)
+    extra = {"lengths": list(rows.lengths)}
+    return LeafPlan(
+        leaf.path, KIND, rows.spec, None, extra, held, max(len(shards) - 1, 0), ((whole, LEADER),), common=True
+    )
+
+
+def _all_gather(part: Array) -> Array:
+    """The arrays of all processes, which have one size, as rows."""
+    try:
+        return np.asarray(multihost_utils.process_allgather(part))
+    except JaxRuntimeError as error:
+        raise ProcessError(
+            f"another process exited while arrays were being gathered; nothing was written ({error})"
+        ) from error
+
+
+def gather_whole(array: jax.Array) -> Array:
+    """An array that is sharded over processes, complete on each of them. All processes must call this.
+
+    It is sent as plain bytes: collectives on small floats change NaNs, and those on 2-bit integers corrupt memory.
     """
     index, size = jax.process_index(), jax.process_count()
     dtype = np.dtype(array.dtype)
@@ -172,13 +259,7 @@ def gather_whole(array: jax.Array) -> Array:
             for there, data in zip(*held, strict=True):
                 here, lying = common_slices(region, there)
                 part[here] = data[lying]
-    sent = [mine[start : start + _SENT] for start in range(0, mine.size, _SENT)]
-    try:
-        everyones = [np.asarray(multihost_utils.process_allgather(part)) for part in sent]
-    except JaxRuntimeError as error:
-        raise ProcessError(
-            f"another process ended while arrays were gathered; nothing was written ({error})"
-        ) from error
+    everyones = [_all_gather(mine[start : start + _SENT]) for start in range(0, mine.size, _SENT)]
     rows = np.concatenate(everyones, axis=1) if everyones else np.zeros((size, 0), np.uint8)
     whole: Array = np.empty(array.shape, dtype)
     filled_of = [0] * size
@@ -190,16 +271,17 @@ def gather_whole(array: jax.Array) -> Array:
 
 
 def _data_of(value: Any) -> Any:
-    """The array behind a leaf: of PRNG keys their data, of a plain value None."""
+    """The array to store for a leaf: for PRNG keys their data, for other values None."""
     if isinstance(value, jax.Array):
         return jax.random.key_data(value) if _is_prng_key(value) else value
     return value if isinstance(value, np.ndarray) else None
 
 
 def staged_sizes(leaves: Sequence[Leaf]) -> list[tuple[int, Any]]:
-    """How much memory a snapshot of each array holds on to, and the array."""
+    """For each leaf with data, how much memory its snapshot takes, and the leaf's value."""
     arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, (jax.Array, np.ndarray))]
-    return [(_local_nbytes(array), array) for array in arrays]
+    values = [leaf.value for leaf in leaves if isinstance(leaf.value, PerProcess) and _problem(leaf.value, 1) is None]
+    return [(_local_nbytes(array), array) for array in arrays] + [(size_of(value.value), value) for value in values]
 
 
 def _local_nbytes(array: Any) -> int:
@@ -233,7 +315,7 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
 def _stage_jax(
     leaf: Leaf, array: jax.Array, form: _Form, shards: list[Shard], mine: Held | None = None, own: bool = False
 ) -> LeafPlan:
-    """`mine`: what is staged of the array, if not all that is here; `own`: in memory that was made for it."""
+    """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
     kind, extra = "jax", form.extra
     if array is not leaf.value:
         kind, extra = "prng", {"impl": str(jax.random.key_impl(leaf.value))}
@@ -244,7 +326,7 @@ def _stage_jax(
 
 
 def _form_of(array: jax.Array) -> _Form:
-    """Looking at the shards of each array takes longer than writing small ones: those of the first tell of all."""
+    """The form of an array, cached: looking at the shards of an array takes longer than writing a small one."""
     key = (array.sharding, array.shape, array.dtype)
     form = _forms.get(key)
     if form is None:
@@ -267,7 +349,7 @@ def _look_at(array: jax.Array) -> _Form:
 
 
 def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
-    """Each region this process holds that has to do with what is wanted, once, and its data."""
+    """The distinct regions that this process holds and that overlap with `wanted`, and their data."""
     form = _form_of(array)
     if form.parts is None:
         return (form.regions, _data(array, form)) if wanted else ((), [])
@@ -277,13 +359,13 @@ def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
 
 
 def _data(array: jax.Array, form: _Form) -> list[Array]:
-    """The regions of an array in host memory: as they lie there, if they do."""
+    """The regions of an array in host memory, without a copy where they are already there."""
     if form.plain:
-        with suppress(BufferError):  # deleted meanwhile: then what follows says so
+        with suppress(BufferError):  # the array was deleted meanwhile; the lines below raise JAX's error
             return [_contiguous(np.asarray(memoryview(cast(Any, array))))]
     if form.parts is None:
         return [_contiguous(np.asarray(array.addressable_data(0)))]
-    shards: Any = getattr(array, "_arrays", None)  # what `addressable_data` gives one by one, in half of the time
+    shards: Any = getattr(array, "_arrays", None)  # the same as `addressable_data`, in half the time
     if shards is None:
         shards = [array.addressable_data(number) for number in range(max(form.parts, default=-1) + 1)]
     return [_contiguous(np.asarray(shards[number])) for number in form.parts]
@@ -295,7 +377,7 @@ def _contiguous(data: Array) -> Array:
 
 @lru_cache(maxsize=256)
 def _sharding_record(sharding: jax.sharding.Sharding) -> Mapping[str, Any]:
-    """How a named sharding laid an array out, for people and for loading onto a mesh with the same axis names."""
+    """A named sharding as recorded: to show it, and to load onto another mesh with the same axis names."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
         return {}
     spec = [list(e) if isinstance(e, tuple) else e for e in cast(Any, sharding.spec)]
@@ -320,7 +402,7 @@ def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
 
 def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:
     """The error that names the leaves that cannot be saved."""
-    shown = "\n".join(f"  {key or '(the tree itself)'}: {problem}" for key, problem in problems[:_SHOWN])
+    shown = "\n".join(f"  {key}: {problem}" for key, problem in problems[:_SHOWN])
     more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return UnsupportedLeafError(
         f"{counted(len(problems), 'leaf', 'leaves')} cannot be saved; nothing was written:\n{shown}{more}"
@@ -328,38 +410,55 @@ def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:
 
 
 def _problem(value: Any, size: int) -> str | None:
+    if isinstance(value, PerProcess):
+        return find_problem(value.value, _value_problem)
     if isinstance(value, Tracer):
-        return "a value inside jit, grad or vmap has no data; save outside of the transformed function"
+        return "a traced value inside jit, grad or vmap has no data; save outside the transformed function"
     if isinstance(value, jax.Array):
         return _array_problem(value, size)
     if isinstance(value, np.ndarray | np.generic):
         if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
-            return f"{an(type(value).__name__)} holds more than its data; save its parts as plain arrays"
+            return f"{an(type(value).__name__)} has more than plain data; save its parts as plain arrays"
         try:
             dtype_name(value.dtype)
         except TypeError:
-            return f"NumPy dtype {value.dtype} has no stored form; convert it to numbers, or to a list of str or bytes"
+            return f"NumPy dtype {value.dtype} cannot be stored; convert to numbers, or to a list of str or bytes"
         return None
     if is_plain(value):
         return None
     if isinstance(value, jax.ShapeDtypeStruct):
         return "an abstract array (ShapeDtypeStruct) has no data"
     if callable(value):
-        return f"a function or class ({getattr(value, '__name__', value)!s:.60}) is not data; filter it out first"
+        return f"a function or class ({getattr(value, '__name__', value)!s:.60}) is not data; remove it from the tree"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"{an(kind)} is neither an array nor a plain value; register it as a PyTree node or leave it out"
+    return f"{an(kind)} is neither an array nor a plain value; register it as a pytree node or leave it out"
+
+
+def _value_problem(value: Any) -> str | None:
+    """Why something cannot be in a `PerProcess` value; None if it can."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        refuse_without_jax()
+        if not value.is_deleted() and not value.is_fully_addressable:
+            return "the array spans several processes; save it as a leaf of the tree itself"
+        if _is_prng_key(value):
+            return "PRNG keys cannot be stored in a PerProcess value; use their jax.random.key_data instead"
+        return _array_problem(value, size=1)
+    if value is None or isinstance(value, Tracer | np.ndarray | np.generic) or is_plain(value):
+        return None if value is None else _problem(value, size=1)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"{an(kind)} cannot be stored; use dicts, lists and tuples of plain values, bytes and NumPy arrays"
 
 
 def _array_problem(array: jax.Array, size: int) -> str | None:
     if array.is_deleted():
-        return "the array has been deleted or donated; save before its buffer is given away"
+        return "the array has been deleted or donated; save it before you donate it"
     if size == 1 and not array.is_fully_addressable:
-        return "the array spans several processes, which can find each other only after jax.distributed.initialize()"
+        return "the array spans several processes; call jax.distributed.initialize() first so that they can save it"
     if _is_prng_key(array):
         known = isinstance(jax.random.key_impl(array), str)
-        return None if known else "a PRNG key of an unregistered implementation; save jax.random.key_data of it"
+        return None if known else "a PRNG key of an unregistered implementation; save its jax.random.key_data instead"
     try:
         dtype_name(np.dtype(array.dtype))
     except TypeError:
-        return f"dtype {array.dtype} has no stored form"
+        return f"dtype {array.dtype} cannot be stored"
     return None

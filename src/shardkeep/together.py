@@ -1,7 +1,7 @@
-"""Several processes, one checkpoint: what they must have in common, and how their parts come together.
+"""Several processes, one checkpoint: what they must agree on, and how their parts are put together.
 
-What a process has written it notes in its own record in the store, where the leader reads it. So the leader also finds
-out whether it sees what the others see: a checkpoint is never committed with holes.
+Each process notes what it has written in its own record in the store, and the leader reads it there. So the leader
+also finds out whether it sees the files of the others: a checkpoint is never committed with holes.
 """
 
 import json
@@ -14,65 +14,81 @@ import numpy as np
 from shardkeep.commit import Turn
 from shardkeep.digests import digest
 from shardkeep.errors import ProcessError, StorageError
+from shardkeep.perprocess import KIND, PerProcess
 from shardkeep.planning import LeafPlan, SavePlan, WrittenFile
-from shardkeep.processes import LEADER, Operation
-from shardkeep.staging import Snapshot
+from shardkeep.processes import LEADER, Operation, tell_end_at_exit
+from shardkeep.staging import Snapshot, settle_rows, unsettled_lengths
 from shardkeep.stores.base import Store
-from shardkeep.tree import Leaf
+from shardkeep.tree import Leaf, name_leaf
 from shardkeep.values import encode
 
 _SHOWN = 200
+_NOTHING = "(nothing)"
+_PER_PROCESS = "a PerProcess value"
+_SAME = "must be the same on every process"  # of a leaf that each process has by itself
+tell_end_at_exit()  # of every program that can save or load, even if it never does
 
 
 def compare(operation: Operation, lines: Sequence[str]) -> None:
-    """`ProcessError` naming the first difference, on every process, unless all of them bring the same lines.
+    """Raise a `ProcessError` on every process that names the first difference, unless all pass the same lines.
 
-    A line begins with what it is about ("path …", "leaf a.b: …"): lines about the same are held against each other.
+    A line begins with its subject ("path …", "leaf a/b: …"). Lines with the same subject are compared.
     """
     brought = operation.gather(_digest("\n".join(lines)))
     if operation.share(len(set(brought)) == 1):
         return
-    about: dict[str, str] = {}
-    ranks: dict[str, bool] = {}
+    by_subject: dict[str, str] = {}
+    follows: dict[str, bool] = {}
     for line in lines:
         name = _digest(line.partition(": " if line.startswith(("leaf ", "writers of ")) else " ")[0])[:12]
-        about[name] = f"{about[name]}\n{line}" if name in about else line
-        ranks[name] = _says_less(line)
-    listed = operation.gather([[name, _digest(line)[:12], ranks[name]] for name, line in about.items()])
+        by_subject[name] = f"{by_subject[name]}\n{line}" if name in by_subject else line
+        follows[name] = _follows_from_leaves(line)
+    listed = operation.gather([[name, _digest(line)[:12], follows[name]] for name, line in by_subject.items()])
     name = operation.share(_first_difference(listed) if operation.leads else None)
-    told = operation.gather(about.get(name, "(nothing)"))
+    told = operation.gather(by_subject.get(name, _NOTHING))
     if operation.leads:
         different = next(i for i, line in enumerate(told) if line != told[LEADER])
-        ours, theirs = _where_they_part(told[LEADER], told[different])
+        ours, theirs = _around_difference(told[LEADER], told[different])
+        result = "loaded" if operation.what.startswith("loading") else "written"
         raise ProcessError(
-            f"{operation.what}: the processes do not ask for the same; nothing was done\n"
-            f"  process {LEADER}: {ours}\n  process {different}: {theirs}"
+            f"{operation.what}: processes passed different arguments; nothing was {result}\n"
+            f"  process {LEADER}: {ours}\n  process {different}: {theirs}{_advice(told[LEADER], told[different])}"
         )
     operation.share()
+
+
+def _advice(ours: str, theirs: str) -> str:
+    """What to do about a leaf that each process has by itself, with another value, or that one of them lacks."""
+    if not all(line == _NOTHING or (line.startswith("leaf ") and _SAME in line) for line in (ours, theirs)):
+        return ""
+    return (
+        "\nA value that is meant to differ between processes, such as the state of a data iterator, is saved as "
+        "shardkeep.PerProcess(value)"
+    )
 
 
 def _digest(text: str) -> str:
     return digest(text.encode("utf-8", "surrogatepass"))
 
 
-def _says_less(line: str) -> bool:
-    """Where leaves differ, these do too."""
+def _follows_from_leaves(line: str) -> bool:
+    """Whether this may differ only because leaves do; then the leaves are shown."""
     return line.startswith(("metadata ", "structure ", "writers of "))
 
 
 def _first_difference(listed: Sequence[Sequence[tuple[str, str, bool]]]) -> str:
-    """The name that does not stand for the same everywhere; of several the one that comes first anywhere."""
+    """The name whose lines differ between processes; of several, the one that comes first on any of them."""
     found = [{name: line for name, line, _ in lines} for lines in listed]
     places = [
-        (says_less, at, process, name)
+        (follows, at, process, name)
         for process, lines in enumerate(listed)
-        for at, (name, _, says_less) in enumerate(lines)
+        for at, (name, _, follows) in enumerate(lines)
     ]
     return next(name for *_, name in sorted(places) if len({lines.get(name, "") for lines in found}) > 1)
 
 
-def _where_they_part(a: str, b: str) -> tuple[str, str]:
-    """Two long lines from a little before they become different; how they begin is kept."""
+def _around_difference(a: str, b: str) -> tuple[str, str]:
+    """Two lines, long ones cut to where they differ; their subject is kept."""
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return _cut_out(a, at), _cut_out(b, at)
 
@@ -84,47 +100,59 @@ def _cut_out(line: str, at: int) -> str:
 
 
 def describe(snapshot: Snapshot) -> list[str]:
-    """Lines for each leaf: where two processes' lines are the same, they may save it together."""
+    """Lines for each leaf. Processes whose lines are equal can save the tree together."""
     lines = [_describe(leaf, snapshot) for leaf in snapshot.leaves]
     for leaf in snapshot.leaves:
-        if not leaf.common:  # who writes it depends on all the others too
+        if not leaf.common:  # who writes it depends on all other leaves too
             lines.append(f"writers of {leaf.key}: {''.join(f'{writer} ' for _, writer in leaf.shares)}")
     return lines
 
 
 def outline(leaves: Sequence[Leaf]) -> list[str]:
-    """A line for each array: what must be the same before the processes begin to send each other their parts of it."""
+    """A line for each leaf whose data the processes send to each other: these must agree before they start."""
     lines: list[str] = []
     for leaf in leaves:
-        if isinstance(leaf.value, jax.Array | np.ndarray):
+        if isinstance(leaf.value, PerProcess):
+            lines.append(f"leaf {name_leaf(leaf.path)}: {_PER_PROCESS}")
+        elif isinstance(leaf.value, jax.Array | np.ndarray):
             spread = isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable
-            where = "spread over processes" if spread else "of each process"
-            lines.append(f"leaf {leaf.key or '(the tree itself)'}: {leaf.value.dtype}{list(leaf.value.shape)}, {where}")
+            where = "sharded over processes" if spread else _SAME
+            lines.append(f"leaf {name_leaf(leaf.path)}: {leaf.value.dtype}{list(leaf.value.shape)}; {where}")
     return lines
 
 
 def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
-    name = f"leaf {leaf.key or '(the tree itself)'}: "
+    name = f"leaf {name_leaf(leaf.path)}: "
+    if leaf.kind == KIND:
+        return name + _PER_PROCESS
     if leaf.spec is None:
         text = json.dumps(encode(leaf.value))
-        return f"{name}{leaf.value!r:.60} ({digest(text.encode())[:12]})"
+        return f"{name}{leaf.value!r:.60}; {_SAME} (digest {digest(text.encode())[:12]})"
     what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.kind}"
     if leaf.extra:
         what += f" {json.dumps(leaf.extra, sort_keys=True)}"
     regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
     layout = repr([(region.start, region.shape) for region in regions])
     if not leaf.common:
-        return f"{name}{what}, spread over processes (layout {digest(layout.encode())[:12]})"
+        return f"{name}{what}; sharded over processes (layout {digest(layout.encode())[:12]})"
     held = range(leaf.first_held, leaf.first_held + len(leaf.held))
     contents = [digest(np.ascontiguousarray(snapshot.shards[i].data).reshape(-1).view(np.uint8).data) for i in held]
-    both = layout + "".join(contents)  # different arrays, differently cut, may come to the same bytes
-    return f"{name}{what}, of each process (contents {digest(both.encode())[:12]})"
+    both = layout + "".join(contents)  # different arrays, cut in different ways, can have the same bytes
+    return f"{name}{what}; {_SAME} (contents {digest(both.encode())[:12]})"
+
+
+def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
+    """The snapshot with every `PerProcess` leaf in its place. Only after `compare`: all have the same leaves."""
+    lengths = unsettled_lengths(snapshot)
+    if not lengths:
+        return snapshot
+    return settle_rows(snapshot, operation.share(operation.gather(lengths)), operation.index)
 
 
 def hand_in(
     operation: Operation, turn: Turn, written: Sequence[WrittenFile], checksums: Mapping[str, str]
 ) -> tuple[list[WrittenFile], dict[str, str]]:
-    """Everyone's written files, in the order of the plan, and checksums, for the leader; nothing for the others."""
+    """The written files of all processes, in the order of the plan, and checksums: for the leader, else nothing."""
     if not operation.leads:
         told = [[file.size, file.header_digest, file.digests] for file in written]
         turn.note({"written": told, "checksums": dict(checksums)})
@@ -133,17 +161,17 @@ def hand_in(
     if not operation.leads:
         return [], {}
     parts = {LEADER: iter(written)}
-    everyones = dict(checksums)
+    all_checksums = dict(checksums)
     for process in range(operation.size):
         if process != LEADER:
             part, more = _read_part(turn.target.store, turn.plan, process, turn.name)
             parts[process] = iter(part)
-            everyones.update(more)
-    return [next(parts[file.writer]) for file in turn.plan.files], everyones
+            all_checksums.update(more)
+    return [next(parts[file.writer]) for file in turn.plan.files], all_checksums
 
 
 def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
-    """After the commit: everyone knows of it, and what it came to (bytes, files)."""
+    """Tell all processes that the save is committed; returns its totals (bytes, files)."""
     total = operation.share(total)
     if not operation.leads:
         turn.close()
@@ -151,7 +179,7 @@ def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
 
 
 def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenFile], Mapping[str, str]]:
-    """What a process noted in its record, its files found and of their size."""
+    """What a process noted in its record, once all its files are found with their recorded sizes."""
     files = plan.files_of(process)
     try:
         document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
@@ -162,12 +190,12 @@ def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[l
     except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
         raise unshared(name, process, str(error)) from error
     if lost is not None:
-        raise unshared(name, process, f"{store.locate(lost)} is not there, or not whole")
+        raise unshared(name, process, f"{store.locate(lost)} is missing or truncated")
     return part, told["checksums"]
 
 
 def unshared(name: str, process: int, what: str) -> StorageError:
-    """The error for processes that do not see the same files."""
+    """The error for processes that do not share their storage."""
     return StorageError(
         f"saving {name}: processes {LEADER} and {process} do not see the same files ({what}). "
         "All processes must save to the same shared directory or bucket. Nothing was committed"

@@ -1,22 +1,23 @@
-"""A tree taken apart into its leaves and its Skeleton, and put together again.
+"""Trees, flattened into leaves and a Skeleton, and rebuilt from them.
 
-A `Skeleton` is what is left of a tree when its leaves are taken out. It is written as JSON and rebuilt without
-importing or executing anything a file names: a class is used only if the program has already imported it and
-(unless it is a namedtuple) registered it with JAX. Otherwise its place is taken by a stand-in of the same shape.
+A `Skeleton` is a tree without its leaves. It is stored as JSON and rebuilt without importing or executing anything that
+a file names: a class is used only if the program has imported it and (unless it is a namedtuple) registered it
+with JAX. Otherwise an `OpaqueNode` with the same children takes its place.
 """
 
+import base64
 import logging
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import jax
 import numpy as np
-from jax import tree_util
 
+from shardkeep.auxdata import check_static
 from shardkeep.errors import IntegrityError, TreeError, an
-from shardkeep.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, usable_class
+from shardkeep.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, serialize_aux, usable_class
 from shardkeep.records import record
 from shardkeep.values import Json, NotPlainError, decode, encode, show
 
@@ -27,18 +28,39 @@ Path = tuple[str, ...]
 
 @record
 class Leaf:
-    """A value of the tree and its place: the names on the way to it."""
+    """A leaf of a tree: its value and its path, the names that lead to it."""
 
     path: Path
     value: Any
 
     @property
     def key(self) -> str:
-        return join_key(self.path)
+        return show_key(self.path)
+
+
+def show_key(path: Path) -> str:
+    r"""The key of a path as users see and type it: names joined with `/`. A `/` within a name is written `\/`.
+
+    >>> show_key(("layers", "0", "w.b")), show_key(("a/b", "c"))
+    ('layers/0/w.b', 'a\\/b/c')
+    """
+    key = "/".join(path)
+    if key.count("/") == len(path) - 1 or not path:
+        return key
+    return "/".join(part.replace("/", "\\/") for part in path)
+
+
+def name_leaf(path: Path) -> str:
+    """The key of a leaf for a message or a table, readable even if the tree is a single leaf or the key is empty.
+
+    >>> name_leaf(("a", "b")), name_leaf(()), name_leaf(("",))
+    ('a/b', '(the tree itself)', "''")
+    """
+    return (show_key(path) or "''") if path else "(the tree itself)"
 
 
 def join_key(path: Path) -> str:
-    r"""The dotted key of a path. Dots within a name are escaped, so that `split_key` can undo it.
+    r"""The key of a path as it is stored: names joined with dots, dots within a name escaped.
 
     >>> join_key(("layers", "0", "w.b"))
     'layers.0.w\\.b'
@@ -65,7 +87,7 @@ def split_key(key: str) -> Path:
     return tuple(parts)
 
 
-_MAX_DEPTH = 150  # JSON readers recurse; a tree that can be taken apart must also be readable
+_MAX_DEPTH = 150  # JSON readers recurse, and a tree that can be saved must be readable
 _PLAIN = frozenset((bool, int, float, complex, str, bytes))
 
 
@@ -76,28 +98,25 @@ class Skeleton:
     root: Child
 
     def paths(self) -> list[Path]:
-        """Where the leaves are, in order."""
-        return [path for path, _ in self._places(self.root, ())]
+        """The paths of the leaves, in order."""
+        return [path for path, node in _ends(self.root, ()) if node is not None]
 
-    def _places(self, node: Child, path: Path) -> Iterator[tuple[Path, Child]]:
-        if node is LEAF:
-            yield path, node
-        elif node is not None:
-            for name, child in zip(node.names, node.children, strict=True):
-                yield from self._places(child, (*path, name))
+    def empty_paths(self) -> list[Path]:
+        """The paths at which the tree has None."""
+        return [path for path, node in _ends(self.root, ()) if node is None]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The tree with `leaves` in their places."""
+        """The tree with these leaves."""
         remaining = iter(leaves)
         return _rebuild(self.root, remaining)
 
     def prune(self, keep: Sequence[bool]) -> "Skeleton":
-        """Without the leaves not kept: dict entries left empty go, other positions become None."""
+        """Only the leaves to keep. Entries of dicts that hold none of them are dropped; other positions become None."""
         remaining = iter(keep)
         return Skeleton(_prune(self.root, remaining))
 
-    def stand_ins(self) -> list[str]:
-        """Names of the classes that `rebuild` will replace by stand-ins."""
+    def opaque_nodes(self) -> list[str]:
+        """The names of the classes that `rebuild` replaces by `OpaqueNode`s."""
         found: dict[str, None] = {}
         pending = [self.root]
         while pending:
@@ -110,7 +129,7 @@ class Skeleton:
         return list(found)
 
     def mention_factories(self) -> None:
-        """Say once which `defaultdict`s come back without the function that makes their missing values."""
+        """Warn once about `defaultdict`s whose `default_factory` cannot be saved."""
         lost: list[str] = []
         pending: list[tuple[Path, Child]] = [((), self.root)]
         while pending:
@@ -118,11 +137,11 @@ class Skeleton:
             if isinstance(node, Node):
                 pending += [((*path, n), c) for n, c in zip(node.names, node.children, strict=True) if c is not LEAF]
                 if node.kind == "defaultdict" and node.aux is not None and _factory_name(node) is None:
-                    lost.append(join_key(path))
+                    lost.append(name_leaf(path))
         mention_once(
             sorted(lost),
-            "%s: the default_factory is none of " + ", ".join(_FACTORIES) + ", the only ones that are saved. It comes "
-            "back as None, so that a missing key is a KeyError",
+            "the default_factory of %s is not saved: only " + ", ".join(_FACTORIES) + " are. It is loaded as None, "
+            "so that a missing key raises KeyError",
         )
 
     def to_json(self) -> Json:
@@ -136,23 +155,28 @@ class Skeleton:
             raise IntegrityError(f"malformed tree structure in a manifest: {error}") from error
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Skeleton, list[Leaf]]:
-    """The tree's Skeleton and its leaves, in order; dicts in their own order, whatever their keys.
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, serialize: bool = False
+) -> tuple[Skeleton, list[Leaf]]:
+    """The tree's Skeleton and its leaves, in order. Dicts keep their own order, whatever their keys.
+
+    With `serialize`, auxiliary data that is not plain is put in the form in which it is stored. Functions that the
+    program has registered with `jax.export` are called for this, before anything is written.
 
     >>> skeleton, leaves = flatten({"b": [1, None], "a": 2})
     >>> [(leaf.key, leaf.value) for leaf in leaves]
-    [('b.0', 1), ('a', 2)]
+    [('b/0', 1), ('a', 2)]
     >>> skeleton.rebuild([10, 20])
     {'b': [10, None], 'a': 20}
     """
     leaves: list[Leaf] = []
-    return Skeleton(_take_apart(tree, (), leaves, is_leaf)), leaves
+    return Skeleton(_take_apart(tree, (), leaves, is_leaf, serialize)), leaves
 
 
 def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
-    """Nested dicts of strings. Dots in names make levels, unless that would make two leaves meet: then they stay.
+    """Nested dicts with string keys. Dots in names make levels, unless two leaves would then have the same path.
 
-    A leaf that lies below another one (a directory that is an array can hold arrays) goes by its whole path.
+    A leaf below another leaf (a zarr array's directory can contain arrays) is named by its complete path.
 
     >>> nest([(("a.b",), 1), (("c", "0"), 2)])
     {'a': {'b': 1}, 'c': {'0': 2}}
@@ -179,7 +203,9 @@ def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     return root
 
 
-def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[Any], bool] | None) -> Child:
+def _take_apart(
+    tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[Any], bool] | None, serialize: bool
+) -> Child:
     if is_leaf is not None and is_leaf(tree):
         leaves.append(Leaf(path, tree))
         return LEAF
@@ -187,21 +213,24 @@ def _take_apart(tree: Any, path: Path, leaves: list[Leaf], is_leaf: Callable[[An
         return None
     if len(path) > _MAX_DEPTH:
         raise TreeError(
-            f"the tree is nested too deeply (over {_MAX_DEPTH} levels), or contains itself: {join_key(path)!r:.80}"
+            f"the tree is nested more than {_MAX_DEPTH} levels deep, or contains itself: {show_key(path)!r:.80}"
         )
-    node = None if isinstance(tree, jax.Array | np.ndarray) or type(tree) in _PLAIN else _open(tree)
+    node = None if isinstance(tree, np.ndarray) or type(tree) in _PLAIN else _open(tree)
     if node is None:
         leaves.append(Leaf(path, tree))
         return LEAF
     shell, children = node
+    if serialize and shell.class_name:
+        shell = serialize_aux(shell)
     below = tuple(
-        _take_apart(child, (*path, name), leaves, is_leaf) for name, child in zip(shell.names, children, strict=True)
+        _take_apart(child, (*path, name), leaves, is_leaf, serialize)
+        for name, child in zip(shell.names, children, strict=True)
     )
     return replace(shell, children=below)
 
 
 def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
-    """One container as a Node without children, and its children; None for a leaf."""
+    """A container as a Node without children, and its children; None for a leaf."""
     cls: type[Any] = type(tree)
     if cls is list or cls is tuple:
         return Node(cls.__name__, tuple(str(i) for i in range(len(tree))), ()), tree
@@ -215,9 +244,14 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
         return Node(_DICT_KINDS[cls], names, (), keys, cls=cls, aux=aux), list(tree.values())
     if isinstance(tree, tuple) and hasattr(cls, "_fields"):
         return Node("namedtuple", tuple(cast(Any, cls)._fields), (), class_name=_class_name(cls), cls=cls), tree
+    array = getattr(sys.modules.get("jax"), "Array", None)
+    if array is None or isinstance(tree, array):  # where JAX is not imported, no class is registered with it
+        return None
+    from jax import tree_util
+
     pairs, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     data = treedef.node_data()
-    if data is None:  # JAX does not know the type: a leaf
+    if data is None:  # not registered with JAX: a leaf
         return None
     names = name_children([_entry_name(path[0]) for path, _ in pairs])
     fields = fields_of(cls)
@@ -228,7 +262,7 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
 
 
 def _is_its_fields(tree: Any, fields: Sequence[str], names: Sequence[str], aux: Any) -> bool:
-    """Whether a dataclass takes itself apart into its fields, the static ones aside; its own code may do otherwise."""
+    """Whether a dataclass flattens into its fields and keeps the static ones as auxiliary data; others may not."""
     static = [name for name in fields if name not in names]
     if not isinstance(aux, tuple) or not set(names) <= set(fields) or len(cast(Any, aux)) != len(static):
         return False
@@ -236,7 +270,7 @@ def _is_its_fields(tree: Any, fields: Sequence[str], names: Sequence[str], aux: 
 
 
 def name_children(keys: Sequence[Any]) -> tuple[str, ...]:
-    """A distinct name for each key: its text; where texts collide, all but strings say their type.
+    """A distinct name for each key: its text, and its type too where several keys have the same text.
 
     >>> name_children(["1", 1, 2])
     ('1', '\\\\int:1', '2')
@@ -249,12 +283,14 @@ def name_children(keys: Sequence[Any]) -> tuple[str, ...]:
         for i, key in enumerate(keys):
             if counts[names[i]] > 1 and not isinstance(key, str):
                 names[i] = f"\\{type(key).__name__}:{key!r}"
-        while len(set(names)) < len(names):  # only a custom node can name two children alike
+        while len(set(names)) < len(names):  # only a custom node can give two children one name
             names = [f"{name}\\{i}" for i, name in enumerate(names)]
     return tuple(names)
 
 
 def _entry_name(entry: Any) -> Any:
+    from jax import tree_util
+
     if isinstance(entry, tree_util.GetAttrKey):
         return entry.name
     if isinstance(entry, tree_util.SequenceKey):
@@ -294,12 +330,12 @@ _mentioned: set[str] = set()
 
 
 def mention_once(keys: Sequence[str], what: str) -> None:
-    """Log, once in this process, what of these leaves or containers (`%s`) does not come back as it was."""
+    """Warn, once per process and kind, about leaves or containers (`%s`) that are not loaded exactly as they were."""
     if keys and what not in _mentioned:
         _mentioned.add(what)
         more = f" and {len(keys) - 3:,} more" if len(keys) > 3 else ""
-        shown = ", ".join(repr(key) if key else "the tree itself" for key in keys[:3])
-        log.warning("shardkeep: " + what + ". This is said once", shown + more)
+        shown = ", ".join(keys[:3])
+        log.warning("" + what + ". This warning is shown once", shown + more)
 
 
 _DICT_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", defaultdict: "defaultdict"}
@@ -307,12 +343,21 @@ _FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, byt
 
 
 def _factory_name(node: Node) -> str | None:
-    """The name a `defaultdict`'s factory is saved under; None if it would not be found again by it."""
+    """The name under which the factory of a `defaultdict` is saved; None if it cannot be."""
     return next((name for name, factory in _FACTORIES.items() if factory is node.aux), None)
 
 
+def _ends(node: Child, path: Path) -> Iterator[tuple[Path, Child]]:
+    """The leaves below a node and the positions with None, each with its path, in order."""
+    if isinstance(node, Node):
+        for name, child in zip(node.names, node.children, strict=True):
+            yield from _ends(child, (*path, name))
+    else:
+        yield path, node
+
+
 def to_json(node: Child) -> Json:
-    """A node and what is below it, as the manifest has it."""
+    """A node and everything below it, as stored in the manifest."""
     if node is LEAF:
         return 0
     if node is None:
@@ -328,15 +373,22 @@ def to_json(node: Child) -> Json:
         factory = {"factory": _factory_name(node)} if node.kind == "defaultdict" else {}
         return {node.kind: pairs, **factory}
     named: list[Any] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]
+    written: dict[str, Any] = {node.kind: node.class_name, "children": named}
+    if node.registered:
+        written["registered"] = encode(node.registered)
     if node.kind == "namedtuple":
-        return {"namedtuple": node.class_name, "children": named}
+        return written
+    fields = {"fields": list(node.fields)} if node.fields else {}
+    if node.aux_bytes is not None:
+        return {**written, "aux_bytes": base64.b64encode(node.aux_bytes).decode(), **fields}
+    if node.static is not None:
+        return {**written, "static": node.static}
     if not node.has_aux:
-        return {"custom": node.class_name, "children": named}
+        return written
     try:
-        fields = {"fields": list(node.fields)} if node.fields else {}
-        return {"custom": node.class_name, "children": named, "aux": encode(node.aux), **fields}
+        return {**written, "aux": encode(node.aux), **fields}
     except NotPlainError:
-        return {"custom": node.class_name, "children": named}
+        return written
 
 
 def _encode_key(key: Any) -> Json:
@@ -345,16 +397,16 @@ def _encode_key(key: Any) -> Json:
     except NotPlainError as error:
         raise TreeError(
             f"dict key {show(key)} is {an(str(error))}; "
-            "keys may be str, int, float, bool, None, bytes and tuples of them"
+            "keys can be str, int, float, bool, None, bytes and tuples of them"
         ) from None
 
 
 def _check_key(key: Any) -> None:
-    """Refuse a key that could not be written, before anything is."""
+    """Refuse a key that cannot be stored, before anything is written."""
     _encode_key(key)
     try:
         str(key)
-    except ValueError:  # Python does not write out integers beyond 4300 digits, and leaves are named by their keys
+    except ValueError:  # Python does not print integers of more than 4300 digits, and keys name leaves
         raise TreeError(f"dict key {show(key)} is too long for the name of a leaf; use a str or bytes") from None
 
 
@@ -383,7 +435,15 @@ def _container_from_json(data: dict[str, Any]) -> Node:
     if len(set(names)) < len(names):
         raise ValueError("a child's name appears twice")
     below = tuple(_from_json(child) for _, child in data["children"])
-    has_aux = kind == "namedtuple" or "aux" in data
-    aux = decode(data["aux"]) if kind == "custom" and has_aux else None
+    registered = decode(data.get("registered", ""))
+    if not isinstance(registered, str):
+        raise ValueError("the name of a registered class is not a string")
+    if kind == "namedtuple":
+        return Node(kind, names, below, class_name=str(body), registered=registered)
     fields = tuple(str(name) for name in data.get("fields", ()))
-    return Node(kind, names, below, class_name=str(body), aux=aux, has_aux=has_aux, fields=fields)
+    found = Node(kind, names, below, class_name=str(body), fields=fields, has_aux="aux" in data, registered=registered)
+    if "aux" in data:
+        return replace(found, aux=decode(data["aux"]))
+    if "aux_bytes" in data:
+        return replace(found, aux_bytes=base64.b64decode(data["aux_bytes"], validate=True))
+    return replace(found, static=check_static(data["static"])) if "static" in data and not names else found

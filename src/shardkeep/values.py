@@ -1,10 +1,11 @@
-"""Plain Python values as typed JSON: what is decoded equals what was encoded, in type and in every bit."""
+"""Plain Python values as typed JSON that decodes to the same type and the same bits."""
 
 import base64
 import binascii
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -20,7 +21,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotPlainError(TypeError):
-    """The value has a type that JSON cannot carry exactly."""
+    """The value has a type that cannot be stored exactly as JSON."""
 
 
 def encode(value: object) -> Json:
@@ -41,7 +42,7 @@ def encode(value: object) -> Json:
 
 
 def decode(data: Json) -> Any:
-    """The value that `encode` was given; anything else is an `IntegrityError`."""
+    """The value that was encoded; `IntegrityError` for JSON that `encode` does not produce."""
     if data is None or isinstance(data, bool | str):
         return data
     if isinstance(data, list):
@@ -58,12 +59,47 @@ def decode(data: Json) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is a leaf that `encode` can carry (containers are not leaves)."""
+    """Whether `value` is a leaf that is stored as a plain value (containers are not leaves)."""
     return type(value) in _SCALARS or isinstance(value, np.generic)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether the text is free of surrogates, which JSON readers do not carry faithfully."""
+    return text.isascii() or not _SURROGATE.search(text)
+
+
+def is_data(value: object) -> bool:
+    """Whether a leaf is data: an array, an abstract array such as a `jax.ShapeDtypeStruct`, or a plain value.
+
+    This is the one definition of what belongs in a checkpoint. Everything else (functions, classes, modules, dtypes,
+    other objects) is part of the program: `save` refuses it, and `load` keeps it from the template.
+
+    >>> import math
+    >>> is_data(3), is_data(np.zeros(2)), is_data(math.sin), is_data(np.float32), is_data(np.array([math]))
+    (True, True, False, False, False)
+    """
+    if type(value) in _SCALARS:
+        return True
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, type) or dtype is None or not hasattr(value, "shape"):
+        return False
+    try:
+        dtype_name(dtype if isinstance(dtype, np.dtype) else np.dtype(dtype))
+    except TypeError:
+        return _is_prng(dtype)
+    return True
+
+
+def _is_prng(dtype: Any) -> bool:
+    jax = sys.modules.get("jax")  # imported wherever there are keys
+    try:
+        return jax is not None and bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    except TypeError:
+        return False
+
+
 def show(value: object) -> str:
-    """A value in a message: its `repr`, except for integers so long that Python refuses to write them out.
+    """A value for a message: its `repr`, except for integers so long that Python refuses to print them.
 
     >>> show(0.5), show(10**5000)
     ('0.5', 'an integer of 16610 bits')
@@ -75,14 +111,14 @@ def show(value: object) -> str:
 
 
 def _encode_text(value: str) -> Json:
-    # JSON readers join two surrogates into one character; such text (never valid Unicode) goes as bytes.
-    if value.isascii() or not _SURROGATE.search(value):
+    # JSON readers join two surrogates into one character, so text with surrogates is stored as bytes.
+    if is_unicode(value):
         return value
     return {"text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
 
 
 def _encode_float(value: float) -> str:
-    # repr() is exact for every finite float; a NaN has bits of its own.
+    # repr() is exact for finite floats and infinities; a NaN also has a payload.
     return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
 
 

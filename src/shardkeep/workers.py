@@ -1,8 +1,8 @@
-"""A crew of threads that belongs to one save or load.
+"""The threads of one save or load.
 
-Executors refuse work once the interpreter begins to exit, so a save that has to outlive the main thread brings
-threads of its own, started before `save_async` returns. They are daemons: the thread of the save itself keeps the
-program alive, and helpers that an interrupt left behind must not.
+Executors refuse work once the interpreter begins to shut down. A save that must outlive the main thread therefore has
+its own threads, started before `save_async` returns. They are daemon threads: the thread of the save itself keeps the
+program alive, and helper threads orphaned by an interrupt must not.
 """
 
 import gc
@@ -20,12 +20,17 @@ Task = Callable[[], None]
 
 
 def default_size() -> int:
-    """One more than there are processors: while one waits for the disk, the others copy and hash."""
+    """The number of CPUs plus one: while one thread waits for the disk, the others copy and hash."""
     return min(max(os.cpu_count() or 2, 2) + 1, 8)
 
 
 class Crew:
-    """Runs lists of tasks on several threads, the calling one included. Add it to a `Scope`, which ends the threads.
+    """Runs lists of tasks on several threads, including the calling one. Add it to a `Scope`, which ends the threads.
+
+    Args:
+        size: The number of threads; None means the default size.
+        more: Threads in addition to the default size.
+        background: Whether the threads pause regularly so that the training loop is not slowed down.
 
     >>> done = []
     >>> with Scope("an example") as scope:
@@ -34,15 +39,14 @@ class Crew:
     [0, 1, 2]
     """
 
-    def __init__(self, size: int | None = None, more: int = 0, polite: bool = False) -> None:
-        """`size` threads, or if that is None as many as usual and `more`; `polite` ones let others go first."""
-        self._size, self._more, self._polite = size, more, polite
+    def __init__(self, size: int | None = None, more: int = 0, background: bool = False) -> None:
+        self._size, self._more, self._background = size, more, background
         self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._released = False
 
     def start(self) -> None:
-        """Start the threads now rather than when there is work for more than one."""
+        """Start the threads now instead of with the first list of two or more tasks."""
         size = self._size or default_size() + self._more
         for i in range(size - 1 - len(self._threads)):
             thread = threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=True)
@@ -50,7 +54,7 @@ class Crew:
             thread.start()
 
     def run(self, tasks: Iterable[Task]) -> None:
-        """Run every task; the first error ends the others' turn and is raised here, when no task runs any more."""
+        """Run every task. After the first error no further task starts; it is raised once the running ones are done."""
         todo = list(tasks)
         if len(todo) < 2:
             for task in todo:
@@ -67,7 +71,7 @@ class Crew:
         round_.raise_error()
 
     def release(self) -> None:
-        """End the threads, each when it has finished its task."""
+        """End the threads after their current tasks."""
         self._released = True
         for _thread in self._threads:
             self._work.put(None)
@@ -76,17 +80,17 @@ class Crew:
                 thread.join()
 
     def _serve(self) -> None:
-        if self._polite:
-            manners.be_polite()
+        if self._background:
+            priority.enable_pauses()
         while not self._released and (round_ := self._work.get()) is not None:
-            if round_.behind:
-                manners.step_back()
+            if round_.low_priority:
+                priority.lower()
             round_.help()
-            del round_  # while this waits for more it must not hold on to what the tasks held
+            del round_  # a waiting thread must not keep the tasks' memory alive
 
 
 def run_tasks(tasks: Iterable[Task], size: int | None = None) -> None:
-    """Run every task on a crew of its own; the first error is raised.
+    """Run every task on a new crew; the first error is raised.
 
     >>> done = []
     >>> run_tasks([lambda: done.append(1), lambda: done.append(2)])
@@ -98,10 +102,10 @@ def run_tasks(tasks: Iterable[Task], size: int | None = None) -> None:
 
 
 class _Round:
-    """One list of tasks being worked off."""
+    """One list of tasks and its progress."""
 
     def __init__(self, tasks: list[Task]) -> None:
-        self.behind = manners.is_behind  # as the thread that waits for it
+        self.low_priority = priority.is_low  # the helpers get the priority of the thread that waits for them
         self._error: BaseException | None = None
         self._next, self._lock = iter(tasks), threading.Lock()
         self._total, self._done = len(tasks), list[None]()
@@ -123,7 +127,7 @@ class _Round:
             self._error = self._error or error
 
     def help(self) -> None:
-        """What a helper does: only if the round is not over yet, so that nobody need wait for one who comes late."""
+        """Run tasks on a helper thread. A helper that arrives after the round has ended does nothing."""
         me = threading.current_thread()
         try:
             self._helping.append(me)
@@ -133,7 +137,7 @@ class _Round:
             self._bell.ring()
 
     def end(self) -> None:
-        """Begin no more tasks, and wait until those begun have ended. An interrupt does not end the waiting."""
+        """Start no more tasks, and wait for the running ones, even through an interrupt."""
         self._over = True
         with self._bell.waiting() as wait:
             while any(thread.is_alive() for thread in self._helping if thread not in self._helped):
@@ -150,54 +154,55 @@ class _Round:
             raise RuntimeError("a thread ended before its task was done")
 
 
-class _Manners:
-    """What a thread in the background leaves to the training loop: processors, and the interpreter.
+class _Priority:
+    """Keeps background threads from slowing down the training loop.
 
-    Python's threads take turns, but each time the loop has waited for the disk or a device it gets the interpreter
-    back only when the other one's turn is over. So after some work a polite thread sleeps twice as long as that took.
+    When the training loop has waited for a device or the disk, it gets the interpreter back only at the end of another
+    thread's switch interval. A background thread therefore sleeps after 2 ms of work, for twice as long as it worked.
     """
 
-    _TURN = 0.002
-    _MOST = 0.04
+    _WORK = 0.002  # seconds between two pauses
+    _LONGEST = 0.04  # seconds of one pause
     _NICE = 10
 
     def __init__(self) -> None:
         self._mine = threading.local()
 
-    def be_polite(self) -> None:
-        """From now on, in this thread."""
+    def enable_pauses(self) -> None:
+        """Let `yield_to_training` pause in this thread from now on."""
         self._mine.since = time.thread_time()
 
     @property
-    def is_behind(self) -> bool:
-        return getattr(self._mine, "behind", False)
+    def is_low(self) -> bool:
+        """Whether this thread has called `lower`."""
+        return getattr(self._mine, "low", False)
 
-    def step_back(self) -> None:
-        """From now on, in this thread: where there are too few processors, the loop's threads go first."""
-        if self.is_behind:
+    def lower(self) -> None:
+        """Lower the scheduling priority of this thread, so that the training loop gets the CPUs first."""
+        if self.is_low:
             return
-        self._mine.behind = True
-        if sys.platform == "linux":  # where it is the thread's, not the program's
+        self._mine.low = True
+        if sys.platform == "linux":  # elsewhere this would change the priority of the whole process
             with suppress(OSError):
                 mine = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, mine, max(os.getpriority(os.PRIO_PROCESS, mine), self._NICE))
 
-    def after_you(self) -> None:
-        """Called now and then by work on many small things."""
+    def yield_to_training(self) -> None:
+        """Pause if this thread has worked for 2 ms since the last pause. Called between small pieces of work."""
         since: float | None = getattr(self._mine, "since", None)
-        if since is not None and (worked := time.thread_time() - since) > self._TURN:
-            time.sleep(min(2 * worked, self._MOST))
+        if since is not None and (worked := time.thread_time() - since) > self._WORK:
+            time.sleep(min(2 * worked, self._LONGEST))
             self._mine.since = time.thread_time()
 
 
-manners = _Manners()
+priority = _Priority()
 
 
 class _Collector:
-    """Python's search for cyclic garbage, held off while anyone makes thousands of objects that are none.
+    """Pauses Python's cyclic garbage collector while thousands of objects are created that are not garbage.
 
-    Each such search looks at every object of the program, which takes longer than to save many small arrays. It is
-    not made up for at once: thousands of new objects count as old ones then, which are looked at less often.
+    Each collection visits every object of the program, which takes longer than saving many small arrays. After the
+    pause the new objects are moved to the oldest generation, so that no collection of them follows immediately.
     """
 
     _MANY = 10_000
@@ -205,11 +210,12 @@ class _Collector:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._pauses: set[_Pause] = set()
-        self._is_ours = False  # whether it was on, and we have turned it off
+        self._is_ours = False  # whether the collector was enabled and we disabled it
         self._has_frozen = False
 
     @contextmanager
     def paused(self) -> Generator[None]:
+        """Pause the collector for a `with` block or, as a decorator, for a call."""
         with Scope("pausing the garbage collector", frame_above(2)) as scope:
             self.pause(scope.add(_Pause(self)))
             yield
@@ -225,9 +231,9 @@ class _Collector:
             self._pauses.discard(pause)
             if self._pauses or not self._is_ours:
                 return
-            if gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:  # else they are someone's
+            if gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:  # else the program uses freezing itself
                 self._has_frozen = True
-                gc.freeze()  # moves all objects aside, and back to the old ones
+                gc.freeze()  # together with unfreeze: moves all objects to the oldest generation
             if self._has_frozen:
                 gc.unfreeze()
                 self._has_frozen = False
@@ -235,14 +241,14 @@ class _Collector:
             self._is_ours = False
 
     def start_over(self) -> None:
-        """In a forked child, where nobody goes on with what the parent's threads did."""
+        """Reset in a forked child, where the threads of the parent do not exist."""
         if self._is_ours:
             gc.enable()
         self.__init__()
 
 
 class _Pause:
-    """One reason to pause."""
+    """One active pause of the collector."""
 
     def __init__(self, collector: _Collector) -> None:
         self._collector = collector

@@ -1,4 +1,4 @@
-"""Bytes to files: hashed while hot, written in parallel, each block once."""
+"""Writing files in parallel; each block is hashed right before it is written."""
 
 import threading
 from collections import deque
@@ -17,21 +17,21 @@ from shardkeep.memory import PAGE, Array, Shard, address_of, aligned_empty
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.progress import Progress
 from shardkeep.stores.base import NewFile, Store
-from shardkeep.workers import Crew, Task, manners
+from shardkeep.workers import Crew, Task, priority
 
-_LARGE = 4 << 20  # files from this size on are written on their own, and in parts if they are still larger
-_ALIGNED = 1 << 20  # from this size on, too, if they lie in memory as they will on the disk
-_PART = 16 << 20  # what one task writes of a large file
-_RUN = 4 << 20  # what is hashed and then written: more is not hot any more
-_ROOM = 8 << 20  # for what is put together or copied before it is written
-_KEPT = 32  # files that wait to be closed
+_LARGE = 4 << 20  # files from this size on are tasks of their own, and larger ones several tasks
+_ALIGNED = 1 << 20  # the same, if they are in memory as they will be on the disk
+_PART = 16 << 20  # bytes of a large file that one task writes
+_RUN = 4 << 20  # bytes hashed before they are written: more would not stay in the cache
+_ROOM = 8 << 20  # memory for bytes that are assembled or copied before they are written
+_KEPT = 32  # finished files that are not closed yet
 _FEW = 8
 _SMALL = 64 << 10
-_BATCH = 8 << 20  # what one task writes in small files
-_FILE_COST = 64 << 10  # making a file costs about as much as writing this
+_BATCH = 8 << 20  # bytes of small files that one task writes
+_FILE_COST = 64 << 10  # creating a file takes about as long as writing this
 _ZSTD_LEVEL = 1
 
-_ROOMS = 2  # rooms that wait for the next save
+_ROOMS = 2  # buffers kept for the next save
 _rooms: list[Array] = []
 
 Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
@@ -49,10 +49,10 @@ def write_files(
     complete: Complete | None = None,
     memory: Array | None = None,
 ) -> list[WrittenFile]:
-    """Write files as planned. What the caller gets has a digest for every byte; their names are not synced yet.
+    """Write files as planned, with a digest for every byte. The directories are not synced yet.
 
-    `complete` gives a file its header once its digests are known: objects are put whole, and never changed.
-    `memory`: where shards were copied to; what lies there as it will in a file is written from there.
+    `complete` makes the header of a file once its digests are known, for stores that put objects in one request.
+    `memory` is where shards were copied to; parts that are laid out there as in a file are written directly.
     """
     writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory, opened) for file in files]
     tasks: list[Task] = []
@@ -71,7 +71,7 @@ def write_files(
         crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
     else:
         _write_all(batch)
-    if len(files) <= _FEW:  # by who wrote them, who learns of every error, and then they leave the page cache
+    if len(files) <= _FEW:  # here, where each error is raised; then they leave the page cache
         opened.sync()
     opened.release()
     return [WrittenFile(writer.size or 0, writer.loose_digest, tuple(map(tuple, writer.digests))) for writer in writers]
@@ -81,11 +81,11 @@ def _write_all(batch: "list[_FileWriter]") -> None:
     for writer in batch:
         writer.write_whole()
         if writer.nbytes < _SMALL:
-            manners.after_you()
+            priority.yield_to_training()
 
 
 class _FileWriter:
-    """Writes one file, whole or in parts, and collects its digests."""
+    """Writes one file, in one task or in parts, and collects its digests."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _FileWriter:
         self._leaves, self._shards, self._memory, self._opened = leaves, shards, memory, opened
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
-        self.loose_digest = digest(plan.header)  # of what the digests of raw pieces do not cover
+        self.loose_digest = digest(plan.header)  # of the bytes that the digests of pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
         large = self.nbytes >= (_LARGE if memory is None else _ALIGNED)
         self.parts = _split(plan) if large and plan.size is not None and not store.remote else []
@@ -129,11 +129,11 @@ class _FileWriter:
         self._progress(self.nbytes)
 
     def result(self) -> WrittenFile:
-        """What is known once everything is hashed."""
+        """Sizes and digests, once everything is hashed."""
         return WrittenFile(self.size or 0, self.loose_digest, tuple(map(tuple, self.digests)))
 
     def write_large(self) -> None:
-        """A file too large to be held: hashed first, then put part by part."""
+        """Write a file that is too large for memory: hash it first, then put it part by part."""
         parts = _split(self._plan)
         for part in parts:
             self._segments(part)
@@ -145,7 +145,9 @@ class _FileWriter:
             for part in parts:
                 segments = self._segments(part)
                 if self.digests != before:
-                    raise TreeError(f"an array in {self._plan.name} was changed while it was being saved")
+                    raise TreeError(
+                        f"an array in {self._plan.name} was modified while it was being saved; nothing was committed"
+                    )
                 yield from segments
                 self._progress(sum(map(len, segments)))
 
@@ -157,11 +159,11 @@ class _FileWriter:
     def _write_part(self, part: Part) -> None:
         number, first, _ = part[0]
         offset = self._plan.pieces[number].offset + first * BLOCK
-        lying = self._lying(part, offset)
-        if lying is None:
+        memory = self._in_place(part, offset)
+        if memory is None:
             self._write_copied(part, offset)
         else:
-            self._write_lying(part, offset, lying)
+            self._write_in_place(part, offset, memory)
         with self._lock:
             self._left -= 1
             if self._left == 0 and self.file is not None:
@@ -178,7 +180,7 @@ class _FileWriter:
                 stable = several or all(self._shards[shard].stable for shard, _ in piece.sources)
                 for block, start, end in blocks(first, last, raw.size):
                     data = raw[start:end]
-                    if not stable:  # someone could change it between hashing and writing
+                    if not stable:  # the program could change it between hashing and writing
                         data = run.room(end - start)
                         data[...] = raw[start:end]
                     view = memoryview(cast(Any, data))
@@ -186,19 +188,19 @@ class _FileWriter:
                     run.add(view)
                     self._progress(end - start)
                 if piece.nbytes < _SMALL:
-                    manners.after_you()
+                    priority.yield_to_training()
 
-    def _write_lying(self, part: Part, offset: int, lying: Array) -> None:
-        view, at = memoryview(cast(Any, lying)), 0
+    def _write_in_place(self, part: Part, offset: int, memory: Array) -> None:
+        view, at = memoryview(cast(Any, memory)), 0
         for number, first, last in part:
             for block, start, end in blocks(first, last, self._plan.pieces[number].nbytes):
                 self.digests[number][block] = digest(view[at : at + end - start])
                 at += end - start
-        self._open().write_aligned(offset, lying)
+        self._open().write_aligned(offset, memory)
         self._progress(at)
 
-    def _lying(self, part: Part, offset: int) -> Array | None:
-        """All of the part, if it lies in the snapshot's memory just as it will in the file."""
+    def _in_place(self, part: Part, offset: int) -> Array | None:
+        """The memory of the part, if it is laid out in the snapshot exactly as in the file."""
         if self._memory is None:
             return None
         origin = address_of(self._memory)
@@ -212,11 +214,11 @@ class _FileWriter:
             if others or region != piece.region or not inside or (spans and begin != spans[-1][1]):
                 return None
             spans.append((begin, end))
-        lying = self._memory[spans[0][0] : spans[-1][1]]
-        return lying if (address_of(lying) - offset) % PAGE == 0 else None
+        memory = self._memory[spans[0][0] : spans[-1][1]]
+        return memory if (address_of(memory) - offset) % PAGE == 0 else None
 
     def _open(self) -> NewFile:
-        """The file, opened by the first part and closed by the last: few are open at any time."""
+        """The file, opened by the first part and closed by the last, so that few are open at a time."""
         with self._lock:
             if self.file is None:
                 new = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
@@ -225,13 +227,13 @@ class _FileWriter:
             return self.file
 
     def _segments(self, part: Part) -> list[memoryview]:
-        """The bytes of (piece, first block, last block) ranges, their digests noted."""
+        """The bytes of (piece, first block, last block) ranges. Their digests are recorded."""
         segments: list[memoryview] = []
         for number, first, last in part:
             piece = self._plan.pieces[number]
             raw = gather(piece, self._leaves[piece.leaf], self._shards)[first * BLOCK : last * BLOCK]
             if not all(self._shards[shard].stable for shard, _ in piece.sources):
-                raw = raw.copy()  # someone could change it between hashing and writing
+                raw = raw.copy()  # the program could change it between hashing and writing
             view = memoryview(cast(Any, raw))
             for block in range(first, last):
                 start = (block - first) * BLOCK
@@ -241,7 +243,7 @@ class _FileWriter:
 
 
 class _Run:
-    """Bytes on their way to one place of a file, written a few at a time, while they are hot."""
+    """Consecutive bytes of a file, written a few at a time while they are in the cache."""
 
     def __init__(self, file: NewFile, offset: int) -> None:
         self._file, self._offset = file, offset
@@ -250,7 +252,7 @@ class _Run:
         self._memory: Array | None = None
 
     def room(self, nbytes: int) -> Array:
-        """Memory, at most `_ROOM`, for bytes that are to be added next."""
+        """Memory, at most `_ROOM`, for the bytes that are added next."""
         if self._memory is None:
             with suppress(IndexError):
                 self._memory = _rooms.pop()
@@ -285,9 +287,9 @@ class _Run:
 
 
 class NewFiles:
-    """The files a save has open. They belong to its scope: no thread may write any more when they are closed.
+    """The files that a save has open. They belong to its scope and are closed after its threads have ended.
 
-    A finished file is closed some files later: what is on the disk by then leaves the page cache.
+    A finished file is closed some files later: pages that are on the disk by then leave the page cache.
     """
 
     def __init__(self) -> None:
@@ -301,7 +303,7 @@ class NewFiles:
     def finish(self, file: NewFile) -> None:
         self._finished.append(file)
         if len(self._finished) > _KEPT:
-            with suppress(IndexError):  # another thread was faster
+            with suppress(IndexError):  # another thread has closed it
                 oldest = self._finished.popleft()
                 oldest.close()
                 self._open.remove(oldest)
@@ -317,7 +319,7 @@ class NewFiles:
 
 
 def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
-    """A large file as parts of consecutive (piece, first block, last block) ranges."""
+    """The parts of a large file, as consecutive (piece, first block, last block) ranges."""
     parts: list[list[tuple[int, int, int]]] = [[]]
     room = _PART
     for number, piece in enumerate(plan.pieces):
@@ -326,7 +328,7 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
         for first in range(0, total, step):
             last = min(first + step, total)
             size = min(last * BLOCK, piece.nbytes) - first * BLOCK
-            # Small pieces are work for the interpreter, which several threads only keep from each other.
+            # Small pieces keep the interpreter busy, and several threads would only compete for it.
             cost = size if size >= _SMALL else size // 4
             if parts[-1] and cost > room:
                 parts.append([])
@@ -337,9 +339,9 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
 
 
 def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
-    """The piece's bytes in C order: a view where they lie in one piece, else put together, in `memory` if given."""
+    """The bytes of a piece in C order: a view if they are contiguous, else assembled, in `memory` if given."""
     assert leaf.spec is not None
-    if not piece.nbytes:  # of an empty array a process may hold any empty part, or none
+    if not piece.nbytes:  # a process may hold any empty part of an empty array, or none
         return np.empty(0, np.uint8)
     (shard, region), *others = piece.sources
     if not others:

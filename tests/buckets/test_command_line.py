@@ -21,7 +21,7 @@ def test_every_command_takes_a_bucket(
     url = place.url
     tree = {"layer": {"w": pattern(np.float32, (64, 32)), "b": np.zeros(3, np.float32)}, "step": 3}
     shardkeep.save(f"{url}/run/step_1", tree)
-    shardkeep.save(f"{url}/run/step_2", {**tree, "step": 4}, format="tensorstore")
+    shardkeep.save(f"{url}/run/step_2", {**tree, "step": 4}, format="zarr")
     shardkeep.save(f"{url}/out/m.safetensors", tree["layer"])
 
     listed = run.document("ls", url)["checkpoints"]
@@ -34,9 +34,10 @@ def test_every_command_takes_a_bucket(
     assert run("ls", f"{place.scheme}://bucket").code == 0
     assert "float32[64,32]" in run("inspect", f"{url}/run/step_1").out
     assert run("verify", f"{url}/run/step_2").code == 0
+    assert [each["ok"] for each in run.document("verify", f"{url}/run")] == [True, True]
     assert run("diff", f"{url}/run/step_1", f"{url}/run/step_2").code == 1
     assert "all zero" in run("stats", f"{url}/out/m.safetensors").out
-    assert run("convert", f"{url}/run/step_1", tmp_path / "here", "--format", "tensorstore").code == 0
+    assert run("convert", f"{url}/run/step_1", tmp_path / "here", "--format", "zarr").code == 0
     assert_same(shardkeep.load(tmp_path / "here"), tree)
     assert run("convert", tmp_path / "here", f"{url}/back").code == 0
     assert_same(shardkeep.load(f"{url}/back"), tree)

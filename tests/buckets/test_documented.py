@@ -166,7 +166,7 @@ def test_a_variable_that_would_win_over_the_key_file_is_refused(
     server, first, second = accounts
     monkeypatch.setenv(name, str(second))
     manager = AsyncCheckpointManager(gcs_bucket="bucket", gcs_credentials_path=str(first))
-    with pytest.raises(PermissionError, match=f"{name} is set and would win over .*first.json"):
+    with pytest.raises(PermissionError, match=f"{name} is set and would override .*first.json"):
         manager.save(tree(), "run", MESH)
     assert server.requests == []
 

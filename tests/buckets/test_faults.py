@@ -82,9 +82,9 @@ def test_every_request_of_a_save_and_a_load_may_fail_and_is_tried_again(both: Bo
     def one(place: Place, name: str) -> None:
         below = f"{place.prefix}/{name}/"
         path = f"{place.url}/{name}/run"
-        shardkeep.save(path, tree(1), format="tensorstore")
+        shardkeep.save(path, tree(1), format="zarr")
         faults = inject(place, below, SAVING, **FAULTS[name])
-        shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+        shardkeep.save(path, tree(2), format="zarr", overwrite=True)
         assert set(place.names(f"{name}/run/.shardkeep")) <= {n for n in place.names(name) if "/claims/" in n}
         assert not [n for n in place.names(name) if "leaf" in n and "~" not in n]  # the replaced tree is gone
         all_hit(faults, place.scheme)
@@ -154,14 +154,14 @@ def test_what_will_not_pass_is_not_tried_again(both: Both) -> None:
     def one(place: Place, name: str) -> None:
         kind, status = name.split("/")
         path = f"{place.url}/{name}/run"
-        shardkeep.save(path, tree(1), format="tensorstore")
+        shardkeep.save(path, tree(1), format="zarr")
         faults = inject(
             place, f"{place.prefix}/{name}/", {kind: SAVING[kind]}, action="status", times=100, status=int(status)
         )
         started = time.monotonic()
         expected = shardkeep.AccessError if status == "403" else shardkeep.StorageError
         with pytest.raises(expected, match="access denied by" if status == "403" else f"status code: {status}"):
-            shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+            shardkeep.save(path, tree(2), format="zarr", overwrite=True)
         assert time.monotonic() - started < 8  # sixteen of them are at work
         # To tidy up the lock is tried once more, and of the data each thread had a part under way.
         assert faults[kind].hits <= {"lock": 3, "data": 2}.get(kind, 1)
@@ -186,11 +186,11 @@ def test_what_does_not_pass_in_time_fails_and_leaves_the_old_one(both: Both) -> 
     def one(place: Place, kind: str) -> None:
         below = kind.replace(" ", "-")
         path = f"{place.url}/{below}/run"
-        shardkeep.save(path, tree(1), format="tensorstore")
+        shardkeep.save(path, tree(1), format="zarr")
         faults = inject(place, f"{place.prefix}/{below}/", {kind: SAVING[kind]}, action="status", times=1000)
         started = time.monotonic()
         with pytest.raises(shardkeep.StorageError, match="503"):
-            shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+            shardkeep.save(path, tree(2), format="zarr", overwrite=True)
         assert time.monotonic() - started < 15
         faults[kind].times = 0
         assert number_at(path) == 1
@@ -218,7 +218,7 @@ def test_a_manifest_in_doubt_keeps_its_data_until_the_lease_is_over(
     with GCSServer() as server, Keeper(server.url) as keeper:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", keeper.url)
         path = "gs://bucket/run"
-        shardkeep.save(path, tree(1), format="tensorstore")
+        shardkeep.save(path, tree(1), format="zarr")
         make = credentials._make
 
         def hasty(bucket: Any, settings: Any, options: Any, **patience: Any) -> Any:
@@ -227,8 +227,8 @@ def test_a_manifest_in_doubt_keeps_its_data_until_the_lease_is_over(
         monkeypatch.setattr(credentials, "_make", hasty)
         credentials._reached.cache_clear()
         keeper.keeps = lambda method, target: method == "PUT" and "manifest" in target
-        with pytest.raises(shardkeep.StorageError, match=r"manifest\.json.*gives no answer"):
-            shardkeep.save(path, tree(2), format="tensorstore", overwrite=True)
+        with pytest.raises(shardkeep.StorageError, match=r"manifest\.json.*does not respond"):
+            shardkeep.save(path, tree(2), format="zarr", overwrite=True)
         assert "may remain" in caplog.text
         assert number_at(path) == 1
         # Nothing that the late manifest speaks of has gone.
@@ -282,7 +282,7 @@ def test_a_manifest_that_vanished_is_a_conflict(watched: Place) -> None:
     path = f"{watched.url}/run"
     shardkeep.save(path, tree(1))
     fault = watched.inject("status", *SAVING["manifest"], times=1000, status=404)
-    with pytest.raises(shardkeep.ConflictError, match="changed by another writer"):
+    with pytest.raises(shardkeep.ConflictError, match="changed by another program"):
         shardkeep.save(path, tree(2), overwrite=True)
     assert 1 < fault.hits < 20  # what is there is read again each time, and is what it was
     assert number_at(path) == 1

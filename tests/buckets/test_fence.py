@@ -22,7 +22,7 @@ from shardkeep.stores import credentials, leases, objects
 from shardkeep.stores.places import store_at
 from support import hold
 
-FORM: dict[str, Any] = {"format": "tensorstore"}  # an object for each leaf
+FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -123,7 +123,7 @@ def test_a_save_that_others_gave_up_is_not_committed_after_the_fence(
         keeper.let_through.set()
         outcome = writer.outcome()
     assert outcome.startswith("ConflictError"), outcome
-    assert "taken for dead" in outcome
+    assert "assumed that it had died" in outcome
     assert number_at(path) == 1
     shardkeep.save(path, tree(3), overwrite=True, **options)
     assert number_at(path) == 3

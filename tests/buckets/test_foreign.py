@@ -7,14 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import obstore
 import pytest
 import safetensors.numpy
 import tensorstore as ts
+import zarr
+import zarr.storage
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkeep
 from buckets.fixtures import EFORMER, Place
+from shardkeep import directory
 from shardkeep.serialization import AsyncCheckpointManager
 from support import assert_same, mesh_of, pattern
 
@@ -58,7 +62,7 @@ def test_eformers_checkpoints_load_as_they_do_from_a_disk(name: str, place: Plac
 def test_eformers_broken_ones_are_refused(name: str, place: Place) -> None:
     local, remote = copied(name, place)
     for path in (local, remote):
-        with pytest.raises(shardkeep.IntegrityError, match="missing|does not hold exactly"):
+        with pytest.raises(shardkeep.IntegrityError, match="missing|does not have exactly"):
             shardkeep.load(path)
         assert not shardkeep.verify(path).ok
 
@@ -66,7 +70,7 @@ def test_eformers_broken_ones_are_refused(name: str, place: Place) -> None:
 def test_a_save_into_an_eformer_place_keeps_its_trees(place: Place) -> None:
     local, remote = copied("ts_two_prefixes", place)
     prefixes = list(shardkeep.inspect(local).trees)
-    shardkeep.save(remote, {"w": np.arange(4)}, prefix="mine", format="tensorstore")
+    shardkeep.save(remote, {"w": np.arange(4)}, prefix="mine", format="zarr")
     for prefix in prefixes:
         assert_same(shardkeep.load(remote, prefix=prefix), shardkeep.load(local, prefix=prefix))
     assert_same(shardkeep.load(remote, prefix="mine"), {"w": np.arange(4)})
@@ -142,7 +146,7 @@ def test_tensorstore_reads_what_was_saved(compression: Any, place: Place, monkey
     }
     sharded = jax.device_put(values["a b"], NamedSharding(mesh_of(4, 2), P("a", "b")))
     shardkeep.save(
-        f"{place.url}/run", {**values, "a b": sharded}, prefix="model", format="tensorstore", compression=compression
+        f"{place.url}/run", {**values, "a b": sharded}, prefix="model", format="zarr", compression=compression
     )
     index = json.loads(place.get("run/tensorstore_index.json"))["prefixes"]["model"]
     base = kvstore(place, monkeypatch)
@@ -153,6 +157,59 @@ def test_tensorstore_reads_what_was_saved(compression: Any, place: Place, monkey
             found.append(np.asarray(opened.read().result()))
     for expected in (values["a b"], values["ü%#"]["x"], values["scalar"]):
         assert any(each.dtype == expected.dtype and each.tobytes() == expected.tobytes() for each in found)
+
+
+@pytest.mark.filterwarnings("ignore:Object at .* is not recognized as a component of a Zarr hierarchy")
+def test_zarr_opens_each_tree_as_a_group(place: Place) -> None:
+    """In its own directory: a name in a bucket has one owner, so only a tree without a prefix has the root as group."""
+
+    def members(path: str) -> set[str]:
+        group = zarr.open_group(zarr.storage.ObjectStore(place.client, read_only=True), path=path, mode="r")
+        return {name for name, found in group.members(max_depth=None) if hasattr(found, "shape")}
+
+    tree = {"layers": [{"w": np.arange(4)}], "b": np.ones(3)}
+    for number in (1, 2):
+        shardkeep.save(place.url, tree, prefix="model.ema", format="zarr", overwrite=True)
+        (found,) = shardkeep.inspect(place.url).trees.values()
+        top = found.files[-1].name.rpartition("/")[0].partition("/layers")[0]
+        assert (top == "model/ema") == (number == 1)
+        assert members(top) == {"layers/0/w", "b"}
+        assert {name for name in place.names() if name.endswith(".zgroup")} == {
+            f"{top}/.zgroup", f"{top}/layers/.zgroup", f"{top}/layers/0/.zgroup"
+        }  # fmt: skip
+        assert shardkeep.verify(place.url).ok
+    shardkeep.save(f"{place.url}/plain", tree, format="zarr")
+    assert members("plain") == {"layers/0/w", "b"}
+    shardkeep.delete(place.url)
+    shardkeep.delete(f"{place.url}/plain")
+    assert not [name for name in place.names() if name.endswith(".zgroup")]
+
+
+def test_eformers_index_stays_and_leaves_out_a_tree_that_was_overwritten(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects have one name, and a name is never used again. That is said once."""
+    monkeypatch.setattr(directory, "_warned", set())
+
+    def listed() -> list[str]:
+        return list(json.loads(bytes(obstore.get(place.client, "tensorstore_index.json").bytes()))["prefixes"])
+
+    for prefix in ("a", "b"):
+        shardkeep.save(place.url, {"w": np.arange(4)}, prefix=prefix, format="zarr")
+    assert listed() == ["a", "b"]
+    assert "eFormer" not in caplog.text
+    for _ in range(2):
+        shardkeep.save(place.url, {"w": np.arange(5)}, prefix="a", format="zarr", overwrite=True)
+        assert listed() == ["b"]
+    shardkeep.save(place.url, {"w": np.arange(5)}, prefix="b", format="zarr", overwrite=True)
+    assert listed() == []
+    said = [
+        message
+        for message in caplog.messages
+        if f"eFormer will not see the new tree at {place.url} (prefix 'a')" in message
+    ]
+    assert len(said) == 1
+    assert "Save each step to its own path" in said[0]
 
 
 def test_safetensors_reads_what_was_saved(place: Place, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ values = np.arange({size} // 4, dtype=np.int32).reshape(64, -1)
 sharding = NamedSharding(mesh_over((4, 1)), P("a"))
 good = []
 for url in {urls!r}:
-    shardkeep.save(f"{{url}}/run", {{"w": spread(values, P("a"), (4, 1))}}, format="tensorstore")
+    shardkeep.save(f"{{url}}/run", {{"w": spread(values, P("a"), (4, 1))}}, format="zarr")
     good.append(holds(shardkeep.load(f"{{url}}/run", shardings={{"w": sharding}})["w"], values))
 say(good=good)
 """

@@ -154,7 +154,7 @@ def test_several_exchange_files_do_not_take_the_place_of_one(place: Place) -> No
     shardkeep.save(path, tree)
     before = place.names()
     with pytest.raises(
-        shardkeep.CheckpointExistsError, match=r"shardkeep\.delete.*another name.*max_shard_size.*Nothing was written"
+        shardkeep.CheckpointExistsError, match=r"shardkeep\.delete.*another path.*max_shard_size.*Nothing was written"
     ):
         shardkeep.save(path, {"a": tree["a"], "b": tree["b"]}, overwrite=True, max_shard_size=4000)
     assert place.names() == before
@@ -294,7 +294,7 @@ def test_a_prefix_of_any_characters(place: Place) -> None:
 
 
 def test_a_whole_bucket_is_a_place(gcs: Place) -> None:
-    shardkeep.save("gs://bucket", {"w": np.arange(3)}, format="tensorstore")
+    shardkeep.save("gs://bucket", {"w": np.arange(3)}, format="zarr")
     shardkeep.save("gs://bucket/model.safetensors", {"v": np.arange(4)})
     assert_same(shardkeep.load("gs://bucket/"), {"w": np.arange(3)})
     assert_same(shardkeep.load("gs://bucket/model"), {"v": np.arange(4)})
@@ -312,7 +312,7 @@ def test_neighbours_are_left_alone(place: Place) -> None:
     """A name that only begins the same is another place; a placeholder for a folder is nothing."""
     place.put("run2/manifest.json", b"not yours")
     place.put("run.txt", b"not yours")
-    shardkeep.save(f"{place.url}/run", {"w": np.arange(3)}, format="tensorstore")
+    shardkeep.save(f"{place.url}/run", {"w": np.arange(3)}, format="zarr")
     shardkeep.save(f"{place.url}/run", {"w": np.arange(4)}, overwrite=True)
     place.put("run/notes.txt", b"not yours")
     shardkeep.delete(f"{place.url}/run")

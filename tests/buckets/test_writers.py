@@ -11,7 +11,7 @@ from buckets.fixtures import Both, Place
 from buckets.writers import Careless, Writer, number_at, tree
 from shardkeep.stores.places import store_at
 
-FORM: dict[str, Any] = {"format": "tensorstore"}  # an object for each leaf
+FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf
 
 
 def outcomes(place: Place, path: str, orders: dict[int, dict[str, Any]]) -> list[str]:
@@ -110,6 +110,6 @@ def test_a_server_that_ignores_conditions_is_told_of_once(
             asked = asked or server.count("PUT", "lock")
         assert asked <= 4  # to find out costs two requests, once
         assert server.count("PUT", "lock") == asked + 4
-    warned = [r.getMessage() for r in caplog.records if "ignores the conditions" in r.getMessage()]
+    warned = [r.getMessage() for r in caplog.records if "ignores conditional puts" in r.getMessage()]
     assert len(warned) == (0 if len(kept) == 2 else 1)
     assert all("s3://bucket" in message for message in warned)

@@ -26,6 +26,8 @@ LEAVES = 6
 
 # A process that saves what it is told to, one order for each line of its standard input.
 _PROGRAM = """
+from signals import usual_signals
+usual_signals()
 import json, os, sys
 import numpy as np, shardkeep
 from buckets.writers import tree

@@ -34,7 +34,7 @@ def test_every_dtype_can_be_measured_and_compared(name: str) -> None:
     assert numbers.nan + numbers.inf + numbers.finite == numbers.count
     numbers.flags(a.dtype)
     same = difference_of(a, a.copy())
-    assert (same.changed, same.greatest, same.same_bits) == (0, 0, True)
+    assert (same.changed, same.maximum, same.same_bits) == (0, 0, True)
     changed = difference_of(a, b)
     assert changed.changed > 0
     assert not changed.same_bits
@@ -45,8 +45,8 @@ def test_numbers_are_those_of_numpy(array: np.ndarray[Any, Any]) -> None:
     numbers = Numbers()
     for row in array:  # merged, in as many parts as there are rows
         numbers.merge(numbers_of(np.atleast_1d(row)))
-    assert numbers.least == array.min()
-    assert numbers.greatest == array.max()
+    assert numbers.minimum == array.min()
+    assert numbers.maximum == array.max()
     assert numbers.mean == pytest.approx(array.mean(), rel=1e-9, abs=1e-9)
     assert numbers.deviation == pytest.approx(array.std(), rel=1e-6, abs=1e-6)
     assert numbers.zero == (array == 0).sum()
@@ -83,9 +83,9 @@ def test_what_looks_wrong_is_flagged(values: list[float], dtype: str, flags: lis
 def test_extreme_integers_are_exact() -> None:
     low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     numbers = numbers_of(np.array([low, high]))
-    assert (numbers.least, numbers.greatest) == (low, high)
-    assert difference_of(np.array([low, 1]), np.array([high, 1])).greatest == 2**64 - 1
-    assert difference_of(np.array([2**64 - 1], np.uint64), np.array([1], np.uint64)).greatest == 2**64 - 2
+    assert (numbers.minimum, numbers.maximum) == (low, high)
+    assert difference_of(np.array([low, 1]), np.array([high, 1])).maximum == 2**64 - 1
+    assert difference_of(np.array([2**64 - 1], np.uint64), np.array([1], np.uint64)).maximum == 2**64 - 2
 
 
 def test_nan_and_infinity_are_compared_with_sense() -> None:
@@ -93,8 +93,8 @@ def test_nan_and_infinity_are_compared_with_sense() -> None:
     b = np.array([np.nan, 1.0, np.inf, -np.inf, 1.5], np.float32)
     found = difference_of(a, b)
     assert (found.count, found.changed, found.nan_a, found.nan_b) == (5, 3, 2, 1)
-    assert found.greatest == math.inf
-    assert difference_of(a[-1:], b[-1:]).greatest == 0.5
+    assert found.maximum == math.inf
+    assert difference_of(a[-1:], b[-1:]).maximum == 0.5
 
 
 def test_the_sign_of_zero_is_a_bit_and_no_change() -> None:
@@ -105,5 +105,5 @@ def test_the_sign_of_zero_is_a_bit_and_no_change() -> None:
 def test_other_dtypes_are_compared_by_value() -> None:
     a = np.linspace(0, 1, 100, dtype=np.float32)
     found = difference_of(a, a.astype(ml_dtypes.bfloat16))
-    assert 0 < found.greatest < 0.01
+    assert 0 < found.maximum < 0.01
     assert difference_of(np.arange(5), np.arange(5.0)).changed == 0

@@ -10,7 +10,8 @@ from commands import FIXTURES, Run, data_file, flip, leave_dead_save
 from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
-from support import FORMATS, save_as
+from shardkeep.stores.local import LocalStore
+from support import FORMATS, record, save_as
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -71,12 +72,12 @@ def test_several_are_all_checked_and_the_worst_gives_the_exit_code(run: Run, tmp
     result = run("verify", bad, good)
     assert result.code == 1
     assert [line.split()[0] for line in result.out.splitlines()] == ["DAMAGED", "leaf", "ok", "1"]
-    assert result.out.endswith("1 of 2 are ok\n")
+    assert result.out.endswith("1 of 2 checkpoints ok\n")
     leave_dead_save(unfinished)
     result = run("verify", unfinished, bad, tmp_path / "nowhere", good)
     assert result.code == 2
     told = [line.split()[0] for line in result.out.splitlines()]
-    assert told == ["DAMAGED", str(unfinished), "DAMAGED", "leaf", "ERROR", "ok", "1"]
+    assert told == ["UNFINISHED", str(unfinished), "DAMAGED", "leaf", "ERROR", "ok", "1"]
     assert f"{unfinished}: 1 problem\n" in result.out  # and no bytes in no files at no speed
 
 
@@ -94,7 +95,7 @@ def test_json_of_several_is_a_list_and_of_one_a_document(run: Run, tmp_path: Pat
 def test_leaves_without_digests_are_counted(run: Run, tmp_path: Path) -> None:
     directory = save_like_hugging_face(tmp_path / "hf", HF_TENSORS)
     assert run.document("verify", directory)["unchecked"] == 4
-    assert "no digests for 4 leaves of another program" in run("verify", directory).out
+    assert "; 4 leaves written by another program have no digests\n" in run("verify", directory).out
     (directory / "model-00002-of-00002.safetensors").unlink()
     assert run("verify", directory).code == 1
 
@@ -106,7 +107,90 @@ def test_eformer_checkpoints(run: Run, tmp_path: Path) -> None:
     assert result.out.count("leaf 'w'") == 1
     broken = run("verify", FIXTURES / "broken_killed_mid_save" / "ckpt")
     assert broken.code == 1
-    assert "leaf 'l03': the file is missing" in broken.out
-    assert "ckpt/l03)" in broken.out
+    (line,) = [line for line in broken.out.splitlines() if "leaf 'l03'" in line]
+    assert "missing" in line
+    assert line.count("ckpt/l03/") == 1
     shutil.copytree(FIXTURES / "ts_plain" / "ckpt", tmp_path / "c")
     assert run("verify", tmp_path / "c").code == 0
+
+
+def test_a_directory_of_checkpoints_stands_for_all_of_them(run: Run, tmp_path: Path) -> None:
+    for step in (9, 10):
+        shardkeep.save(tmp_path / f"run/step_{step}", {"w": np.ones(64)})
+    shardkeep.save(tmp_path / "run/export/model.safetensors", {"w": np.ones(64)})
+    result = run("verify", tmp_path / "run")
+    assert result.code == 0
+    assert [line.split()[:2] for line in result.out.splitlines()] == [
+        ["ok", f"{tmp_path}/run/export/model.safetensors:"],
+        ["ok", f"{tmp_path}/run/step_9:"],
+        ["ok", f"{tmp_path}/run/step_10:"],
+        ["3", "of"],
+    ]
+    assert result.out.endswith("\n3 of 3 checkpoints ok\n")
+    flip(data_file(tmp_path / "run/step_9"))
+    damaged = run("verify", tmp_path / "run")
+    assert damaged.code == 1
+    assert f"\nDAMAGED  {tmp_path}/run/step_9: 1 problem" in damaged.out
+    assert damaged.out.endswith("\n2 of 3 checkpoints ok\n")
+    assert run("verify", tmp_path / "run/step_10", tmp_path / "run").out.endswith("\n3 of 4 checkpoints ok\n")
+
+
+def test_json_of_a_directory_is_a_list_even_if_it_has_one_checkpoint(run: Run, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run/step_1", {"w": np.ones(64)})
+    (one,) = run.document("verify", tmp_path / "run")
+    assert (one["path"], one["ok"]) == (str(tmp_path / "run/step_1"), True)
+    manifest = tmp_path / "run/step_2/manifest.json"
+    shardkeep.save(manifest.parent, {"w": np.ones(64)})
+    manifest.write_text(manifest.read_text().replace('"shardkeep":1', '"shardkeep":9'))
+    result = run("verify", tmp_path / "run", "--json")
+    assert result.code == 2
+    assert [document["ok"] for document in result.document] == [True, False]
+    assert result.document[1]["error"]["type"] == "NewerFormatError"
+
+
+def test_a_running_save_is_no_damage_of_a_run_and_a_dead_one_is_a_finding(run: Run, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run/step_1", {"w": np.ones(64)})
+    running = record(LocalStore(str(tmp_path / "run/step_2")), "ab" * 16, ["x"])
+    result = run("verify", tmp_path / "run")
+    assert result.code == 0
+    assert f"saving  {tmp_path}/run/step_2: not checked, a save is running\n" in result.out
+    assert result.out.endswith("1 of 1 checkpoint ok\n")
+    assert run.document("verify", tmp_path / "run")[1] == {
+        "path": str(tmp_path / "run/step_2"),
+        "ok": None,
+        "saving": True,
+    }
+    # Asked for by name it has to be there: `verify X && rm Y` must not go on.
+    assert run("verify", tmp_path / "run/step_2").code == 1
+    running.release()
+    died = run("verify", tmp_path / "run")
+    assert died.code == 1
+    assert f"\nUNFINISHED  {tmp_path}/run/step_2: 1 problem\n" in died.out
+
+
+def test_a_checkpoint_with_others_inside_is_checked_with_them(run: Run, tmp_path: Path) -> None:
+    """As they are listed: what `transformers` trained has its weights at the top and checkpoints below."""
+    for top in ("c", "hf/model.safetensors"):
+        shardkeep.save(tmp_path / top, {"w": np.ones(64)})
+    for inner in ("c/step_1", "hf/step_1"):
+        shardkeep.save(tmp_path / inner, {"w": np.ones(64)})
+    assert run("verify", tmp_path / "c").out.endswith("\n2 of 2 checkpoints ok\n")
+    assert [document["ok"] for document in run.document("verify", tmp_path / "hf")] == [True, True]
+    flip(data_file(tmp_path / "hf/step_1"))
+    assert run("verify", tmp_path / "hf").code == 1
+    assert run("verify", tmp_path / "hf/model.safetensors").code == 0
+
+
+def test_a_checkpoint_that_links_lead_to_is_checked_once(run: Run, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "run/step_1", {"w": np.ones(64)})
+    shardkeep.save(tmp_path / "run/step_2", {"w": np.ones(64)})
+    (tmp_path / "run/latest").symlink_to("step_2")
+    assert run("verify", tmp_path / "run").out.endswith("\n2 of 2 checkpoints ok\n")
+    assert run("verify", tmp_path / "run/latest").code == 0
+
+
+def test_a_directory_without_checkpoints_is_an_error(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run("verify", tmp_path / "empty")
+    assert (result.code, result.out) == (2, "")
+    assert f"no checkpoint at {tmp_path}/empty" in result.err

@@ -31,7 +31,7 @@ def test_left_overs_are_told_and_then_removed(run: Run, tmp_path: Path) -> None:
     assert not torn.exists()
     assert strange.exists()
     assert_same(shardkeep.load(tmp_path / "good"), TREE)
-    assert run("clean", tmp_path, "--yes").out.startswith("nothing is left over")
+    assert run("clean", tmp_path, "--yes").out.startswith("nothing to clean up")
 
 
 def test_what_never_became_a_checkpoint_goes_altogether(run: Run, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "c" / "manifest.json").write_bytes(b"{")
     result = run("clean", tmp_path, "--yes")
     assert result.code == 1
-    assert "left alone" in result.out
+    assert "not cleaned up" in result.out
     assert data.exists()
 
 

@@ -1,6 +1,8 @@
 """`inspect`: the tree as it is stored."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from commands import FIXTURES, GOLDEN, Run
 from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from shardkeep.cli.output import short
 from support import FORMATS, save_as
 
 
@@ -41,14 +44,14 @@ def test_json_tells_every_leaf(run: Run, tmp_path: Path, kind: str) -> None:
     found = leaves(run.document("inspect", path))
     manifest = shardkeep.inspect(path)
     assert list(found) == list(manifest.leaves)
-    kernel = found["layers.0.kernel"]
+    kernel = found["layers/0/kernel"]
     assert (kernel["dtype"], kernel["shape"], kernel["bytes"]) == ("float32", [512, 640], 512 * 640 * 4)
     assert kernel["sharding"] == {"spec": ["a", "b"], "mesh": {"a": 4, "b": 2}}
-    assert len(kernel["pieces"]) == len(manifest.leaves["layers.0.kernel"].pieces)
+    assert len(kernel["pieces"]) == len(manifest.leaves["layers/0/kernel"].pieces)
     assert found["keys"]["dtype"].startswith("key<")
     assert found["keys"]["shape"] == [3]
     assert found["step"] == {"key": "step", "path": ["step"], "kind": "value", "type": "int", "value": 100}
-    assert found["ordered.a"]["value"] == "b'x'"
+    assert found["ordered/a"]["value"] == "b'x'"
 
 
 def test_depth_folds_what_lies_deeper(run: Run, checkpoint: Path) -> None:
@@ -63,27 +66,27 @@ def test_depth_folds_what_lies_deeper(run: Run, checkpoint: Path) -> None:
 
 def test_sort_orders_siblings(run: Run, checkpoint: Path) -> None:
     by_size = list(leaves(run.document("inspect", checkpoint, "--sort", "size")))
-    assert by_size[:2] == ["layers.0.kernel", "layers.0.bias"]
+    assert by_size[:2] == ["layers/0/kernel", "layers/0/bias"]
     by_name = list(leaves(run.document("inspect", checkpoint, "--sort", "name")))
     assert by_name[0] == "big_endian"
-    assert next(iter(leaves(run.document("inspect", checkpoint)))) == "layers.0.kernel"
+    assert next(iter(leaves(run.document("inspect", checkpoint)))) == "layers/0/kernel"
 
 
-def test_match_and_prefix_choose(run: Run, tmp_path: Path) -> None:
+def test_include_and_prefix_choose(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path, {"a": {"w": np.ones(2)}, "b": 1}, prefix="x")
     shardkeep.save(tmp_path, {"c": 1}, prefix="y")
-    document = run.document("inspect", tmp_path, "--prefix", "x", "--match", "a/w")
+    document = run.document("inspect", tmp_path, "--prefix", "x", "--include", "a/w")
     assert [tree["prefix"] for tree in document["trees"]] == ["x"]
-    assert list(leaves(document)) == ["a.w"]
-    assert list(leaves(run.document("inspect", tmp_path))) == ["a.w", "b", "c"]
+    assert list(leaves(document)) == ["a/w"]
+    assert list(leaves(run.document("inspect", tmp_path))) == ["a/w", "b", "c"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--match", "zzz"], "finds no leaf"),
-        (["--match", "("], "not a regular expression"),
-        (["--prefix", "zzz"], "has no tree of prefix 'zzz'"),
+        (["--include", "zzz"], "matches no leaf"),
+        (["--include", "("], "not a valid regular expression"),
+        (["--prefix", "zzz"], "has no tree with prefix 'zzz'"),
     ],
 )
 def test_what_is_not_there_is_an_error(run: Run, checkpoint: Path, words: list[str], message: str) -> None:
@@ -100,7 +103,9 @@ def test_a_bare_leaf_has_no_name(run: Run, tmp_path: Path) -> None:
 def test_other_programs_files(run: Run, tmp_path: Path) -> None:
     directory = save_like_hugging_face(tmp_path / "hf", HF_TENSORS)
     found = leaves(run.document("inspect", directory))
-    assert {key: leaf["shape"] for key, leaf in found.items()} == {k: list(v.shape) for k, v in HF_TENSORS.items()}
+    assert {key: leaf["shape"] for key, leaf in found.items()} == {
+        k.replace(".", "/"): list(v.shape) for k, v in HF_TENSORS.items()
+    }
     assert not any(leaf["digests"] for leaf in found.values())
     eformer = leaves(run.document("inspect", FIXTURES / "ts_dtypes" / "ckpt"))
     assert eformer["bfloat16"]["kind"] == "zarr"
@@ -111,3 +116,36 @@ def test_other_programs_files(run: Run, tmp_path: Path) -> None:
 def test_golden_checkpoints_can_be_inspected(run: Run, name: str) -> None:
     assert run("inspect", GOLDEN / name).code == 0
     assert leaves(run.document("inspect", GOLDEN / name))
+
+
+def test_a_long_plain_value_does_not_move_the_columns_of_arrays(run: Run, tmp_path: Path) -> None:
+    """The state of a data iterator is often bytes, and they may be many."""
+    tree = {"w": np.ones((2, 3)), "iterator": b"\x80\x04" * 50_000, "note": "n" * 59, "deep": {"bias": np.ones(3)}}
+    shardkeep.save(tmp_path / "c", tree)
+    lines = run("inspect", tmp_path / "c").out.splitlines()
+    assert lines[3:] == [
+        "  w         float64[2,3]  48 B  numpy",
+        r"  iterator  b'\x80\x04\x80\x04\x80\x04\x80\x… (100,000 bytes)",
+        f"  note      {short('n' * 59)}",
+        "  deep",
+        "    bias    float64[3]    24 B  numpy",
+    ]
+
+
+def test_an_empty_key_is_shown_as_such(run: Run, tmp_path: Path) -> None:
+    """Only a tree that is a single leaf is called "(the tree itself)"."""
+    shardkeep.save(tmp_path / "c", {"": np.ones(3), "a": {"": 1, "b/c": 2}})
+    lines = run("inspect", tmp_path / "c").out.splitlines()
+    assert [line.split()[0] for line in lines[3:]] == ["''", "a", "''", r"b\/c"]
+    found = leaves(run.document("inspect", tmp_path / "c"))
+    assert [leaf["path"] for leaf in found.values()] == [[""], ["a", ""], ["a", "b/c"]]
+
+
+def test_metadata_that_json_lacks_becomes_text(run: Run, tmp_path: Path) -> None:
+    """What another program wrote into its files may say NaN."""
+    shutil.copytree(FIXTURES / "ts_plain" / "ckpt", tmp_path / "c")
+    document = json.loads((tmp_path / "c" / "checkpoint_metadata.json").read_text())
+    document["custom_metadata"] = {"loss": float("nan"), "all": [float("-inf"), 1.5]}
+    (tmp_path / "c" / "checkpoint_metadata.json").write_text(json.dumps(document))
+    (tree,) = run.document("inspect", tmp_path / "c")["trees"]
+    assert tree["metadata"]["custom_metadata"] == {"loss": "nan", "all": ["-inf", 1.5]}

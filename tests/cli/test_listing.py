@@ -1,6 +1,7 @@
 """`ls`: what is found where, and in which state."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -36,25 +37,25 @@ def test_checkpoints_below_are_listed_in_natural_order(run: Run, tmp_path: Path)
 
 def test_what_is_told_of_a_checkpoint(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", TREE, prefix="model")
-    shardkeep.save(tmp_path / "c", TREE, prefix="ema", format="tensorstore", compression="zstd")
+    shardkeep.save(tmp_path / "c", TREE, prefix="ema", format="zarr", compression="zstd")
     one = found(run, tmp_path)["c"]
     manifest = shardkeep.inspect(tmp_path / "c")
     assert one["path"] == str(tmp_path / "c")
     assert one["complete"] is True
     assert one["prefixes"] == ["model", "ema"]
-    assert one["formats"] == {"model": "safetensors", "ema": "tensorstore"}
+    assert one["formats"] == {"model": "safetensors", "ema": "zarr"}
     assert one["compression"] == {"model": None, "ema": "zstd"}
     assert one["stored_bytes"] == sum(f.size for t in manifest.trees.values() for f in t.files)
     assert one["array_bytes"] == 48
     assert one["leaves"] == 4
-    assert one["created"] == max(tree.created for tree in manifest.trees.values())
+    assert one["created"][:19] == max(tree.created for tree in manifest.trees.values())[:19]
     line = run("ls", tmp_path).out.splitlines()[1]
-    assert "safetensors, tensorstore+zstd" in line
+    assert "safetensors, zarr+zstd" in line
     assert line.endswith("model, ema")
 
 
 def test_the_path_itself_may_be_a_checkpoint(run: Run, tmp_path: Path) -> None:
-    shardkeep.save(tmp_path, TREE, format="tensorstore")
+    shardkeep.save(tmp_path, TREE, format="zarr")
     shardkeep.save(tmp_path / "step_1", TREE)
     shardkeep.save(tmp_path / "model.safetensors", TREE)
     assert list(found(run, tmp_path)) == [".", "model.safetensors", "step_1"]
@@ -86,7 +87,7 @@ def test_unfinished_running_damaged_and_newer_ones_are_shown_as_such(run: Run, t
     assert "never finished" in str(shown["dead"]["problem"])
     text = run("ls", tmp_path).out
     assert "\ndead holds no committed checkpoint" in text
-    assert "lost: 1 of 1 files are missing" in text
+    assert "-00000.safetensors is missing" in text
 
 
 def test_a_save_that_was_killed_is_unfinished(run: Run, tmp_path: Path) -> None:
@@ -136,7 +137,28 @@ def test_links_are_followed_but_not_in_circles(run: Run, tmp_path: Path) -> None
 
 def test_nothing_there(run: Run, tmp_path: Path) -> None:
     empty = run("ls", tmp_path)
-    assert (empty.code, empty.out) == (0, f"no checkpoints at or below {tmp_path}\n")
+    assert (empty.code, empty.out) == (0, f"no checkpoints in {tmp_path} or below\n")
     assert run.document("ls", tmp_path)["checkpoints"] == []
     assert run("ls", tmp_path / "nowhere").code == 2
     assert run("ls", tmp_path / "nowhere.safetensors").code == 2
+
+
+def test_a_manifest_of_another_program_is_no_checkpoint(run: Run, tmp_path: Path) -> None:
+    """Browser extensions and web applications have a manifest.json too."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "app", "version": "1.0"}')
+    assert found(run, tmp_path) == {}
+    shardkeep.save(tmp_path / "app" / "step_1", TREE)
+    assert states(run, tmp_path) == {"app/step_1": "complete"}
+    assert not shardkeep.exists(tmp_path / "app")
+    # But one of ours that something overwrote is damaged.
+    shutil.copy(tmp_path / "app" / "manifest.json", tmp_path / "app" / "step_1")
+    assert states(run, tmp_path) == {"app/step_1": "damaged"}
+
+
+def test_a_truncated_file_is_named(run: Run, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "c", TREE)
+    os.truncate(data_file(tmp_path / "c"), 20)
+    one = found(run, tmp_path)["c"]
+    assert one["state"] == "damaged"
+    assert re.fullmatch(rf"{data_file(tmp_path / 'c')} has [\d,]+ bytes instead of [\d,]+", str(one["problem"]))

@@ -176,7 +176,7 @@ from shardkeep.cli.main import main
 from jax._src import xla_bridge
 at, to = {str(checkpoint)!r}, {str(tmp_path)!r}
 calls = [["ls", at], ["inspect", at], ["verify", at], ["stats", at], ["diff", at, at, "--values"], ["clean", at],
-         ["convert", at, to + "/a", "--format", "tensorstore"], ["convert", at, to + "/b.safetensors"],
+         ["convert", at, to + "/a", "--format", "zarr"], ["convert", at, to + "/b.safetensors"],
          ["convert", to + "/a", to + "/c", "--dtype", "bfloat16"], ["stats", to + "/a"]]
 codes = [main(call) for call in calls]
 print(json.dumps([codes, len(xla_bridge._backends)]), file=sys.stderr)
@@ -208,11 +208,22 @@ def test_help_comes_without_jax() -> None:
     assert not _imports_jax("from shardkeep.cli.main import main; main(['--help'])")
 
 
-def on_terminal(words: Sequence[object], answer: str = "", **more: str) -> tuple[int, str]:
+# Bars are shown after half a second: here from the start.
+_AT_ONCE = """
+import sys
+from shardkeep import progress
+from shardkeep.cli.main import main
+progress.DELAY = 0
+sys.exit(main())
+"""
+
+
+def on_terminal(words: Sequence[object], answer: str = "", at_once: bool = False, **more: str) -> tuple[int, str]:
     """What a person sees who runs the command, and how it ends."""
     terminal, theirs = pty.openpty()
+    start = ["-c", _AT_ONCE] if at_once else ["-m", "shardkeep"]
     with subprocess.Popen(
-        [sys.executable, "-m", "shardkeep", *map(str, words)],
+        [sys.executable, *start, *map(str, words)],
         env={k: v for k, v in environment(TERM="xterm", **more).items() if k != "NO_COLOR" or k in more},
         stdin=theirs,
         stdout=theirs,
@@ -237,12 +248,13 @@ def on_terminal(words: Sequence[object], answer: str = "", **more: str) -> tuple
 
 def test_a_terminal_gets_colours_and_progress(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", {"w": np.zeros(1 << 20)})
-    code, seen = on_terminal(["verify", tmp_path / "c"])
+    code, seen = on_terminal(["verify", tmp_path / "c"], at_once=True)
     assert code == 0
     assert "\033[32mok\033[0m" in seen
     assert "\rchecking" in seen
     assert "█" in seen
-    assert "GB/s" in seen
+    assert re.search(r" 100% 8\.4 MB in .* s \(.* .B/s\)", seen)
+    assert " left" not in seen.rpartition("\rchecking")[2]
 
 
 def test_no_color_and_pipes_get_plain_text(tmp_path: Path) -> None:

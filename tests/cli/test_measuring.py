@@ -24,7 +24,7 @@ def test_numbers_of_a_saved_tree(run: Run, tmp_path: Path, kind: str) -> None:
     path = save_as(kind, tmp_path / "c", tree)
     found = measured(run, path)
     kernel = np.asarray(tree["layers"][0]["kernel"], np.float64)
-    one = found["layers.0.kernel"]
+    one = found["layers/0/kernel"]
     assert (one["count"], one["min"], one["max"]) == (kernel.size, kernel.min(), kernel.max())
     assert one["mean"] == pytest.approx(kernel.mean())
     assert one["std"] == pytest.approx(kernel.std())
@@ -36,8 +36,8 @@ def test_numbers_of_a_saved_tree(run: Run, tmp_path: Path, kind: str) -> None:
     assert found["empty"]["count"] == 0
     assert found["empty"]["min"] is None
     assert "count" not in found["keys"]
-    assert found["pair.0"]["flags"] == ["constant"]
-    assert found["keyed.left"]["flags"] == ["all_zero"]
+    assert found["pair/0"]["flags"] == ["constant"]
+    assert found["keyed/left"]["flags"] == ["all_zero"]
     assert "step" not in found
 
 
@@ -61,12 +61,13 @@ def test_what_looks_wrong_is_flagged_and_the_end_is_good(run: Run, tmp_path: Pat
     assert next(line for line in text.out.splitlines() if line.startswith("dead")).endswith("all zero")
 
 
-def test_match_and_prefix_choose(run: Run, tmp_path: Path) -> None:
+def test_include_and_prefix_choose(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path, {"a": {"w": np.ones(2)}, "b": np.ones(2)}, prefix="x")
     shardkeep.save(tmp_path, {"a": np.ones(2)}, prefix="y")
-    assert list(measured(run, tmp_path, "--prefix", "x", "--match", "a/")) == ["a.w"]
-    assert "x/a.w" in run("stats", tmp_path).out
-    assert run("stats", tmp_path, "--match", "zzz").code == 2
+    assert list(measured(run, tmp_path, "--prefix", "x", "--include", "a/")) == ["a/w"]
+    rows = [line.split()[:2] for line in run("stats", tmp_path).out.splitlines()]
+    assert rows[:4] == [["PREFIX", "KEY"], ["x", "a/w"], ["x", "b"], ["y", "a"]]
+    assert run("stats", tmp_path, "--include", "zzz").code == 2
 
 
 def test_large_arrays_are_read_in_blocks(run: Run, tmp_path: Path) -> None:
@@ -80,8 +81,8 @@ def test_large_arrays_are_read_in_blocks(run: Run, tmp_path: Path) -> None:
 
 def test_other_programs_arrays(run: Run, tmp_path: Path) -> None:
     found = measured(run, save_like_hugging_face(tmp_path / "hf", HF_TENSORS))
-    assert found["model.embed.weight"]["max"] == 32.0
-    assert found["model.layers.0.bias"]["flags"] == ["all_zero"]
+    assert found["model/embed/weight"]["max"] == 32.0
+    assert found["model/layers/0/bias"]["flags"] == ["all_zero"]
     eformer = measured(run, FIXTURES / "ts_dtypes" / "ckpt")
     assert eformer["all_zeros"]["flags"] == ["all_zero"]
     assert eformer["bfloat16"]["count"] == 6
@@ -93,3 +94,48 @@ def test_damage_is_an_error(run: Run, tmp_path: Path) -> None:
     result = run("stats", tmp_path / "c")
     assert result.code == 2
     assert "leaf 'w'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("fail_on", "code"),
+    [
+        (None, 0),
+        ("nan", 1),
+        ("NaN, Inf", 1),
+        ("inf", 0),
+        ("constant", 0),
+        ("all-zero", 1),
+        ("huge,denormal", 0),
+        ("any", 1),
+    ],
+)
+def test_the_exit_code_is_1_for_the_flags_that_were_asked_for(
+    run: Run, tmp_path: Path, fail_on: str | None, code: int
+) -> None:
+    tree = {"fine": np.array([1.0, 2.0]), "broken": np.full(3, np.nan), "dead": np.zeros(5), "loss": float("nan")}
+    shardkeep.save(tmp_path / "c", tree)
+    words = [] if fail_on is None else ["--fail-on", fail_on]
+    result = run("stats", tmp_path / "c", *words)
+    assert result.code == code
+    assert ("failed: " in result.out) == bool(code)
+    if fail_on == "NaN, Inf":
+        assert result.out.endswith("3 leaves flagged\nfailed: 2 leaves flagged nan or inf\n")
+    assert run("stats", tmp_path / "c", *words, "--json").code == code
+    document = run.document("stats", tmp_path / "c", *words)
+    assert document["failed"] is bool(code)
+    assert document["leaves"][1]["flags"] == ["all_nan"]
+    assert run("stats", tmp_path / "c", "--include", "fine", *words).code == 0
+
+
+def test_a_flag_that_does_not_exist_is_refused(run: Run, tmp_path: Path) -> None:
+    result = run("stats", tmp_path, "--fail-on", "nan,nought")
+    assert result.code == 2
+    assert "unknown flag 'nought'; choose from nan, inf, all_zero, constant, huge, denormal, any" in result.err
+
+
+def test_an_empty_key_is_not_the_tree_itself(run: Run, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "c", {"": np.ones(2), "a": np.ones(2)})
+    shardkeep.save(tmp_path / "bare", np.ones(2))
+    assert [line.split()[0] for line in run("stats", tmp_path / "c").out.splitlines()[1:3]] == ["''", "a"]
+    assert run("stats", tmp_path / "bare").out.splitlines()[1].startswith("(the tree itself)  float64[2]")
+    assert [leaf["path"] for leaf in run.document("stats", tmp_path / "c")["leaves"]] == [[""], ["a"]]

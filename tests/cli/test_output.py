@@ -6,7 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from shardkeep.cli.output import Output, age, counted, human, json_number, json_value, moment_of, natural, plain, short
+from shardkeep.cli.output import (
+    Output,
+    age,
+    counted,
+    human,
+    json_number,
+    json_value,
+    message_of,
+    moment_of,
+    natural,
+    plain,
+    short,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +61,34 @@ def test_numbers_and_values_are_strict_json() -> None:
 def test_texts_are_made_safe_and_short() -> None:
     assert plain("ok é") == "ok é"
     assert plain("a\nb\x07\ud800") == "a\\nb\\x07\\ud800"
-    assert len(short("x" * 100)) == 60
+    assert short("x" * 100) == f"{repr('x' * 31)[:-1]}… (100 characters)"
     assert counted(1, "leaf", "leaves") == "1 leaf"
 
 
 def test_columns_are_aligned_and_lines_have_no_blanks_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     Output().table([["a", "1", ""], ["bbb", "22", "x"]], right=(1,))
     assert capsys.readouterr().out == "a     1\nbbb  22  x\n"
+
+
+def test_a_cell_without_cells_after_it_spans_the_other_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().table([["a", "1", "x"], ["b", "a long text"], ["ccc", "22", "y"]], indent=" ")
+    assert capsys.readouterr().out == " a    1   x\n b    a long text\n ccc  22  y\n"
+    Output().table([["a", "long"], ["bb", "x"]])
+    assert capsys.readouterr().out == "a   long\nbb  x\n"
+    Output().table([])
+    assert capsys.readouterr().out == ""
+
+
+def test_long_texts_and_bytes_tell_their_length() -> None:
+    assert short("x" * 58) == repr("x" * 58)
+    assert short("x" * 2_000_000).endswith("x… (2,000,000 characters)")
+    assert short(b"\x80" * 20) == r"b'\x80\x80\x80\x80\x80\x80\x80\x… (20 bytes)"
+    assert len(short(10**80)) == 60
+    for value in ("x" * 61, b"\xff" * 60, 10**4000, "\x1b" * 100):
+        assert len(short(value)) <= 60
+
+
+def test_arguments_of_python_are_options_in_messages_but_paths_stay() -> None:
+    error = ValueError("/data/prefix=a/x holds two trees: pass prefix='a' (or include='b'), or overwrite=True")
+    told = "/data/prefix=a/x holds two trees: pass --prefix 'a' (or --include 'b'), or --overwrite"
+    assert message_of(error) == told

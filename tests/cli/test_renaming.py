@@ -56,7 +56,7 @@ def test_an_equinox_model_out_of_a_state(run: Run, tmp_path: Path) -> None:
 
 def test_match_chooses_before_a_subtree_is_taken(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", flax_state())
-    words = ["--match", "^params/.*kernel", "--subtree", "params/params"]
+    words = ["--include", "^params/.*kernel", "--subtree", "params/params"]
     assert run("convert", tmp_path / "c", tmp_path / "m.safetensors", *words).code == 0
     assert names(tmp_path / "m.safetensors") == ["dense.kernel"]
 
@@ -83,10 +83,10 @@ def test_a_hugging_face_model_is_renamed_into_a_checkpoint(run: Run, tmp_path: P
     source = save_like_hugging_face(tmp_path / "hf", HF_TENSORS)
     assert run("convert", source, tmp_path / "d", "--rename", "^model/=", "--rename", "weight$=kernel").code == 0
     assert sorted(shardkeep.inspect(tmp_path / "d").leaves) == [
-        "embed.kernel",
-        "layers.0.bias",
-        "layers.0.kernel",
-        "lm_head.kernel",
+        "embed/kernel",
+        "layers/0/bias",
+        "layers/0/kernel",
+        "lm_head/kernel",
     ]
     np.testing.assert_array_equal(shardkeep.load(tmp_path / "d")["embed"]["kernel"], HF_TENSORS["model.embed.weight"])
 
@@ -94,18 +94,18 @@ def test_a_hugging_face_model_is_renamed_into_a_checkpoint(run: Run, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--subtree", "param"], "--subtree 'param' finds nothing; at the top there is params, opt_state, step"),
+        (["--subtree", "param"], "--subtree 'param' does not exist; the top level has params, opt_state, step"),
         (["--subtree", "step"], "--subtree 'step' is a leaf"),
-        (["--subtree", ""], "finds nothing"),
-        (["--match", "step", "--subtree", "params"], "--subtree 'params' finds nothing; at the top there is step"),
-        (["--rename", "zzz=y"], "--rename 'zzz=y' changes no key"),
+        (["--subtree", ""], "does not exist"),
+        (["--include", "step", "--subtree", "params"], "--subtree 'params' does not exist; the top level has step"),
+        (["--rename", "zzz=y"], "--rename 'zzz=y' changes no key; the keys are params/params/dense/kernel, "),
         (["--rename", "params"], "write OLD=NEW"),
         (["--rename", "=x"], "write OLD=NEW"),
-        (["--rename", "(=x"], "is not a regular expression"),
-        (["--rename", r"step=\1"], "is not a regular expression"),
-        (["--rename", "kernel|bias=w"], "'params.params.dense.kernel' and 'params.params.dense.bias' the same name"),
-        (["--rename", "^params/params/dense/kernel$=step/x"], "below 'step', which is a leaf"),
-        (["--rename", "^step$="], "which has an empty part"),
+        (["--rename", "(=x"], "not a valid regular expression or replacement"),
+        (["--rename", r"step=\1"], "not a valid regular expression or replacement"),
+        (["--rename", "kernel|bias=w"], "change both 'params/params/dense/kernel' and 'params/params/dense/bias' to '"),
+        (["--rename", "^params/params/dense/kernel$=step/x"], "to 'step/x', but 'step' would be a leaf"),
+        (["--rename", "^step$="], "which contains an empty name"),
     ],
 )
 @pytest.mark.parametrize("target", ["d", "d.safetensors"])

@@ -119,7 +119,7 @@ WRITERS: dict[str, Callable[[Any, Path, str | None], Any]] = {
         ours.AsyncCheckpointManager().save_async(tree, path, LINE, prefix=prefix).wait()
     ),
     "tree_serialize_leaves": lambda tree, path, prefix: ours.tree_serialize_leaves(path, tree, prefix=prefix),
-    "shardkeep.save": lambda tree, path, prefix: shardkeep.save(path, tree, format="tensorstore", prefix=prefix),
+    "shardkeep.save": lambda tree, path, prefix: shardkeep.save(path, tree, format="zarr", prefix=prefix),
 }
 
 
@@ -182,15 +182,136 @@ def check_eformer_reads_our_metadata(path: Path) -> None:
     assert metadata["array_metadata"]["scale"] == {"shape": [], "dtype": "float32"}
 
 
-def check_eformer_never_misreads_a_tree_that_was_overwritten(path: Path) -> None:
-    """It lives under names that eFormer would take for keys, so its index does not list it; the others stay."""
+OVERWRITERS: dict[str, Callable[[Any, Path, str | None], Any]] = {
+    **WRITERS,
+    "shardkeep.save": lambda tree, path, prefix: shardkeep.save(
+        path, tree, format="zarr", prefix=prefix, overwrite=True
+    ),
+}
+
+
+def smaller(seed: int) -> dict[str, Any]:
+    """Fewer arrays than `model`, one of them where that has several."""
+    return {"layers": jnp.arange(seed, seed + 6), "scale": jnp.bfloat16(seed)}
+
+
+def check_eformer_reads_the_newest_of_trees_saved_over_each_other(path: Path) -> None:
+    """Twice, three times, with fewer arrays, with more again, with other shapes and shardings."""
+    for name, write in OVERWRITERS.items():
+        for prefix in (None, "model", "a.b"):
+            place = path / name / str(prefix)
+            trees = (model(1), model(2), model(3), smaller(4), model(5), sharded(6), sharded(7), model(8))
+            for tree in trees:
+                write(tree, place, prefix)
+                read_by_eformer(place, tree, prefix)
+                read_by_us(place, tree, prefix)
+
+
+def check_eformer_reads_the_newest_of_each_prefix(path: Path) -> None:
+    for name, write in OVERWRITERS.items():
+        place = path / name
+        write(model(1), place, "a")
+        write(model(2), place, "b")
+        write(model(3), place, "a")
+        read_by_eformer(place, model(2), "b")
+        read_by_eformer(place, model(3), "a")
+        write(smaller(4), place, "b")
+        write(model(5), place, None)
+        write(model(6), place, "a")
+        write(smaller(7), place, None)
+        for prefix, tree in (("a", model(6)), ("b", smaller(4)), (None, smaller(7))):
+            read_by_eformer(place, tree, prefix)
+            read_by_us(place, tree, prefix)
+
+
+def check_eformer_reads_what_we_save_over_its_directory(path: Path) -> None:
+    for name, write in OVERWRITERS.items():
+        for prefix in (None, "model"):
+            place = path / name / str(prefix)
+            theirs.AsyncCheckpointManager().save(model(1), str(place), LINE, prefix=prefix)
+            theirs.AsyncCheckpointManager().save(model(2), str(place), LINE, prefix="kept")
+            for tree in (model(3), smaller(4), sharded(5)):
+                write(tree, place, prefix)
+                read_by_eformer(place, tree, prefix)
+                read_by_us(place, tree, prefix)
+                read_by_eformer(place, model(2), "kept")
+
+
+def check_eformer_reads_what_we_save_over_its_structures(path: Path) -> None:
+    theirs.AsyncCheckpointManager().save_pytree([model(1), (2, None)], str(path / "c"), LINE, prefix="state")
+    for seed in (2, 3):
+        ours.AsyncCheckpointManager().save_pytree([model(seed), (2, None)], path / "c", LINE, prefix="state")
+        read_by_eformer(path / "c", {"0": model(seed)}, "state")
+        assert not (path / "c" / "state_structure.json").exists(), "it describes the tree that was replaced"
+
+
+def check_eformer_reads_what_lies_in_copies_where_links_are_impossible(path: Path) -> None:
+    link = os.link
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    os.link = refuse
+    try:
+        for tree in (model(1), model(2), smaller(3), sharded(4)):
+            OVERWRITERS["save"](tree, path / "c", "model")
+            read_by_eformer(path / "c", tree, "model")
+            read_by_us(path / "c", tree, "model")
+    finally:
+        os.link = link
+
+
+def check_prefixes_that_share_names_are_never_mixed_up(path: Path) -> None:
+    """`model` with a key `head`, and `model.head`: only one of them can have the names that eFormer would look for."""
     manager = ours.AsyncCheckpointManager()
-    manager.save(model(1), path / "c", LINE, prefix="a")
-    manager.save(model(2), path / "c", LINE, prefix="b")
-    manager.save(model(3), path / "c", LINE, prefix="a")
-    read_by_eformer(path / "c", model(2), "b")
-    read_by_us(path / "c", model(3), "a")
-    refused(lambda: theirs.tree_deserialize_leaves(str(path / "c"), LINE, prefix="a"), "not found")
+    for seed in (1, 2, 3):
+        manager.save({"head": model(seed), "w": jnp.ones(2)}, path / "c", LINE, prefix="model")
+        manager.save(model(seed + 10), path / "c", LINE, prefix="model.head")
+        read_by_eformer(path / "c", {"head": model(seed), "w": jnp.ones(2)}, "model")
+        read_by_us(path / "c", {"head": model(seed), "w": jnp.ones(2)}, "model")
+        read_by_us(path / "c", model(seed + 10), "model.head")
+        refused(lambda: theirs.tree_deserialize_leaves(str(path / "c"), LINE, prefix="model.head"), "not found")
+
+
+def check_eformer_does_not_see_a_tree_that_was_overwritten_in_a_bucket(path: Path) -> None:
+    """Its index stays, and leaves the tree out."""
+    with GCSServer() as server:
+        os.environ["STORAGE_EMULATOR_HOST"] = server.url
+        try:
+            manager = ours.AsyncCheckpointManager()
+            for seed, prefix in ((1, "a"), (2, "b"), (3, "a")):
+                manager.save(model(seed), "gs://bucket/c", LINE, prefix=prefix)
+            index = json.loads(server.objects["bucket"]["c/tensorstore_index.json"].data)
+            assert list(index["prefixes"]) == ["b"]
+            same(manager.load("gs://bucket/c", None, prefix="a")[0], model(3))
+        finally:
+            del os.environ["STORAGE_EMULATOR_HOST"]
+
+
+class Adam(NamedTuple):
+    count: Any
+    mu: Any
+    nu: Any
+
+
+def check_what_eformer_makes_of_an_optimizer_state_of_ours(path: Path) -> None:
+    """As docs/migrating-from-eformer.md says: `load_pytree` finds no structure file, `load` gives dicts."""
+    optimizer = (Adam(jnp.int32(3), model(1), model(2)), ())
+    ours.AsyncCheckpointManager().save(model(0), path / "c", LINE, prefix="model")
+    ours.AsyncCheckpointManager().save_pytree(optimizer, path / "c", LINE, prefix="tx", extras={"step": 3})
+    manager = theirs.AsyncCheckpointManager()
+    for more in ({}, {"template": optimizer}):
+        refused(lambda more=more: manager.load_pytree(str(path / "c"), LINE, prefix="tx", **more), "Missing pytree_str")
+    read_by_eformer(path / "c", {"0": {"count": jnp.int32(3), "mu": model(1), "nu": model(2)}}, "tx")
+    state, extras = ours.AsyncCheckpointManager().load_pytree(path / "c", LINE, prefix="tx")
+    manager.save(
+        ours.AsyncCheckpointManager().load(path / "c", LINE, prefix="model")[0], str(path / "d"), LINE, prefix="model"
+    )
+    manager.save_pytree(state, str(path / "d"), LINE, prefix="tx", extras=extras)
+    restored, again = manager.load_pytree(str(path / "d"), LINE, prefix="tx")
+    assert jax.tree.structure(restored) == jax.tree.structure(optimizer)
+    assert again == extras == {"step": 3}
+    same(restored[0].nu, model(2))
 
 
 def check_eformer_reads_a_tree_we_added_to_its_directory(path: Path) -> None:
@@ -216,7 +337,7 @@ def check_what_eformer_writes_into_our_directory_is_not_mistaken_for_ours(path: 
     manager.save(model(1), path / "c", LINE, prefix="model")
     theirs.AsyncCheckpointManager().save(model(2), str(path / "c"), LINE, prefix="more")
     read_by_us(path / "c", model(1), "model")
-    refused(lambda: manager.load(path / "c", None, prefix="more"), "no tree of prefix 'more'")
+    refused(lambda: manager.load(path / "c", None, prefix="more"), "no tree with prefix 'more'")
     theirs.AsyncCheckpointManager().save(model(2), str(path / "c"), LINE, prefix="model")
     refused(lambda: manager.load(path / "c", None, prefix="model"), "leaf")
 

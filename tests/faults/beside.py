@@ -21,7 +21,7 @@ from faults import parallel
 from faults.result import Result
 from faults.states import make, same
 
-_ZARR = {"format": "tensorstore"}
+_ZARR = {"format": "zarr"}
 _FILE = "model.safetensors"
 # What is overwritten: (target, the arguments of each save in turn).
 TARGETS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -56,7 +56,7 @@ def read(room: str, names: list[str], count: int, reader: int) -> tuple[int, lis
         deadline = time.monotonic() + 300
         while newest < count:
             try:
-                tree = shardkeep.load(path, mapped=False if loads % 3 == 0 else "auto")
+                tree = shardkeep.load(path, mmap=loads % 3 != 0)
                 number = int(tree["step"])
                 if number < newest or not same(tree, make("plain", number)):
                     found.append(f"{name}, load {loads}: a mix or an older one; it says {number} after {newest}")

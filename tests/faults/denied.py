@@ -21,7 +21,7 @@ from faults.sweep import Violation, left_overs
 NOBODY = 65534
 _TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("run", {}),
-    ("run", {"format": "tensorstore"}),
+    ("run", {"format": "zarr"}),
     ("model.safetensors", {}),
     ("model.safetensors", {"max_shard_size": 400}),
 )
@@ -70,7 +70,7 @@ def run(quick: bool) -> list[Result]:
             "reading fails",
             "EIO at the k-th read or open of a load, mapped and not",
             _check_reading,
-            [_Point(how, t, k) for t in targets for how in ("mapped", "read") for k in range(1, 25, step)],
+            [_Point(how, t, k) for t in targets for how in ("mmap", "read") for k in range(1, 25, step)],
         ),
     ]
     if os.geteuid() == 0:
@@ -98,13 +98,13 @@ def run(quick: bool) -> list[Result]:
             "the medium cannot be read",
             "the image below a mounted ext4 cut short right after mounting; mapped and not",
             _check_medium,
-            [_Point(how, t, part) for t in targets for how in ("mapped", "read") for part in range(0, 4, step)],
+            [_Point(how, t, part) for t in targets for how in ("mmap", "read") for part in range(0, 4, step)],
         ),
     ]
 
 
 def _mapped(point: _Point) -> str | bool:
-    return "auto" if point.what == "mapped" else False
+    return point.what == "mmap"
 
 
 def _clear(outcome: Outcome, *kinds: str) -> None:
@@ -123,7 +123,7 @@ def _clear(outcome: Outcome, *kinds: str) -> None:
 
 def _holds(path: Path, *numbers: int) -> int:
     """The number of the state that is there, which must be one of these."""
-    tree = shardkeep.load(path, mapped=False)
+    tree = shardkeep.load(path, mmap=False)
     if tree["step"] not in numbers or not same(tree, make("plain", tree["step"])) or not shardkeep.verify(path).ok:
         raise Violation(f"none of the states {numbers} is there")
     return tree["step"]
@@ -213,7 +213,7 @@ def _check_reading(spawner: Spawner, point: _Point) -> None:
     with room(memory=point.what == "read") as place:
         path = _prepare(point, place)
         fault = Fault(str(place), "fail", point.call, errno.EIO, calls="read,open")
-        load = {"path": str(path), "kind": "plain", "number": 1, "mapped": _mapped(point)}
+        load = {"path": str(path), "kind": "plain", "number": 1, "mmap": _mapped(point)}
         _clear(spawner.run("load", fault, **load))
         _clear(spawner.run("load", Fault(str(place), "fail", point.call, errno.EIO, True, "read,open"), **load))
         _holds(path, 1)
@@ -310,6 +310,6 @@ def _check_medium(spawner: Spawner, point: _Point) -> None:
             shardkeep.save(path, make("wide", 1), **point.arguments)
         with disk(image, place / "disk") as here:
             os.truncate(image, (32 << 20) * point.call // 4 + 4096)
-            outcome = spawner.run("load", path=str(path), kind="wide", number=1, mapped=_mapped(point))
+            outcome = spawner.run("load", path=str(path), kind="wide", number=1, mmap=_mapped(point))
             _clear(outcome)
             _clear(spawner.run("check", path=str(path)))

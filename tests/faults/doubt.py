@@ -14,7 +14,7 @@ from faults.sweep import Violation, left_overs
 
 _TARGETS: dict[str, tuple[str, dict[str, Any], int]] = {
     "safetensors": ("run", {}, 24),
-    "tensorstore": ("run", {"format": "tensorstore"}, 80),
+    "tensorstore": ("run", {"format": "zarr"}, 80),
     "exchange single": ("model.safetensors", {}, 28),
     "exchange several": ("model.safetensors", {"max_shard_size": 400}, 36),
 }

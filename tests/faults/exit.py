@@ -16,7 +16,7 @@ from faults.sweep import Violation, left_overs
 
 _FORMATS: dict[str, dict[str, Any]] = {
     "safetensors": {},
-    "tensorstore": {"format": "tensorstore"},
+    "tensorstore": {"format": "zarr"},
     "exchange": {"max_shard_size": 400},
 }
 

@@ -186,11 +186,11 @@ def _check_after(point: _Point, place: Path, outcome: Outcome) -> None:
     if wanted is None:
         if shardkeep.exists(path):
             raise Violation("the save failed, and there is something now")
-    elif not same(shardkeep.load(path, mapped=False), make("wide", wanted)) or not shardkeep.verify(path).ok:
+    elif not same(shardkeep.load(path, mmap=False), make("wide", wanted)) or not shardkeep.verify(path).ok:
         raise Violation("what is there is not what it should be")
     (place / "ballast").unlink()
     shardkeep.save(path, make("wide", 3), overwrite=True, **dict(point.arguments))
-    if not same(shardkeep.load(path, mapped=False), make("wide", 3)):
+    if not same(shardkeep.load(path, mmap=False), make("wide", 3)):
         raise Violation("the next save did not load back")
     if extra := left_overs(path):
         raise Violation(f"left over after the next save: {sorted(extra)}")
@@ -213,13 +213,13 @@ def _check_late(spawner: Spawner, point: _Point) -> None:
         shutil.copyfile(image, place / "again.img")
         with disk(place / "again.img", place / "again") as here:
             path = here / point.target
-            now = shardkeep.load(path, mapped=False)["step"] if shardkeep.exists(path) else None
+            now = shardkeep.load(path, mmap=False)["step"] if shardkeep.exists(path) else None
             if now == 2 and "ommitted" not in outcome.message.replace("Nothing was committed", ""):
                 raise Violation(f"the new state is there, and the error was: {outcome.message}")
             if now != (1 if point.overwrite else None) and now != 2:
                 raise Violation(f"neither the old state nor the new one is there, but {now}: {outcome.message}")
-            if now is not None and not same(shardkeep.load(path, mapped=False), make("wide", now)):
+            if now is not None and not same(shardkeep.load(path, mmap=False), make("wide", now)):
                 raise Violation("a mix")
             shardkeep.save(path, make("wide", 3), overwrite=True, **dict(point.arguments))
-            if not same(shardkeep.load(path, mapped=False), make("wide", 3)) or (extra := left_overs(path)):
+            if not same(shardkeep.load(path, mmap=False), make("wide", 3)) or (extra := left_overs(path)):
                 raise Violation(f"the next save did not load back, or left {extra}")

@@ -216,7 +216,7 @@ _ACTIONS: list[Callable[[Any], Any]] = [
     shardkeep.verify,
     shardkeep.exists,
     lambda path: str(shardkeep.inspect(path)),
-    lambda path: load_every(path, mapped=False, verify=False),
+    lambda path: load_every(path, mmap=False, verify=False),
 ]
 
 

@@ -27,6 +27,7 @@ from shardkeep.formats import eformer, zarr
 from shardkeep.formats.pickles import decode_pickle, plain_value
 from shardkeep.formats.zarr import describe
 from shardkeep.memory import aligned_empty
+from shardkeep.perprocess import Rows
 from shardkeep.reading import Source, unpack
 from support import Dense, Keyed, Point
 
@@ -155,6 +156,7 @@ def _tree() -> Any:
         "keyed": Keyed(np.int8(3), ()),
         "dense": Dense(jnp.ones((2, 3)), np.zeros(3), "n"),
         "key": jax.random.key(1),
+        "data": shardkeep.PerProcess({"epoch": 1, "buffer": np.arange(3)}),
         1: {(0, "k"): np.zeros((0, 5))},
     }
 
@@ -166,7 +168,7 @@ def _files(room: Path) -> Files:
 
 
 def _own(room: Path) -> Iterator[Case]:
-    zarr = {"format": "tensorstore", "compression": "zstd"}
+    zarr = {"format": "zarr", "compression": "zstd"}
     for name, arguments in {"safetensors": {}, "zstd": zarr}.items():
         shardkeep.save(room / name, _tree(), metadata={"a": [1, None]}, **arguments)  # type: ignore[arg-type]
         shardkeep.save(room / name, {"w": jnp.ones(3)}, prefix="a.b", **arguments)  # type: ignore[arg-type]
@@ -175,6 +177,7 @@ def _own(room: Path) -> Iterator[Case]:
     shardkeep.save(room / "chunk", {"w": np.arange(500, dtype=np.uint16)}, **zarr)  # type: ignore[arg-type]
     files = _files(room / "chunk")
     yield Case("zstd chunk", files, files["w/0"], _with_chunk(files), _frames(), is_json=False)
+    yield _per_process(room)
 
     shardkeep.save(room / "single" / "model.safetensors", _tree())
     files = _files(room / "single")
@@ -204,6 +207,36 @@ def _own(room: Path) -> Iterator[Case]:
         return {name: reseal(index.replace(json.dumps(within).encode(), _as_string(reseal(text))))}
 
     yield Case("manifest in an index", files, within.encode(), nest, target=name)
+
+
+def _per_process(room: Path) -> Case:
+    """A value that differs between processes: its JSON changes, its digests are right."""
+    inside = {"a": np.arange(3, dtype=">i2"), "b": b"xyz", ("k", 1): [1, 2.5, None, (True, "s", 1j)], 0: np.float32(1)}
+    shardkeep.save(room / "value", {"p": shardkeep.PerProcess(inside)}, format="zarr")
+    files = _files(room / "value")
+    (length,) = struct.unpack("<Q", files["p/0.0"][:8])
+    data = files["p/0.0"][8 + length :]
+    manifest = json.loads(files["manifest.json"])
+    record = next(file for file in manifest["trees"][""]["files"] if file[0] == "p/0.0")
+    (leaf,) = manifest["trees"][""]["leaves"]
+    data = data[: leaf["lengths"][0] - 8 - length]
+
+    def whole(text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text + data
+
+    def close(text: bytes) -> Files:
+        raw = whole(text)
+        record[1:] = [len(raw), 0, digest(b"")]
+        leaf["shape"], leaf["lengths"], leaf["pieces"][0]["digests"] = [1, len(raw)], [len(raw)], [digest(raw)]
+        return {"p/0.0": raw, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
+
+    def parse(text: bytes) -> None:
+        raw = np.frombuffer(whole(text), np.uint8)
+        Rows((raw.size,), raw.size).decode(0, raw, "p")
+
+    return Case(
+        "a value of a process", {**files, **close(start := files["p/0.0"][8 : 8 + length])}, start, close, parse=parse
+    )
 
 
 def _foreign(room: Path) -> Iterator[Case]:

@@ -26,12 +26,16 @@ from types import FrameType
 from typing import Any
 
 from faults.result import Result
+from signals import usual_signals
 
 HANG = 40  # seconds
 LEASE = 2.0
-CALLS = ("save", "save_async", "zarr", "exchange", "bucket", "load", "verify", "delete")
-_STEPS = {"bucket": 4}  # where a clean-up is interrupted, the lease must end before the next one is complete
-_CLEAN_UP = {"Scope.close", "Scope.end", "Scope.__exit__", "_Round.end", "_Job._give_up", "PendingSave._end"}
+CALLS = ("save", "save_async", "zarr", "exchange", "bucket", "callback", "load", "verify", "delete")
+_STEPS = {
+    "bucket": 4,
+    "callback": 2,
+}  # where a clean-up is interrupted, the lease must end before the next one is complete
+_CLEAN_UP = {"Scope.close", "Scope.end", "Scope.__exit__", "_Round.end", "_Job._give_up", "BackgroundSave._settle"}
 _HERE = Path(__file__).parent
 
 
@@ -55,8 +59,9 @@ def run(quick: bool) -> Iterator[Result]:
     step = 40 if quick else 1
     yield _sweep(
         "an exception is raised anywhere in a call",
-        "a trace function raises before each line of save, save_async (its threads included; to a bucket, too), load, "
-        "verify and delete, the first time it is reached, in some calls the last time too; then the next save is made",
+        "a trace function raises before each line of save, save_async (its threads included; to a bucket, and with "
+        "callbacks, too), load, verify and delete, the first time it is reached, in some calls the last time too; then "
+        "the next save is made",
         [point for call in CALLS for point in _points(call)[:: _STEPS.get(call, 1)]][::step],
     )
     yield _sweep(
@@ -155,6 +160,8 @@ def _storm(rounds: int) -> Result:
 
 
 _STORM = """
+from signals import usual_signals
+usual_signals()
 import os, random, signal, sys, tempfile, threading, time
 import numpy as np, shardkeep
 from faults.interrupts import leaks
@@ -201,7 +208,7 @@ shutil.rmtree(room)
 
 def leaks(seconds: float = 5.0) -> list[str]:
     """What calls that are over still hold, once threads that are ending have ended."""
-    from shardkeep import save_queue, scopes, workers
+    from shardkeep import callbacks, save_queue, scopes, workers
     from shardkeep.memory import budget
     from shardkeep.stores import local
 
@@ -211,6 +218,7 @@ def leaks(seconds: float = 5.0) -> list[str]:
         found += [f"scope {scope.what!r}" for scope in tuple(scopes._open)]
         found += [f"lock {lock.path}" for lock in tuple(local._locks)]
         found += ["a place in the queue"] * len(save_queue._queue)
+        found += ["a callback's turn"] * len(callbacks._entered)
         found += [f"{budget.used} bytes of the budget"] if budget.used else []
         found += ["a pause of the collector"] if workers.collector._pauses or not gc.isenabled() else []
         return found
@@ -320,6 +328,7 @@ class Worker:
         self.was_hit = False
         self._children: list[int] = []
         self._server: Any = None
+        self._manager: Any = None
         self._jnp_array = jnp.ones(3)
         self._np, self._jnp = np, jnp
 
@@ -359,16 +368,30 @@ class Worker:
         """Make the call, and wait until it is done; a save in the background is the same with its handle."""
         import shardkeep
 
-        options: dict[str, Any] = {"format": "tensorstore"} if call == "zarr" else {}
+        options: dict[str, Any] = {"format": "zarr"} if call == "zarr" else {}
         if call == "load":
             return shardkeep.load(path)
         if call == "verify":
             return shardkeep.verify(path)
         if call == "delete":
             return shardkeep.delete(path)
+        if call == "callback":
+            return self._with_callbacks(number, path)
         if call in ("save_async", "zarr", "bucket"):
             return shardkeep.save_async(path, self.tree(number), overwrite=True, **options).wait(HANG)
         return shardkeep.save(path, self.tree(number), overwrite=True, **options)
+
+    def _with_callbacks(self, number: int, path: Any) -> None:
+        """A save in the background and one in the foreground, of a manager that all points share."""
+        from shardkeep.serialization import AsyncCheckpointManager
+
+        self._manager = self._manager or AsyncCheckpointManager()
+        with contextlib.suppress(BaseException):
+            self._manager.wait_until_finished()  # what was made to fail before
+        pending = self._manager.save_async(self.tree(number), self.room / "earlier", callback=str)
+        self._manager.save(self.tree(number), path, callback=str)
+        pending.wait(HANG)
+        self._manager.wait_until_finished()
 
     def find(self, call: str) -> None:
         path = self.path(call)
@@ -499,7 +522,7 @@ class Worker:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual_signals()
     order = json.loads(sys.stdin.read())
     threading.excepthook = lambda _: None  # exceptions in threads are made on purpose
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None

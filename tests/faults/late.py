@@ -31,7 +31,7 @@ _SCHEMES: tuple[Scheme, ...] = ("gs", "s3")
 _SHARDED = {"max_shard_size": 4096}
 _FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("run", {"prefix": "model"}),
-    "tensorstore": ("run", {"prefix": "model", "format": "tensorstore"}),
+    "tensorstore": ("run", {"prefix": "model", "format": "zarr"}),
     "one file": ("model.safetensors", {}),
     "several files": ("model.safetensors", _SHARDED),
     "one file over several": ("model.safetensors", {}),

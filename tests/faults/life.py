@@ -17,7 +17,7 @@ from faults import parallel
 from faults.result import Result
 from faults.states import same
 
-_ZARR = {"format": "tensorstore"}
+_ZARR = {"format": "zarr"}
 _KEPT = 3  # checkpoints that stay when names rotate
 _GROWTH = 24 << 20  # anonymous memory moves by this much anyhow: arenas of the allocator, and what JAX keeps
 

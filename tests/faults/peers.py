@@ -67,7 +67,7 @@ def _eformer_load(path: str) -> Any:
 def _our_save(path: str, tree: Any) -> None:
     import shardkeep
 
-    shardkeep.save(path, tree, format="tensorstore", overwrite=True)
+    shardkeep.save(path, tree, format="zarr", overwrite=True)
 
 
 def _our_load(path: str) -> Any:

@@ -17,7 +17,7 @@ from faults.disks import clone, cloning, disk, make_disk, missing
 from faults.pool import each, room
 from faults.result import Result
 from faults.spawner import CHANGES, Child, Fault, Spawner
-from faults.sweep import SCENARIOS, Scenario, Violation, check_next_save, check_state
+from faults.sweep import SCENARIOS, Scenario, Violation, check_index, check_next_save, check_state
 
 _NAMES = (
     "first, safetensors",
@@ -25,6 +25,7 @@ _NAMES = (
     "overwrite, safetensors",
     "overwrite, tensorstore",
     "overwrite, zstd",
+    "fewer leaves again, tensorstore",
     "one prefix of two, tensorstore",
     "async, safetensors",
     "exchange, first single",
@@ -180,4 +181,5 @@ def check_cut(scenario: Scenario, cut: Cut, at: Path) -> None:
         state = check_state(scenario, here)
         if cut.returned and state != "new":
             raise Violation("the save had returned, and the old state is there")
+        check_index(scenario, here / scenario.target, needed=cut.returned)
         check_next_save(scenario, here, directories=True)

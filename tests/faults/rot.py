@@ -30,7 +30,7 @@ from shardkeep.manifest import Manifest
 
 SEED = 20261116
 PAGE = 4096
-_ZARR = {"format": "tensorstore"}
+_ZARR = {"format": "zarr"}
 # How a checkpoint is saved: (target, prefixes, arguments of save).
 SUBJECTS: dict[str, tuple[str, tuple[str | None, ...], dict[str, Any]]] = {
     "safetensors": ("run", (None,), {}),
@@ -44,7 +44,7 @@ SUBJECTS: dict[str, tuple[str, tuple[str | None, ...], dict[str, Any]]] = {
     "large, tensorstore": ("run", (None,), _ZARR),
 }
 # How it is loaded: as anyone would, and now and then otherwise.
-LOADS: list[dict[str, Any]] = [{}, {}, {}, {"mapped": False}, {"mesh": True}, {"verify": False}]
+LOADS: list[dict[str, Any]] = [{}, {}, {}, {"mmap": False}, {"mesh": True}, {"verify": False}]
 
 
 def state(subject: str, number: int) -> Any:

@@ -106,6 +106,10 @@ int fdatasync(int fd) { REAL(fdatasync); FAULTY("fsync", fd_inside(fd), real(fd)
 int syncfs(int fd) { REAL(syncfs); FAULTY("fsync", fd_inside(fd), real(fd)); }
 int ftruncate64(int fd, off64_t n) { REAL(ftruncate64); FAULTY("write", fd_inside(fd), real(fd, n)); }
 int rename(const char *a, const char *b) { REAL(rename); FAULTY("rename", inside(b), real(a, b)); }
+int link(const char *a, const char *b) { REAL(link); FAULTY("link", inside(b), real(a, b)); }
+int linkat(int d, const char *a, int e, const char *b, int f) {
+    REAL(linkat); FAULTY("link", inside(b), real(d, a, e, b, f));
+}
 int unlink(const char *p) { REAL(unlink); FAULTY("unlink", inside(p), real(p)); }
 int rmdir(const char *p) { REAL(rmdir); FAULTY("rmdir", inside(p), real(p)); }
 int mkdir(const char *p, mode_t m) { REAL(mkdir); FAULTY("mkdir", inside(p), real(p, m)); }

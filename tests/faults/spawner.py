@@ -22,8 +22,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from signals import usual_signals
+
 HERE = Path(__file__).parent
-CHANGES = "create,write,fsync,rename,unlink,rmdir,mkdir"
+CHANGES = "create,write,fsync,rename,link,unlink,rmdir,mkdir"
 MODES = {"count": 1, "kill": 2, "torn": 3, "interrupt": 4, "fail": 5, "pause": 6, "step": 7}
 
 
@@ -178,6 +180,7 @@ class Pause:
 
 def _main() -> None:
     """The spawning process: a request on each line of standard input, an answer on each line of standard output."""
+    usual_signals()  # before there are threads, which inherit the mask
     _, actions = sys.argv if len(sys.argv) > 1 else ("", "faults.states")
     states = importlib.import_module(actions)  # before the first fork, once for all
 
@@ -216,7 +219,7 @@ def _wait(pid: int, seconds: float) -> int | None:
 def _child(request: Any, descriptor: int, library: ctypes.CDLL, states: Any) -> None:
     """Run one action and end, without the spawner's clean-up."""
     atexit._clear()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual_signals()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = tempfile.TemporaryFile()  # noqa: SIM115  (ends with the process)
     os.dup2(log.fileno(), 1)
@@ -243,7 +246,7 @@ def _child(request: Any, descriptor: int, library: ctypes.CDLL, states: Any) -> 
 
 def _program(request: Any, descriptor: int, library: ctypes.CDLL, states: Any) -> None:
     """Run one action as a program does: what it raises ends it, and the interpreter is left in the usual way."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual_signals()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

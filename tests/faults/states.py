@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import resource
 import signal
@@ -94,8 +95,14 @@ _KINDS = {
 }
 
 
-def save(path: str, kind: str, number: int, **arguments: Any) -> None:
+def save(path: str, kind: str, number: int, linkless: bool = False, **arguments: Any) -> None:
+    if linkless:
+        os.link = _refuse_link
     shardkeep.save(path, make(kind, number), **arguments)
+
+
+def _refuse_link(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))  # what file systems without hard links answer
 
 
 def save_async(path: str, kind: str, number: int, **arguments: Any) -> None:

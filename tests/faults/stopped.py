@@ -69,7 +69,7 @@ def look():
 calls = {
     "save": lambda number: shardkeep.save(path, tree(number), overwrite=True),
     "save_async": lambda number: shardkeep.save_async(path, tree(number), overwrite=True).wait(),
-    "load": lambda number: shardkeep.load(path, mapped=False),
+    "load": lambda number: shardkeep.load(path, mmap=False),
 }
 shardkeep.save(path, tree(0))
 shardkeep.load(path)
@@ -236,7 +236,7 @@ def _is_true(error: dict[str, Any], found: int, in_bucket: bool) -> bool:
     In a bucket it must be said for certain, because the one that is given up is fenced off.
     """
     text = error["message"].lower()
-    if error["kind"] is None or "committed all the same" in text:
+    if error["kind"] is None or "committed nevertheless" in text:
         return found == 1
     if "may still commit" in text:
         return not in_bucket

@@ -4,7 +4,9 @@
 """
 
 import argparse
+import contextlib
 import errno
+import json
 import os
 import shutil
 import tempfile
@@ -12,9 +14,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import tensorstore
+
 import shardkeep
 from faults.spawner import CHANGES, Fault, Outcome, Spawner
 from faults.states import make, same
+from shardkeep import publishing
+from shardkeep.commit import clean_up
+from shardkeep.directory import Directory
+from shardkeep.formats.eformer import INDEX
+from shardkeep.stores.local import LocalStore
 
 Step = tuple[str, dict[str, Any]]  # an action of faults.states, and its arguments
 
@@ -40,13 +51,26 @@ class Scenario:
     killed_at: int = 0
 
 
-def _saves(name: str, *numbers: tuple[str, int], act: str = "save", target: str = "run", **arguments: Any) -> Scenario:
-    """Saves one after another to one target; the last is the one disturbed."""
-    *before, last = numbers
+def _saves(
+    name: str,
+    *numbers: tuple[str, int],
+    act: str = "save",
+    target: str = "run",
+    last: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Scenario:
+    """Saves one after another to one target; the last is the one disturbed, and may have arguments of its own."""
+    *before, end = numbers
     steps = [("save", {"kind": k, "number": n, "overwrite": True, **arguments}) for k, n in before]
-    step = (act, {"kind": last[0], "number": last[1], "overwrite": True, **arguments})
+    step = (act, {"kind": end[0], "number": end[1], "overwrite": True, **(arguments if last is None else last)})
     old = before[-1] if before else None
-    return Scenario(name, step, last, old, tuple(steps), target, arguments.get("prefix"), again=arguments)
+    return Scenario(name, step, end, old, tuple(steps), target, arguments.get("prefix"), again=arguments)
+
+
+def _copied(scenario: Scenario) -> Scenario:
+    """The same on a file system without hard links."""
+    action, arguments = scenario.step
+    return replace(scenario, step=(action, {**arguments, "linkless": True}))
 
 
 def _second_prefix(format: str) -> Scenario:
@@ -82,7 +106,7 @@ def _delete(name: str, target: str = "run", **arguments: Any) -> Scenario:
     return Scenario(name, ("delete", {}), None, ("plain", 1), (first,), target, again=arguments)
 
 
-_ZARR = {"format": "tensorstore"}
+_ZARR = {"format": "zarr"}
 _SEVERAL = {"max_shard_size": 400}
 _FILE = "model.safetensors"
 SCENARIOS = {
@@ -99,6 +123,9 @@ SCENARIOS = {
         _saves("fewer leaves, safetensors", ("plain", 1), ("fewer", 2)),
         _saves("fewer leaves, tensorstore", ("plain", 1), ("fewer", 2), **_ZARR),
         _saves("other shapes, tensorstore", ("plain", 1), ("other", 2), **_ZARR),
+        _saves("fewer leaves again, tensorstore", ("plain", 1), ("plain", 2), ("fewer", 3), **_ZARR),
+        _saves("other format, from tensorstore", ("plain", 1), ("plain", 2), last={}, **_ZARR),
+        _copied(_saves("overwrite without links, tensorstore", ("plain", 1), ("plain", 2), **_ZARR)),
         _second_prefix("safetensors"),
         _second_prefix("tensorstore"),
         _replaced_prefix("safetensors"),
@@ -174,6 +201,9 @@ def sweep(
         try:
             state = check_state(scenario, place)
             check_told(scenario, outcome, state, mode)
+            check_index(scenario, place / scenario.target)
+            if scenario.target == "run" and at % 2:
+                check_clean(scenario, place)
             check_next_save(scenario, place, directories=mode != "fail")
         except Exception as error:  # noqa: BLE001  (whatever goes wrong is the finding)
             said = f"; the process said: {outcome.error} {outcome.message}" if outcome.error else ""
@@ -249,6 +279,72 @@ def check_next_save(scenario: Scenario, place: Path, directories: bool) -> None:
     extra = {name for name in left_overs(path) if directories or not name.endswith("/")}
     if extra:
         raise Violation(f"left over after the next save: {sorted(extra)}")
+    if not path.name.endswith(".safetensors"):
+        check_index(scenario, path, needed=True)
+
+
+def check_clean(scenario: Scenario, place: Path) -> None:
+    """`shardkeep clean` removes and completes what a dead save left, and changes nothing that is committed."""
+    before = check_state(scenario, place)
+    store = LocalStore(str(place / scenario.target))
+    if not store.children(store.control):
+        return
+    target = Directory(store)
+    with store.lock(20):
+        clean_up(target, target.read_if_any())
+    if check_state(scenario, place) != before:
+        raise Violation("a clean-up changed the state")
+    if target.read_if_any() is not None:
+        check_index(scenario, place / scenario.target, needed=True)
+
+
+def check_index(scenario: Scenario, path: Path, needed: bool = False) -> None:
+    """eFormer's index lists one committed state of each tree and nothing else, or there is none.
+
+    `needed`: it is there if a tree can be listed, and is that of the manifest.
+    """
+    if path.name.endswith(".safetensors"):
+        return
+    file = path / INDEX
+    listed = None
+    if file.exists():
+        index = json.loads(file.read_text())
+        listed = {"": index["arrays"]} if "arrays" in index else {}
+        listed |= index["prefixes"]
+    with contextlib.suppress(shardkeep.CheckpointNotFoundError, shardkeep.IncompleteCheckpointError):
+        manifest = shardkeep.inspect(path)
+        wanted = {p for p, tree in manifest.trees.items() if tree.format == "zarr"}
+        if needed and wanted and (listed is None or set(listed) != wanted or index["shardkeep"] != manifest.save_id):
+            raise Violation(f"the index lists {listed}, and should list the trees {wanted}")
+        if needed and not wanted and listed is not None:
+            raise Violation(f"there is an index of {listed}, and no tree for it")
+    for prefix, entries in (listed or {}).items():
+        _check_listed(scenario, path, prefix, entries)
+
+
+def _check_listed(scenario: Scenario, path: Path, prefix: str, entries: list[dict[str, Any]]) -> None:
+    """What the index lists of a tree is all of one state, as a reader of zarr finds it."""
+    found = {}
+    for entry in entries:
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(path / entry["path"])}}
+        opened = tensorstore.open(spec, read=True, context=tensorstore.Context()).result()
+        data = np.asarray(opened.read().result())
+        if [*data.shape] != entry["shape"] or data.dtype.name != entry["dtype"]:
+            raise Violation(f"{entry['path']} is not what the index says")
+        found[entry["path"].removeprefix(f"{prefix}/" if prefix else "")] = data.tobytes()
+    states = [scenario.others[prefix]] if prefix in scenario.others else [scenario.old, scenario.new, ("plain", 99)]
+    wanted = [_arrays(make(*state)) for state in states if state is not None]
+    if found not in wanted:
+        raise Violation(f"the index lists a mix of trees (prefix {prefix!r})")
+
+
+def _arrays(tree: Any, path: str = "") -> dict[str, bytes]:
+    """The bytes of the arrays in a state, by key."""
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        parts = [_arrays(value, f"{path}/{key}" if path else str(key)) for key, value in items]
+        return {key: data for part in parts for key, data in part.items()}
+    return {path: np.asarray(tree).tobytes()} if isinstance(tree, np.ndarray | jax.Array) else {}
 
 
 def left_overs(path: Path) -> set[str]:
@@ -256,10 +352,10 @@ def left_overs(path: Path) -> set[str]:
     manifest = shardkeep.inspect(path)
     is_exchange = path.name.endswith(".safetensors")
     root = path.parent if is_exchange else path
-    known = {file.name for tree in manifest.trees.values() for file in tree.files}
+    known = {name for tree in manifest.trees.values() for name in publishing.names_of(tree)}
     known |= {f"{path.name}.index.json"} if is_exchange and len(known) > 1 else set()
     known |= set() if is_exchange else {"manifest.json", ".shardkeep/lock"}
-    if any(tree.format == "tensorstore" for tree in manifest.trees.values()):
+    if any(tree.format == "zarr" for tree in manifest.trees.values()):
         known |= {"tensorstore_index.json", "checkpoint_metadata.json"}  # for eFormer
     extra: set[str] = set()
     for directory, inside, files in os.walk(root):

@@ -23,6 +23,6 @@ def test_of_two_writers_each_wins_whole_or_is_told(tmp_path: Path) -> None:
     assert beside.two_writers(tmp_path, 6) == []
 
 
-@pytest.mark.parametrize("arguments", [{}, {"format": "tensorstore"}])
+@pytest.mark.parametrize("arguments", [{}, {"format": "zarr"}])
 def test_mapped_arrays_stay_when_their_checkpoint_is_replaced_or_deleted(tmp_path: Path, arguments: Any) -> None:
     assert beside.hold(str(tmp_path / "run"), 5, arguments) == []

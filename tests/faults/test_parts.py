@@ -79,7 +79,7 @@ def test_a_disk_that_goes_away_before_the_commit(spawner: Spawner) -> None:
 
 
 @needs_disks
-@pytest.mark.parametrize("how", ["mapped", "read"])
+@pytest.mark.parametrize("how", ["mmap", "read"])
 def test_a_medium_that_cannot_be_read(spawner: Spawner, how: str) -> None:
     denied._check_medium(spawner, denied._Point(how, 0, 1))
 

@@ -1,6 +1,7 @@
 """eFormer's directories: every form of its index as a Manifest, and an index of ours that it reads rightly."""
 
 import base64
+import dataclasses
 import json
 import pickle
 from collections import defaultdict
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.formats.eformer import INDEX, METADATA, index_documents, read_eformer
+import shardkeep.serialization
+from shardkeep.formats.eformer import INDEX, METADATA, Index, index_documents, read_eformer, read_index
 from shardkeep.manifest import Manifest
 from shardkeep.stores.local import LocalStore
+from shardkeep.tree import join_key
 from support import assert_same
 
 DATA = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -50,7 +53,9 @@ def index_of(*names: str, **prefixes: list[str]) -> dict[str, Any]:
 def keys(manifest: Manifest | None) -> dict[str, dict[str, str]]:
     """Of each tree, by prefix: the keys, and the directory each array lies in."""
     assert manifest is not None
-    return {p: {leaf.key: leaf.extra["directory"] for leaf in tree.leaves} for p, tree in manifest.trees.items()}
+    return {
+        p: {join_key(leaf.path): leaf.extra["directory"] for leaf in tree.leaves} for p, tree in manifest.trees.items()
+    }
 
 
 INDICES: dict[str, tuple[dict[str, Any], dict[str, dict[str, str]]]] = {
@@ -102,7 +107,7 @@ def test_an_index_of_ours_is_never_read_as_eformers(store: LocalStore) -> None:
     put_array(store, "w")
     put_json(store, INDEX, {**index_of("w"), "shardkeep": "0" * 32})
     assert read_eformer(store, search=False) is None
-    with pytest.raises(shardkeep.IncompleteCheckpointError, match=rf"{INDEX} was written by shardkeep, but the man"):
+    with pytest.raises(shardkeep.IncompleteCheckpointError, match=rf"{INDEX} was written by shardkeep, but manifest"):
         read_eformer(store, search=True)
 
 
@@ -127,7 +132,7 @@ def test_metadata_of_another_form_are_refused_by_name(field: str, store: LocalSt
     put_json(store, METADATA, {field: None})
     assert read_eformer(store, search=True).metadata == {field: None}
     put_json(store, METADATA, {field: ["x"]})
-    with pytest.raises(shardkeep.IntegrityError, match=rf"{METADATA} is malformed: {field} is no object"):
+    with pytest.raises(shardkeep.IntegrityError, match=rf"{METADATA} is malformed: '{field}' is not a JSON object"):
         read_eformer(store, search=True)
 
 
@@ -137,7 +142,7 @@ def test_a_document_that_is_no_plain_file_is_refused_by_name(name: str, store: L
     put_json(store, INDEX, index_of(m=["m/w"]))
     Path(store.locate(name)).unlink(missing_ok=True)
     Path(store.locate(name)).mkdir()
-    with pytest.raises(shardkeep.IntegrityError, match=f"{name} is not a plain file"):
+    with pytest.raises(shardkeep.IntegrityError, match=f"{name} is not a regular file"):
         read_eformer(store, search=True)
 
 
@@ -161,7 +166,7 @@ def test_two_spellings_of_one_prefix_lose_no_array(store: LocalStore) -> None:
     put_array(store, "a/b/x")
     put_array(store, "a/b/y")
     put_json(store, INDEX, index_of(**{"a/b": ["a/b/x"], "a.b": ["a/b/y"]}))
-    with pytest.raises(shardkeep.IntegrityError, match=rf"{INDEX} is malformed: it has the prefix 'a\.b' twice"):
+    with pytest.raises(shardkeep.IntegrityError, match=rf"{INDEX} is malformed: it lists the prefix 'a\.b' twice"):
         read_eformer(store, search=True)
 
 
@@ -172,7 +177,7 @@ def test_two_arrays_of_one_name_are_refused_and_one_that_is_listed_twice_is_not(
     put_json(store, INDEX, index_of(m=["m/w", "m/w"]))
     assert keys(read_eformer(store, search=True)) == {"m": {"w": "m/w"}}
     put_json(store, INDEX, index_of(m=["m/w", "w"]))
-    with pytest.raises(shardkeep.IntegrityError, match=rf"{INDEX} .* prefix 'm', two arrays have the same name"):
+    with pytest.raises(shardkeep.IntegrityError, match=rf"{INDEX} .* two arrays of prefix 'm' have the same name"):
         read_eformer(store, search=True)
 
 
@@ -271,9 +276,9 @@ def test_a_structure_that_is_none_is_refused_by_name(what: str, structured: Loca
 # --- the index eFormer reads
 
 
-def documents(store: LocalStore, prefix: str = "") -> tuple[Any, Any]:
-    found = index_documents(shardkeep.inspect(store.url), prefix)
-    assert set(found) == {INDEX, METADATA}
+def documents(store: LocalStore) -> tuple[Any, Any]:
+    found = index_documents(shardkeep.inspect(store.url))
+    assert list(found) == [METADATA, INDEX], "the index is written last"
     index, metadata = (None if text is None else json.loads(text) for text in (found[INDEX], found[METADATA]))
     return index, metadata
 
@@ -289,9 +294,9 @@ def test_what_eformer_cannot_read_has_no_index(store: LocalStore) -> None:
 
 def test_the_index_lists_every_tree_and_the_metadata_of_the_last(store: LocalStore) -> None:
     save(store, {"w": DATA}, metadata={"of": "none"})
-    save(store, {"w": DATA, "n": 3}, "m.n", metadata={"of": "m.n"})
     save(store, {"w": DATA}, "p", "safetensors")
-    index, metadata = documents(store, "m.n")
+    save(store, {"w": DATA, "n": 3}, "m.n", metadata={"of": "m.n"})
+    index, metadata = documents(store)
     entry = {"shape": [2, 3], "dtype": "float32"}
     assert index["arrays"] == [{"path": "w", **entry}]
     assert index["prefixes"] == {"m.n": [{"path": "m/n/w", **entry}]}
@@ -303,7 +308,7 @@ def test_the_index_lists_every_tree_and_the_metadata_of_the_last(store: LocalSto
 def test_what_the_index_says_is_what_eformer_finds(store: LocalStore) -> None:
     tree = {"enc": {"w": DATA, "b": DATA.astype(jnp.bfloat16)}, "x": np.arange(3), "n": 3}
     save(store, tree, "m", compression="zstd")
-    index, _ = documents(store, "m")
+    index, _ = documents(store)
     del index["shardkeep"]
     put_json(store, INDEX, index)
     found = read_eformer(store, search=True)
@@ -332,12 +337,43 @@ def test_a_tree_with_nothing_for_eformer_is_left_out_and_an_empty_one_is_not(sto
     save(store, {"k": jax.random.key(0)}, "m")
     assert documents(store) == (None, None)
     save(store, {"n": 3}, "o")
-    assert documents(store, "o")[0]["prefixes"] == {"o": []}
+    assert documents(store)[0]["prefixes"] == {"o": []}
 
 
 def test_a_tree_under_other_names_or_not_to_be_listed_is_left_out(store: LocalStore) -> None:
     save(store, {"w": DATA}, "a b")
     save(store, {"w": DATA}, "é:")  # the directory has another name than the prefix
-    save(store, {"w": DATA}, "m")
-    save(store, {"w": DATA}, "m")  # again: its data lie beside the clean name
-    assert set(documents(store, "m")[0]["prefixes"]) == {"a b"}
+    shardkeep.serialization.tree_serialize_leaves(store.url, {"w": DATA}, prefix="m", write_index=False)
+    assert set(documents(store)[0]["prefixes"]) == {"a b"}
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_tree_that_was_overwritten_is_listed_under_its_clean_names(times: int, store: LocalStore) -> None:
+    for _ in range(times):
+        save(store, {"w": DATA}, "m")
+    assert documents(store)[0]["prefixes"] == {"m": [{"path": "m/w", "shape": [2, 3], "dtype": "float32"}]}
+
+
+def test_metadata_that_is_not_json_becomes_text(store: LocalStore) -> None:
+    """A bare NaN is not JSON."""
+    save(store, {"w": DATA}, metadata={"loss": 1.5})
+    manifest = shardkeep.inspect(store.url)
+    tree = dataclasses.replace(manifest.tree(), metadata={"loss": float("nan"), "all": [float("-inf"), 2.0]})
+    document = index_documents(dataclasses.replace(manifest, trees={"": tree}))[METADATA]
+    assert json.loads(document) == {"loss": "nan", "all": ["-inf", 2.0]}
+
+
+def test_what_an_index_lists_is_known_whoever_wrote_it(store: LocalStore) -> None:
+    assert read_index(store) is None
+    put_array(store, "b")
+    put_array(store, "m/w")
+    put_json(store, INDEX, index_of("b", m=["m/w"]))
+    assert read_index(store) == Index(None, frozenset(("b", "m/w")))
+    save(store, {"w": DATA}, "n")
+    assert read_index(store) == Index(shardkeep.inspect(store.url).save_id, frozenset(("b", "m/w", "n/w")))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"arrays": 3}', '{"prefixes": []}', '{"arrays": [{}]}'])
+def test_an_index_that_is_none_may_list_anything(text: str, store: LocalStore) -> None:
+    Path(store.locate(INDEX)).write_text(text)
+    assert read_index(store) == Index(None, None)

@@ -78,12 +78,12 @@ def test_flax_files_of_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("mapped", ["auto", False])
-def test_every_dtype_of_the_format(code: str, mapped: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mmap", [True, False])
+def test_every_dtype_of_the_format(code: str, mmap: Any, tmp_path: Path) -> None:
     host = pattern(_dtype(CODES[code]), (3, 7))
     _write(tmp_path / "m.safetensors", {"odd": ("U8", [3], b"abc"), "w": (code, [3, 7], host.tobytes())})
     safetensors.deserialize((tmp_path / "m.safetensors").read_bytes())  # the package agrees that it is one
-    loaded = shardkeep.load(tmp_path / "m.safetensors", mapped=mapped)
+    loaded = shardkeep.load(tmp_path / "m.safetensors", mmap=mmap)
     assert_same(loaded["w"], jnp.asarray(host))
 
 
@@ -117,7 +117,7 @@ def test_four_bit_floats_are_unpacked_low_half_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", ["F6_E2M3", "F6_E3M2"])
 def test_six_bit_floats_are_refused_by_name(code: str, tmp_path: Path) -> None:
     _write(tmp_path / "m.safetensors", {"w": (code, [4], b"abc")})
-    with pytest.raises(shardkeep.IntegrityError, match=f"'w' has the packed type {code}"):
+    with pytest.raises(shardkeep.IntegrityError, match=f"'w' has the packed dtype {code}"):
         shardkeep.load(tmp_path / "m.safetensors")
 
 
@@ -197,7 +197,7 @@ def test_a_folder_with_one_file(tmp_path: Path) -> None:
 def test_of_several_files_one_must_be_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"the newest is .*b\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"the newest, .*b\.safetensors"):
         shardkeep.load(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_a_tensor_the_index_speaks_of_must_be_there(folder: tuple[Path, Any]) ->
 
 def test_a_tensor_in_two_shards_is_refused(folder: tuple[Path, Any]) -> None:
     safetensors.numpy.save_file({"model.layers.0.w": np.zeros(3)}, folder[0] / "model-00003-of-00003.safetensors")
-    with pytest.raises(shardkeep.IntegrityError, match=r"is in two files|does not hold it"):
+    with pytest.raises(shardkeep.IntegrityError, match=r"two files contain|is in two files|but it is not"):
         shardkeep.load(folder[0])
 
 

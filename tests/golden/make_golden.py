@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -201,16 +202,17 @@ def checkpoints(root: Path) -> dict[str, Any]:
     metadata = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
     shardkeep.save(root / "safetensors", small, metadata=metadata)
     shardkeep.save(root / "safetensors", {"nu": jnp.ones(3)}, prefix="optimizer.state")
-    shardkeep.save(root / "tensorstore", small, format="tensorstore", metadata=metadata)
-    shardkeep.save(root / "tensorstore", {"w": jnp.zeros(2)}, format="tensorstore", prefix="model")
-    shardkeep.save(root / "tensorstore", {"w": jnp.ones(2)}, format="tensorstore", prefix="model", overwrite=True)
-    shardkeep.save(root / "zstd", small, format="tensorstore", compression="zstd")
+    shardkeep.save(root / "tensorstore", small, format="zarr", metadata=metadata)
+    shardkeep.save(root / "tensorstore", {"w": jnp.zeros(2)}, format="zarr", prefix="model")
+    shardkeep.save(root / "tensorstore", {"w": jnp.ones(2)}, format="zarr", prefix="model", overwrite=True)
+    shardkeep.save(root / "zstd", small, format="zarr", compression="zstd")
     shardkeep.save(root / "single" / "model.safetensors", plain, metadata=metadata)
     shardkeep.save(root / "sharded" / "model.safetensors", plain, metadata=metadata, max_shard_size=600)
     shardkeep.save(root / "bare", jnp.arange(3))
     return (
         fenced(root)
         | from_a_bucket(root)
+        | per_process(root)
         | {
             "safetensors": small,
             "safetensors#optimizer.state": {"nu": jnp.ones(3)},
@@ -257,6 +259,38 @@ def from_a_bucket(root: Path) -> dict[str, Any]:
             (root / "bucket" / name).parent.mkdir(parents=True, exist_ok=True)
             (root / "bucket" / name).write_bytes(blob.data)
     return {f"bucket/{name}/model.safetensors": tree for name, tree in trees.items()}
+
+
+# Of each process another: other lengths, other containers.
+VALUE = """
+def value(process):
+    state = {"process": process, "seen": list(range(process)), "buffer": np.arange(40 * process, dtype=np.int16)}
+    rest = (b"\\x00\\xff", None, 0.5, np.float16(1.5), np.arange(3, dtype=">i4"))
+    return {**state, "rest": rest} if process else state
+"""
+
+
+def per_process(root: Path) -> dict[str, Any]:
+    """Values of one process, and those that two processes saved together, in either format."""
+    sys.path.insert(0, str(HERE.parent))
+    import shardkeep
+    from multiprocess.cluster import all_well, run_cluster
+
+    names: dict[str, Any] = {"np": np}
+    exec(VALUE, names)
+    value, where = names["value"], root / "per process"
+    kinds = {"safetensors": {}, "zarr": {"format": "zarr"}, "model.safetensors": {}}
+    script = f"""{VALUE}
+for name, more in {kinds!r}.items():
+    tree = {{"data": shardkeep.PerProcess(value(index)), "step": 7}}
+    shardkeep.save(Path({str(where)!r}) / "two" / name, tree, **more)
+"""
+    with tempfile.TemporaryDirectory() as room:
+        all_well(run_cluster(script, Path(room) / "room", size=2))
+    for name, more in kinds.items():
+        shardkeep.save(where / "one" / name, {"data": shardkeep.PerProcess(value(1)), "step": 7}, **more)
+    trees = {"one": {"data": [value(1)], "step": 7}, "two": {"data": [value(0), value(1)], "step": 7}}
+    return {f"per process/{count}/{name}": tree for count, tree in trees.items() for name in kinds}
 
 
 def main(arguments: list[str]) -> None:

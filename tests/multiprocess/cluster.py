@@ -26,7 +26,9 @@ TESTS = Path(__file__).parents[1]
 _END = "ENDED "
 
 PREAMBLE = """
-import ctypes, gc, json, os, signal, sys, threading, time, traceback
+from signals import usual_signals
+usual_signals()
+import ctypes, gc, inspect, json, os, signal, sys, threading, time, traceback
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -36,9 +38,11 @@ if os.environ.get("TEST_SERVICE") == "outside":  # then it is there already, in 
     import types
     from jax._src.lib import _jax
     _jax.get_distributed_runtime_service = lambda *_, **__: types.SimpleNamespace(shutdown=lambda: None)
+timeouts = {"heartbeat_timeout_seconds": int(os.environ.get("TEST_HEARTBEAT", "100")), "shutdown_timeout_seconds": 5}
+known = inspect.signature(jax.distributed.initialize).parameters  # JAX 0.8 has no timeout for the shutdown
 jax.distributed.initialize(
     f"127.0.0.1:{port}", size, index, coordinator_bind_address=f"127.0.0.1:{port}",
-    heartbeat_timeout_seconds=int(os.environ.get("TEST_HEARTBEAT", "100")), shutdown_timeout_seconds=5,
+    **{name: seconds for name, seconds in timeouts.items() if name in known},
 )
 import shardkeep
 from multiprocess.inside import *

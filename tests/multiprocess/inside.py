@@ -77,7 +77,7 @@ def holds(array: Any, values: Any) -> bool:
 def _bits(array: Any) -> bytes:
     """The bits that count: the spare ones of an int4 in its byte are set by NumPy and clear in JAX."""
     array = np.asarray(array)
-    return bits(array.astype(np.int8) if array.dtype.name in ("int4", "int2") else array)
+    return bits(array.astype(np.int8) if array.dtype.name in ("int4", "int2", "int1") else array)
 
 
 def differences(tree: Any, values: Any) -> list[str]:

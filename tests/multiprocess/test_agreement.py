@@ -9,10 +9,10 @@ from multiprocess.cluster import Kept
 
 # Each variant is what process 1 does differently: (its tree or arguments, words of the error on every process).
 VARIANTS: dict[str, tuple[str, list[str]]] = {
-    "shape": ("tree['layer']['w'] = spread(np.ones((16, 8), np.float32), P('a'))", ["layer.w", "[8, 8]", "[16, 8]"]),
-    "dtype": ("tree['layer']['w'] = spread(np.ones((8, 8), np.int32), P('a'))", ["layer.w", "float32", "int32"]),
-    "sharding": ("tree['layer']['w'] = spread(np.ones((8, 8), np.float32), P(None, 'a'))", ["layer.w", "layout"]),
-    "key": ("tree['layer'] = {'v': tree['layer']['w']}", ["layer.w", "(nothing)"]),
+    "shape": ("tree['layer']['w'] = spread(np.ones((16, 8), np.float32), P('a'))", ["layer/w", "[8, 8]", "[16, 8]"]),
+    "dtype": ("tree['layer']['w'] = spread(np.ones((8, 8), np.int32), P('a'))", ["layer/w", "float32", "int32"]),
+    "sharding": ("tree['layer']['w'] = spread(np.ones((8, 8), np.float32), P(None, 'a'))", ["layer/w", "layout"]),
+    "key": ("tree['layer'] = {'v': tree['layer']['w']}", ["layer/w", "(nothing)"]),
     "extra leaf": ("tree['more'] = np.ones(3)", ["more", "(nothing)"]),
     "missing leaf": ("del tree['host']", ["host", "(nothing)"]),
     "extra leaf first": ("tree = {'aaa': 1, **tree}", ["aaa", "(nothing)"]),
@@ -23,7 +23,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "order of devices": (
         "mesh = Mesh(np.array(jax.devices()[::-1]).reshape(-1, 1), ('a', 'b')); "
         "tree['layer']['w'] = put(np.ones((8, 8), np.float32), NamedSharding(mesh, P('a')))",
-        ["writers of layer.w"],
+        ["writers of layer/w"],
     ),
     "cut of local arrays": (
         "values = np.arange(1 << 19).reshape(2, 2, -1).transpose(1, 0, 2).reshape(2, -1); "
@@ -37,7 +37,8 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "prefix": ("more['prefix'] = 'b'", ["prefix", "''", "'b'"]),
     "metadata": ("more['metadata'] = {'epoch': 2}", ["metadata", '"epoch": 1', '"epoch": 2']),
     "overwrite": ("more['overwrite'] = True", ["overwrite", "False", "True"]),
-    "format": ("more['format'] = 'tensorstore'", ["format", "safetensors", "tensorstore"]),
+    "format": ("more['format'] = 'tensorstore'", ["format", "safetensors", "zarr"]),
+    "step": ("more['step'] = 8", ["step None", "step 8"]),
 }  # fmt: skip
 
 DIFFER = """

@@ -159,7 +159,7 @@ values = [values_of(n) for n in range(3)]
 trees = [arrays_of(v, mesh_over((2, 2))) for v in values]
 shardkeep.save(root / "x", trees[0])
 meet(root, "saved", index, size)
-signal.signal(signal.SIGINT, signal.default_int_handler)
+usual_signals()
 if index == 1:
     fault(root / "x", "interrupt", 2, "write", again=0)
 try:

@@ -75,7 +75,7 @@ class Scenario:
 CALLS = {
     "save": "lambda path, tree: shardkeep.save(path, tree, format=FORMAT, overwrite=True)",
     "save_async": "lambda path, tree: shardkeep.save_async(path, tree, format=FORMAT, overwrite=True).wait()",
-    "load": "lambda path, tree: shardkeep.load(path, mapped=False)",
+    "load": "lambda path, tree: shardkeep.load(path, mmap=False)",
 }
 
 SCENARIOS = {
@@ -124,7 +124,7 @@ def check(name: str, root: Path, outcomes: list[Outcome]) -> float:
             assert error["kind"] is None, f"{name}: {error}"
             continue
         assert error["kind"] == "ProcessError", f"{name}: {error}"
-        assert f"process {scenario.victim} has given no sign of life" in error["message"], f"{name}: {error}"
+        assert f"process {scenario.victim} has sent no heartbeat" in error["message"], f"{name}: {error}"
         if scenario.call != "load":
             assert "Nothing was committed; what was there before is intact" in error["message"], f"{name}: {error}"
         assert error["seconds"] < scenario.silence + 8, f"{name}: {error}"
@@ -193,7 +193,7 @@ os._exit(0)
         survivor = outcomes.result()[0]
         assert "error" in survivor.said, survivor.output[-3000:]
         assert survivor.said["error"]["kind"] == "ProcessError"
-        assert "another process ended" in survivor.said["error"]["message"]
+        assert "another process" in survivor.said["error"]["message"]
         assert survivor.said["error"]["seconds"] < 10
         loaded = shardkeep.load(tmp_path / call / "x.safetensors")
         assert differences(loaded, {"w": pattern("float32", (512, 512))}) == []

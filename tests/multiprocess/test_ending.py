@@ -24,7 +24,7 @@ if index == {slow}:
     fault(root / "x", "pause", 2, "write")
     threading.Timer(2, lambda: Path(str(root / "x") + ".pause.go").touch()).start()
 shardkeep.save_async(root / "x", tree)
-shardkeep.save_async(root / "y", tree, format="tensorstore")
+shardkeep.save_async(root / "y", tree, format="zarr")
 """,
         tmp_path,
         timeout=40,

@@ -125,7 +125,7 @@ shardkeep.save(root / "x", arrays_of(values, mesh))
 meet(root, "saved", index, size)
 if index == 1:
     fault(root / "x", "fail", 3, "read", errno.EIO)
-unreadable = caught(shardkeep.load, root / "x", mesh=mesh, mapped=False)
+unreadable = caught(shardkeep.load, root / "x", mesh=mesh, mmap=False)
 no_fault()
 again = differences(shardkeep.load(root / "x", mesh=mesh), values)
 meet(root, "read", index, size)

@@ -33,7 +33,7 @@ say(found=found, loaded=sorted(shardkeep.load(root / "all")), alone=files_below(
     )
     for error in said[0]["found"].values():
         assert error["kind"] == "ProcessError"
-        assert "process 1 never made this call within 2 s" in error["message"]
+        assert "process 1 did not make this call within 2 s" in error["message"]
         assert 2 <= error["seconds"] < 5
     for process in said:
         assert process["loaded"] == ["n", "w"]
@@ -59,7 +59,7 @@ say(alone=alone, first=first, loaded=[sorted(shardkeep.load(root / name)) for na
         tmp_path,
     )
     assert said[1]["alone"]["kind"] == "ProcessError"
-    assert "process 0 never made this call within 2 s" in said[1]["alone"]["message"]
+    assert "process 0 did not make this call within 2 s" in said[1]["alone"]["message"]
     assert said[0]["first"]["kind"] == "ProcessError"
     assert said[0]["first"]["seconds"] < 2
     assert said[1]["first"]["kind"] is None
@@ -87,7 +87,7 @@ os._exit(0)
         assert survivor.said, survivor.output[-3000:]
         error = survivor.said["error"]
         assert error["kind"] == "ProcessError"
-        assert "process 1 has ended" in error["message"]
+        assert "process 1 has exited" in error["message"]
         assert "Nothing was committed" in error["message"]
         assert error["seconds"] < 4
         assert survivor.said["files"] == {}

@@ -1,8 +1,11 @@
 """What processes save together, any number of processes loads, on any mesh, bit by bit."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorstore
 
 import shardkeep
 from faults.sweep import left_overs
@@ -27,7 +30,7 @@ count = len(jax.devices())
 for turn, shape in enumerate([(count, 1), (2, count // 2), (1, count)]):
     mesh = mesh_over(shape)
     wrong += differences(shardkeep.load(path, template=abstract_of(values, mesh, turn)), values)
-    wrong += differences(shardkeep.load(path, mesh=mesh, mapped=False), values)
+    wrong += differences(shardkeep.load(path, mesh=mesh, mmap=False), values)
 mesh = mesh_over((2, count // 2))
 wrong += differences(shardkeep.load(path), values)
 rules = [("kernel|wide", P("b", "a")), (".*", P())]
@@ -72,6 +75,26 @@ def test_two_processes_save_and_two_or_one_load(pair: Kept, tmp_path: Path, kind
     assert left_overs(path) == set()
 
 
+@pytest.mark.parametrize("kind", ["tensorstore", "zstd"])
+def test_what_two_processes_save_over_another_tree_has_its_clean_names(pair: Kept, tmp_path: Path, kind: str) -> None:
+    """The first process links what both have written, and lists it for eFormer."""
+    save = SAVE.replace("metadata", "overwrite=True, metadata")
+    for number in (3, 4, 5):
+        pair.run(save.format(number=number, kind=kind, shape=(2, 2), turn=1), tmp_path)
+        path = tmp_path / "saved"
+        tree = shardkeep.inspect(path).tree()
+        assert (number > 3) == tree.published
+        for clean, name in tree.clean_names.items():
+            assert (path / clean).samefile(path / name)
+        index = json.loads((path / "tensorstore_index.json").read_text())
+        assert index["shardkeep"] == tree.save_id
+        assert "params/odd/wide" in [entry["path"] for entry in index["arrays"]]
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(path / "params" / "odd" / "wide")}}
+        wide = tensorstore.open(spec, read=True, context=tensorstore.Context()).result().read().result()
+        assert np.asarray(wide).tobytes() == values_of(number)["params"]["odd"]["wide"].tobytes()
+        assert left_overs(path) == set()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_saves_and_two_load(pair: Kept, tmp_path: Path, kind: str) -> None:
     ending, arguments = FORMATS[kind]
@@ -88,7 +111,7 @@ def test_a_prefix_a_template_of_a_part_and_another_kind_of_tree(pair: Kept, tmp_
 values = values_of(2)
 mesh = mesh_over((2, 2))
 shardkeep.save(root / "x", arrays_of(values, mesh), prefix="model/main")
-shardkeep.save(root / "x", arrays_of(values_of(3), mesh, 2), prefix="ema", format="tensorstore")
+shardkeep.save(root / "x", arrays_of(values_of(3), mesh, 2), prefix="ema", format="zarr")
 wrong = []
 sharding = NamedSharding(mesh, P("b"))
 template = {"params": {"layers": {"0": {"kernel": jax.ShapeDtypeStruct((64, 48), jnp.float32, sharding=sharding)}}}}
@@ -113,7 +136,7 @@ values = {f"{n} {i}": np.zeros(shape, np.float32) for n, shape in enumerate(shap
 specs = [P(), P("a"), P(None, "a"), P(("a", "b"))]
 tree = {name: spread(v, specs[int(name[-1])], (2, 2)) for name, v in values.items()}
 wrong = []
-for kind in ({}, {"format": "tensorstore"}, {"format": "tensorstore", "compression": "zstd"}):
+for kind in ({}, {"format": "zarr"}, {"format": "zarr", "compression": "zstd"}):
     path = root / f"x{len(kind)}"
     shardkeep.save(path, tree, **kind)
     wrong += differences(shardkeep.load(path), values)

@@ -77,12 +77,12 @@ packed = AsyncCheckpointManager(use_tensorstore=False)
 template = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tree.items()}
 calls = {
     "save": lambda: shardkeep.save(root / "a", tree),
-    "save_async": lambda: shardkeep.save_async(root / "b", tree, format="tensorstore").wait(),
+    "save_async": lambda: shardkeep.save_async(root / "b", tree, format="zarr").wait(),
     "manager.save": lambda: manager.save(tree, root / "c", mesh),
     "manager.save_pytree": lambda: manager.save_pytree(tree, root / "d", mesh, prefix="model"),
     "manager.save_pytree packed": lambda: packed.save_pytree(tree, root / "e", mesh, prefix="model"),
     "tree_serialize_leaves": lambda: tree_serialize_leaves(root / "f", tree),
-    "load": lambda: shardkeep.load(root / "a", template=template, mapped=False),
+    "load": lambda: shardkeep.load(root / "a", template=template, mmap=False),
     "manager.load": lambda: manager.load(root / "c", mesh, partition_rules=[(".*", P("a"))]),
 }
 traffic = Traffic()
@@ -113,15 +113,15 @@ def test_a_process_reads_no_more_than_its_devices_need(pair: Kept, tmp_path: Pat
         + """
 shardkeep.save(root / "rows", {"w": spread(values, P("a")), "other": spread(values[:2048], P())})
 shardkeep.save(root / "columns", {"w": spread(values, P(None, "a"))})
-shardkeep.save(root / "chunks", {"w": spread(values, P("a"))}, format="tensorstore")
-shardkeep.save(root / "packed", {"w": spread(values, P("a"))}, format="tensorstore", compression="zstd")
+shardkeep.save(root / "chunks", {"w": spread(values, P("a"))}, format="zarr")
+shardkeep.save(root / "packed", {"w": spread(values, P("a"))}, format="zarr", compression="zstd")
 traffic = Traffic()
 found, wrong = {}, []
 
 def count(name, path, spec, shape=(4, 1), **more):
     target = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=NamedSharding(mesh_over(shape), spec))}
     traffic.reset()
-    loaded = shardkeep.load(root / path, template=target, mapped=False, **more)
+    loaded = shardkeep.load(root / path, template=target, mmap=False, **more)
     found[name] = traffic.since()["read"]
     if not holds(loaded["w"], values):
         wrong.append(name)
@@ -136,7 +136,7 @@ count("chunks as rows", "chunks", P("a"))
 count("compressed as rows", "packed", P("a"))
 traffic.reset()
 rules = [("other", P("a"))]
-part = shardkeep.load(root / "rows", include="other", mesh=mesh_over(), partition_rules=rules, mapped=False)
+part = shardkeep.load(root / "rows", include="other", mesh=mesh_over(), partition_rules=rules, mmap=False)
 found["another leaf"] = traffic.since()["read"]
 if not holds(part["other"], values[:2048]):
     wrong.append("another leaf")
@@ -166,7 +166,7 @@ def test_read_once_gives_everyone_every_kind_of_leaf(pair: Kept, tmp_path: Path)
     said = pair.run(
         """
 wrong = []
-for kind in ({}, {"format": "tensorstore"}):
+for kind in ({}, {"format": "zarr"}):
     values = values_of(5)
     shardkeep.save(root / str(len(kind)), arrays_of(values, mesh_over((2, 2))), **kind)
     for turn, shape in enumerate([(4, 1), (2, 2)]):

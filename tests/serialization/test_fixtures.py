@@ -108,7 +108,7 @@ def test_an_index_of_version_1_knows_no_prefixes_so_one_is_a_path(manager: Async
     wanted = {"w": arrays("index_v1_0")["enc.w"]}
     assert_arrays(manager.load(where("index_v1_0"), None, prefix="enc")[0], wanted)
     assert_arrays(tree_deserialize_leaves(where("index_v1_0"), MESH, prefix="enc"), wanted)
-    with pytest.raises(ValueError, match="no tree of prefix 'dec'"):
+    with pytest.raises(ValueError, match="no tree with prefix 'dec'"):
         manager.load(where("index_v1_0"), None, prefix="dec")
 
 
@@ -228,7 +228,7 @@ def test_the_directory_of_runs_tells_where_its_checkpoints_are(manager: AsyncChe
         for tree, _ in (manager.load_pytree(base / run, None, prefix="model"), manager.load(base / run, None)):
             assert isinstance(tree.pop("n"), int)
             assert_arrays(tree, {"w": wanted[f"{run}|model.w"]})
-    with pytest.raises(FileNotFoundError, match="the newest is .*run-25$"):
+    with pytest.raises(FileNotFoundError, match="the newest, .*run-25$"):
         manager.load(base, None)
 
 
@@ -295,8 +295,8 @@ def test_a_leaf_that_is_no_data_has_a_stand_in(
     loaded, _ = manager.load_pytree(path, None, prefix="state")
     assert "datetime:date" in " ".join(logged())
     assert_same({k: loaded[k] for k in "az"}, {"a": array, "z": array})
-    assert loaded["day"] == shardkeep.StandIn("datetime:date", {})
-    assert isinstance(loaded["set"], shardkeep.StandIn)
+    assert loaded["day"] == shardkeep.OpaqueNode("datetime:date", {})
+    assert isinstance(loaded["set"], shardkeep.OpaqueNode)
     assert_same(manager.load_pytree(path, None, prefix="state", template={"z": array})[0], {"z": array})
 
 
@@ -306,8 +306,8 @@ def test_a_class_with_other_aux_data_needs_a_template(
     path = copy_of("pytree_builtins") / "ckpt"
     tree = Unkeyed([jnp.asarray(arrays("pytree_builtins")["state.z"])], tag=int)
     _with_structure(path, tree)
-    assert isinstance(manager.load_pytree(path, None, prefix="state")[0], shardkeep.StandIn)
-    assert "pass template=" in " ".join(logged())
+    assert isinstance(manager.load_pytree(path, None, prefix="state")[0], shardkeep.OpaqueNode)
+    assert "Pass template=" in " ".join(logged())
     assert_same(manager.load_pytree(path, None, prefix="state", template=tree)[0], tree)
 
 
@@ -369,7 +369,7 @@ def test_one_record_for_several_prefixes_is_only_warned_about(
     assert_arrays(tree, of_prefix("ts_two_prefixes", "optimizer"))
     assert "leaf 'count' does not match" in " ".join(logged())
     manager.load(path, None, prefix="model", validate=True)
-    assert "no checksum is recorded for dense.kernel" in " ".join(logged())
+    assert "no checksum is recorded for dense/kernel" in " ".join(logged())
 
 
 @pytest.mark.parametrize("name", ["ts_plain", "ts_dtypes", "pytree_sharded_2x4"])
@@ -390,7 +390,7 @@ def test_without_an_index_arrays_are_found_by_looking(
         found = load(path, None)
         assert_arrays(found[0] if isinstance(found, tuple) else found, arrays("ts_plain"))
         (message,) = logged()
-        assert "has no index; 5 zarr arrays were found by looking" in message
+        assert "has no tensorstore_index.json; a search found 5 zarr arrays" in message
     path = copy_of("ts_two_prefixes") / "ckpt"
     (path / "tensorstore_index.json").unlink()
     assert_arrays(tree_deserialize_leaves(path, None, prefix="model"), of_prefix("ts_two_prefixes", "model"))
@@ -402,7 +402,7 @@ def test_without_an_index_arrays_are_found_by_looking(
     ("document", "match"),
     [
         ("{", "tensorstore_index.json is damaged"),
-        ("[]", "holds no JSON object"),
+        ("[]", "does not contain a JSON object"),
         ('{"format": "other"}', "has the format 'other'; only 'tensorstore'"),
         ('{"arrays": []}', "has the format None"),
         ('{"format": "tensorstore", "arrays": [{}]}', "malformed"),
@@ -539,7 +539,7 @@ def test_a_tampered_structure_runs_nothing(
         except shardkeep.IntegrityError:
             continue
         assert place == "leaf"
-        assert isinstance(tree.get("step"), shardkeep.StandIn | None)  # nested dicts hold data only
+        assert isinstance(tree.get("step"), shardkeep.OpaqueNode | None)  # nested dicts hold data only
     assert not marker.exists()
 
 
@@ -572,7 +572,7 @@ def test_a_structure_that_never_ends_is_refused_quickly(
         structure["treedef_b64"] = base64.b64encode(_treedef([leaf, *around])).decode()
     (path / "state_structure.json").write_text(json.dumps(structure))
     if place == "leaf":
-        assert isinstance(manager.load_pytree(path, None, prefix="state")[0]["step"], shardkeep.StandIn)
+        assert isinstance(manager.load_pytree(path, None, prefix="state")[0]["step"], shardkeep.OpaqueNode)
     else:
         with pytest.raises(shardkeep.IntegrityError, match="state_structure"):
             manager.load_pytree(path, None, prefix="state")

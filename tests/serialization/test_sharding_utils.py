@@ -204,7 +204,7 @@ def test_the_tree_of_a_prefix_has_its_shape(tmp_path: Path) -> None:
     assert list(create_sharding_tree_from_index(tmp_path, prefix="opt/state")) == ["mu"]
     with pytest.raises(ValueError, match=r"'model', 'opt\.state'"):
         create_sharding_tree_from_index(tmp_path)
-    with pytest.raises(ValueError, match="no tree of prefix 'x'; it has 'model'"):
+    with pytest.raises(ValueError, match="no tree with prefix 'x'; it has 'model'"):
         create_sharding_tree_from_index(tmp_path, prefix="x")
 
 

@@ -172,7 +172,7 @@ def test_a_flip_in_any_file_we_wrote_is_noticed_or_harmless(tmp_path: Path) -> N
                 loaded, metadata = manager.load(tmp_path, None)
             except (shardkeep.IntegrityError, shardkeep.NewerFormatError):
                 continue
-            assert file.name in ("tensorstore_index.json", "checkpoint_metadata.json", ".zarray")
+            assert file.name in ("tensorstore_index.json", "checkpoint_metadata.json", ".zarray", ".zgroup")
             assert_same(loaded, tree)
             assert metadata["custom_metadata"] == {"step": 1}
         file.write_bytes(good)
@@ -311,7 +311,10 @@ def test_arguments_do_something_on_tensorstore(tmp_path: Path) -> None:
     manager = AsyncCheckpointManager()
     manager.save({"a": jnp.ones((64, 64)), "b": jnp.ones(2)}, tmp_path / "c", MESH, prefix="p")
     assert manager.load(tmp_path / "c", None, dtype="bf16")[0]["a"].dtype == jnp.bfloat16
-    with pytest.warns(DeprecationWarning, match="use prefix"), pytest.raises(ValueError, match="no tree of prefix 'x'"):
+    with (
+        pytest.warns(DeprecationWarning, match="use prefix"),
+        pytest.raises(ValueError, match="no tree with prefix 'x'"),
+    ):
         manager.load(tmp_path / "c", None, prefix_filter="x")
     manager.enable = False
     manager.save({"a": jnp.zeros(1)}, tmp_path / "c", MESH, prefix="p")
@@ -374,7 +377,7 @@ def test_nothing_we_write_is_a_pickle(tmp_path: Path) -> None:
     manager = AsyncCheckpointManager()
     manager.save_pytree({"w": jnp.ones(2), "x": (1, None)}, tmp_path, MESH, prefix="p", extras={"a": 1})
     documents = {p.name for p in tmp_path.iterdir() if p.is_file()}
-    assert documents == {"manifest.json", "tensorstore_index.json", "checkpoint_metadata.json"}
+    assert documents == {"manifest.json", "tensorstore_index.json", "checkpoint_metadata.json", ".zgroup"}
     for name in documents:
         json.loads((tmp_path / name).read_text())
 

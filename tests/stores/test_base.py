@@ -124,9 +124,9 @@ class TestFiles:
 
     def test_a_directory_is_no_file(self, store: Store) -> None:
         put(store, "a/b", b"1")
-        with pytest.raises(ValueError, match="a is not a plain file"):
+        with pytest.raises(ValueError, match="a is not a regular file"):
             store.read("a")
-        with pytest.raises(ValueError, match="a is not a plain file"):
+        with pytest.raises(ValueError, match="a is not a regular file"):
             store.open("a")
 
     def test_a_directory_has_no_size(self, store: Store) -> None:
@@ -230,11 +230,11 @@ class TestLocation:
 
     @pytest.mark.parametrize("path", ["https://x/y", "FILE:///x", "x://"])
     def test_a_place_that_is_not_known_is_refused_by_name_with_those_that_are(self, path: str) -> None:
-        with pytest.raises(ValueError, match=f"'{path}': .*local paths.*file://"):
+        with pytest.raises(ValueError, match=f"'{path}': unknown URL scheme; use a local path, file://"):
             location(path)
 
     def test_a_file_url_of_another_machine_is_refused_with_what_to_write(self) -> None:
-        with pytest.raises(ValueError, match=r"names the host 'tmp'; a local path is written file:///path"):
+        with pytest.raises(ValueError, match=r"names the host 'tmp'; write file:///path for a local path"):
             location("file://tmp/run")
 
     @given(st.lists(st.binary(min_size=1, max_size=4), min_size=1, max_size=3))
@@ -248,7 +248,7 @@ class TestLocation:
 
     @pytest.mark.parametrize("url", ["file:///runs/a#1", "file:///runs/a?1"])
     def test_no_part_of_a_url_is_ignored(self, url: str) -> None:
-        with pytest.raises(ValueError, match=r"has a query or a fragment; in a path, \? is written %3F"):
+        with pytest.raises(ValueError, match=r"has a query or a fragment; write \? as %3F"):
             location(url)
 
     @pytest.mark.parametrize("url", ["file:///a%00b", "file://", "file://localhost"])

@@ -93,7 +93,7 @@ class TestLock:
             thread = threading.Thread(target=enter)
             thread.start()
             thread.join()
-        assert "holds the lock" in str(refused[0])
+        assert "timed out waiting for the lock" in str(refused[0])
         with LocalStore(store.url).lock(0.05):
             pass
 
@@ -310,6 +310,54 @@ class TestFiles:
         assert store.is_taken(["link"])
         assert store.is_taken(["free", "a/b/c/d"])
         assert not store.is_taken(["a/c", "d/e"])
+
+    def test_a_link_takes_the_place_of_a_file_and_writes_to_none(self, store: LocalStore) -> None:
+        for name in ("a", "b"):
+            store.write_new(name, 1, [memoryview(name.encode())])
+        store.link("a", "deep/er/c")
+        other = store.open("deep/er/c")
+        assert os.path.samefile(store.locate("a"), store.locate("deep/er/c"))
+        for _ in range(2):  # the second time it is the right file already
+            store.link("b", "deep/er/c")
+            assert os.path.samefile(store.locate("b"), store.locate("deep/er/c"))
+        found = np.zeros(1, np.uint8)
+        other.read_into(0, found)
+        other.close()
+        assert (store.read("a"), store.read("b"), found.tobytes()) == (b"a", b"b", b"a")
+        assert os.listdir(store.locate("deep/er")) == ["c"]
+
+    def test_a_link_takes_the_place_of_a_link_not_of_what_that_leads_to(
+        self, store: LocalStore, tmp_path: Path
+    ) -> None:
+        store.write_new("a", 1, [memoryview(b"a")])
+        (tmp_path / "outside").write_text("mine")
+        os.symlink(tmp_path / "outside", store.locate("b"))
+        store.link("a", "b")
+        assert os.path.samefile(store.locate("a"), store.locate("b"))
+        assert (tmp_path / "outside").read_text() == "mine"
+        os.symlink(tmp_path, store.locate("out"))
+        with pytest.raises(shardkeep.IntegrityError, match="out/c lies behind a symbolic link that leads out of"):
+            store.link("a", "out/c")
+
+    def test_a_link_to_nothing_is_an_error(self, store: LocalStore) -> None:
+        with pytest.raises(FileNotFoundError, match="absent"):
+            store.link("absent", "deep/b")
+
+    @pytest.mark.parametrize("size", [0, 5, 20 << 20])
+    def test_a_copy_where_there_are_no_links(
+        self, size: int, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+        monkeypatch.setattr(os, "link", refuse)
+        data = np.random.default_rng(0).bytes(size)
+        new = store.write_new("a", size, [memoryview(data)])
+        new.close() if new is not None else None
+        for _ in range(2):
+            store.link("a", "deep/b")
+            assert store.read("deep/b") == data
+        assert not os.path.samefile(store.locate("a"), store.locate("deep/b"))
 
     def test_directories_are_made_at_the_same_time_by_many(self, tmp_path: Path) -> None:
         errors: list[BaseException] = []
@@ -539,9 +587,9 @@ def test_a_control_directory_that_is_a_link_is_refused_and_nothing_behind_it_is_
         control.mkdir()
     (control / part).symlink_to(victim / "new" if part == "lock" else victim)
     before = sorted(victim.rglob("*"))
-    with pytest.raises(shardkeep.IntegrityError, match=r"is a symbolic link, which shardkeep never makes"):
+    with pytest.raises(shardkeep.IntegrityError, match=r"is a symbolic link, which shardkeep never creates"):
         shardkeep.save(path, {"w": np.zeros(3)}, overwrite=True)
-    with pytest.raises(shardkeep.IntegrityError, match=r"is a symbolic link, which shardkeep never makes"):
+    with pytest.raises(shardkeep.IntegrityError, match=r"is a symbolic link, which shardkeep never creates"):
         shardkeep.delete(path)
     assert sorted(victim.rglob("*")) == before
     assert shardkeep.load(path)["w"].sum() == 3
@@ -552,10 +600,10 @@ def test_nothing_is_written_behind_a_link_that_leads_out(tmp_path: Path) -> None
     victim.mkdir()
     path.mkdir()
     (path / "w").symlink_to(victim)
-    shardkeep.save(path, {"w": np.ones(3)}, format="tensorstore")
+    shardkeep.save(path, {"w": np.ones(3)}, format="zarr")
     assert shardkeep.load(path)["w"].sum() == 3
-    for arguments in ({}, {"format": "tensorstore"}):
-        with pytest.raises(shardkeep.IntegrityError, match=r"lies behind a symbolic link that leads out of"):
+    for arguments in ({}, {"format": "zarr"}):
+        with pytest.raises(shardkeep.IntegrityError, match=r"is below a symbolic link that leads out of"):
             shardkeep.save(path, {"w": np.ones(3)}, prefix="w.x", **arguments)
     assert list(victim.iterdir()) == []
 

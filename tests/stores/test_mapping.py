@@ -61,7 +61,7 @@ import os, resource
 from shardkeep.cli.main import main
 os.chdir(os.environ["HERE"])
 tree = {f"w{i}": jnp.full((520, 512), i, jnp.float32) for i in range(200)}
-shardkeep.save("run", tree, format="tensorstore")
+shardkeep.save("run", tree, format="zarr")
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 loaded = shardkeep.load("run")
 assert all((np.asarray(loaded[name]) == np.asarray(value)).all() for name, value in tree.items())
@@ -76,7 +76,7 @@ def test_more_mapped_files_than_a_process_may_have_open(tmp_path: Path) -> None:
 
 def test_files_beyond_what_should_be_mapped_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {f"w{i}": jnp.full((520, 512), i, jnp.float32) for i in range(20)}
-    shardkeep.save(tmp_path / "run", tree, format="tensorstore")
+    shardkeep.save(tmp_path / "run", tree, format="zarr")
     before = len(Pages.addresses)
     monkeypatch.setattr(Pages, "most", before + 5)
     loaded = jax.block_until_ready(shardkeep.load(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""The `shardkeep` command. `main.py` is the way in; the other modules are what it does, one family each.
+"""The `shardkeep` command: `main.py` is its entry point, and each command has a module of its own.
 
-Nothing here imports the library before it is known which command runs, so that help comes at once.
+`main.py` imports the module of a command only when that command runs, so that help comes at once.
 """

@@ -1,4 +1,4 @@
-"""Arithmetic on arrays of any dtype, in float64 (integers exactly), one run at a time, results merged."""
+"""Statistics and differences of arrays of any dtype, in float64 (integers exactly), run by run and merged."""
 
 import math
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from shardkeep.arrays import kind_of
 from shardkeep.cli.blocks import Array, runs_of
 
 _HUGE = 1e8
-_DENORMALS = 0.01  # the share of denormals from which they are worth a flag
+_DENORMALS = 0.01  # the share of denormal values above which an array is flagged
 
 
 def widened(run: Array) -> Array:
-    """Numbers as float64, complex ones as complex128, exact for every dtype but 64-bit integers; times as integers."""
+    """Values as float64, or complex128 if complex: exact for every dtype but 64-bit integers. Times become integers."""
     if run.dtype.kind in "mM":
         return run.view(np.int64).astype(np.float64)
     return run.astype(np.complex128 if kind_of(run.dtype) == "complex" else np.float64)
 
 
 def _integers(run: Array) -> Array:
-    """Integers that NumPy can compare and subtract: those of ml_dtypes and booleans become int64."""
+    """Integers that NumPy can compare and subtract: booleans and those of ml_dtypes become int64."""
     if run.dtype.kind in "mM":
         return run.view(np.int64)
     return run if run.dtype.kind in "iu" and run.dtype.isbuiltin == 1 else run.astype(np.int64)
@@ -35,15 +35,15 @@ def is_exact(dtype: np.dtype[Any]) -> bool:
 
 @dataclass
 class Numbers:
-    """What is known of the values seen so far. Least to deviation are of the finite ones (complex: magnitudes)."""
+    """Statistics of the values seen so far. All but the counts are of finite values (if complex, of magnitudes)."""
 
     count: int = 0
     nan: int = 0
     inf: int = 0
     zero: int = 0
     denormal: int = 0
-    least: float | int | None = None
-    greatest: float | int | None = None
+    minimum: float | int | None = None
+    maximum: float | int | None = None
     finite: int = 0
     mean: float = 0.0
     squares: float = 0.0  # the sum of squared distances from the mean
@@ -53,16 +53,16 @@ class Numbers:
         return math.sqrt(self.squares / self.finite) if self.finite else None
 
     def merge(self, other: "Numbers") -> None:
-        """Take in what is known of other values (Chan's formula, stable for any sizes)."""
+        """Merge in the statistics of other values (Chan's formula, which is numerically stable)."""
         for name in ("count", "nan", "inf", "zero", "denormal"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if not other.finite:
             return
-        assert other.least is not None
-        assert other.greatest is not None
-        if self.least is None or self.greatest is None:
-            self.least, self.greatest = other.least, other.greatest
-        self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
+        assert other.minimum is not None
+        assert other.maximum is not None
+        if self.minimum is None or self.maximum is None:
+            self.minimum, self.maximum = other.minimum, other.maximum
+        self.minimum, self.maximum = min(self.minimum, other.minimum), max(self.maximum, other.maximum)
         total = self.finite + other.finite
         apart = other.mean - self.mean
         self.mean += apart * other.finite / total
@@ -70,7 +70,7 @@ class Numbers:
         self.finite = total
 
     def flags(self, dtype: np.dtype[Any]) -> list[str]:
-        """What looks wrong, by name: all_nan or nan, inf, all_zero or constant, huge, denormal."""
+        """The flags of an array that looks wrong: all_nan or nan, inf, all_zero or constant, huge, denormal."""
         found: list[str] = []
         if self.nan:
             found.append("all_nan" if self.nan == self.count else "nan")
@@ -78,13 +78,13 @@ class Numbers:
             found.append("inf")
         if self.count > 1 and self.zero == self.count:
             found.append("all_zero")
-        elif self.count > 1 and self.finite == self.count and self.least == self.greatest:
+        elif self.count > 1 and self.finite == self.count and self.minimum == self.maximum:
             found.append("constant")
-        # Narrow types are quantised on purpose: they use their whole range.
+        # Not for 8-bit floats and narrower: quantization uses their full range on purpose.
         if kind_of(dtype) in ("float", "complex") and dtype.itemsize > 1 and self.finite:
-            assert self.least is not None
-            assert self.greatest is not None
-            if max(abs(self.least), abs(self.greatest)) >= min(_HUGE, float(_limits(dtype).max) / 2):
+            assert self.minimum is not None
+            assert self.maximum is not None
+            if max(abs(self.minimum), abs(self.maximum)) >= min(_HUGE, float(_limits(dtype).max) / 2):
                 found.append("huge")
             if self.denormal > _DENORMALS * self.count:
                 found.append("denormal")
@@ -92,7 +92,7 @@ class Numbers:
 
 
 def numbers_of(array: Array) -> Numbers:
-    """The Numbers of an array."""
+    """The statistics of an array."""
     found = Numbers()
     for run in runs_of(array):
         found.merge(_numbers_of_run(run))
@@ -117,16 +117,16 @@ def _numbers_of_run(run: Array) -> Numbers:
         if not found.finite:
             return found
         found.zero = found.finite - int(np.count_nonzero(values))
-        found.least, found.greatest = float(values.min()), float(values.max())
+        found.minimum, found.maximum = float(values.min()), float(values.max())
         if is_exact(run.dtype):
             exact = _integers(run)[finite]
-            found.least, found.greatest = int(exact.min()), int(exact.max())
+            found.minimum, found.maximum = int(exact.min()), int(exact.max())
         elif run.dtype.name != "float8_e8m0fnu":  # has no zero and no denormals
             tiny = float(_limits(run.dtype).smallest_normal)
             found.denormal = int(np.count_nonzero(np.abs(values) < tiny)) - found.zero
         found.mean = float(values.mean())
         apart = values - found.mean
-        found.squares = float(np.square(apart, out=apart).sum())  # not np.dot, which starts threads of its own
+        found.squares = float(np.square(apart, out=apart).sum())  # not np.dot, which starts threads
     return found
 
 
@@ -136,11 +136,11 @@ def _limits(dtype: np.dtype[Any]) -> Any:
 
 @dataclass
 class Difference:
-    """How two arrays of one shape differ. Two NaNs count as the same, so do 0.0 and -0.0."""
+    """How two arrays of the same shape differ. Two NaNs are equal here, and so are 0.0 and -0.0."""
 
     count: int = 0
     changed: int = 0
-    greatest: float | int = 0  # the largest absolute difference of two numbers
+    maximum: float | int = 0  # of the absolute differences
     nan_a: int = 0
     nan_b: int = 0
     same_bits: bool = True
@@ -148,14 +148,14 @@ class Difference:
     def merge(self, other: "Difference") -> None:
         self.count += other.count
         self.changed += other.changed
-        self.greatest = max(self.greatest, other.greatest)
+        self.maximum = max(self.maximum, other.maximum)
         self.nan_a += other.nan_a
         self.nan_b += other.nan_b
         self.same_bits = self.same_bits and other.same_bits
 
 
 def difference_of(a: Array, b: Array) -> Difference:
-    """The Difference of two arrays of one shape, whose dtypes may differ."""
+    """The Difference of two arrays of the same shape, whose dtypes may differ."""
     found = Difference()
     for one, other in zip(runs_of(a), runs_of(b), strict=True):
         found.merge(_difference_of_run(one, other))
@@ -169,7 +169,7 @@ def _difference_of_run(a: Array, b: Array) -> Difference:
         changed = first != second
         found.changed = int(np.count_nonzero(changed))
         if found.changed:
-            found.greatest = _integer_distance(first[changed], second[changed])
+            found.maximum = _integer_distance(first[changed], second[changed])
         found.same_bits = found.changed == 0
         return found
     found.same_bits = a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
@@ -184,14 +184,14 @@ def _difference_of_run(a: Array, b: Array) -> Difference:
         found.changed = int(np.count_nonzero(changed))
         both = changed & ~nan_a & ~nan_b
         if both.any():
-            found.greatest = float(np.abs(wide_a[both] - wide_b[both]).max())
+            found.maximum = float(np.abs(wide_a[both] - wide_b[both]).max())
     return found
 
 
 def _integer_distance(a: Array, b: Array) -> int:
-    """The largest distance, exactly: it may need one bit more than the integers themselves."""
+    """The exact maximum distance, which may need one bit more than the integers themselves."""
     high, low = np.maximum(a, b), np.minimum(a, b)
     if a.dtype.kind == "u":
         return int((high - low).max())
-    # Two's complement: the difference modulo 2^64 is the distance, as it is never negative.
+    # In two's complement the difference modulo 2^64 is the distance, because the distance is never negative.
     return int((high.astype(np.int64).view(np.uint64) - low.astype(np.int64).view(np.uint64)).max())

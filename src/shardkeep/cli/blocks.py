@@ -1,8 +1,8 @@
-"""Leaves of any checkpoint in host memory, block by block: bounded memory, digests checked, no device touched."""
+"""Arrays of any checkpoint, read block by block into host memory: bounded, verified, and without a device."""
 
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +20,18 @@ from shardkeep.progress import Progress
 from shardkeep.reading import Source, Target, read_targets
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
+from shardkeep.tree import name_leaf
 from shardkeep.workers import Crew
 
 Array = np.ndarray[Any, Any]
 
-BLOCK = 16 << 20  # bytes read at once by each thread
+BLOCK = 16 << 20  # bytes that each thread reads at once
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint being read."""
+    """A checkpoint that is being read."""
 
     path: str
     store: Store
@@ -43,13 +45,17 @@ class Opened:
 
 
 def open_at(path: str) -> Opened:
-    """The checkpoint at `path`, whoever wrote it."""
+    """The checkpoint at `path`, whichever program wrote it."""
     return Opened(path, *open_checkpoint(path))
 
 
 @contextmanager
 def steady(*checkpoints: Opened) -> Generator[None]:
-    """What is read inside is one state of each checkpoint; if a writer replaced one meanwhile, that is said."""
+    """Read a single version of each checkpoint inside this context.
+
+    Raises:
+        ConflictError: A writer replaced one of them in the meantime.
+    """
     try:
         yield
     except (IntegrityError, FileNotFoundError) as error:
@@ -58,24 +64,34 @@ def steady(*checkpoints: Opened) -> Generator[None]:
                 raise ConflictError(_replaced(checkpoint)) from error
         raise
     for checkpoint in checkpoints:
-        # In a directory a name is never written twice, so what was read was one state. Exchange files keep theirs.
-        if os.path.basename(checkpoint.store.control) != CONTROL and checkpoint.was_replaced():
+        # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
+        foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
+        if (foreign or os.path.basename(checkpoint.store.control) != CONTROL) and checkpoint.was_replaced():
             raise ConflictError(_replaced(checkpoint))
 
 
 def _replaced(checkpoint: Opened) -> str:
-    return f"{checkpoint.path} was replaced while it was being read; run this again"
+    return f"{checkpoint.path} was replaced while it was being read; run the command again"
 
 
-def compile_match(match: str | None) -> re.Pattern[str] | None:
+def compile_include(include: str | None) -> re.Pattern[str] | None:
+    """The pattern that `--include` gives; None without the option."""
     try:
-        return None if match is None else re.compile(match)
+        return None if include is None else re.compile(include)
     except re.error as error:
-        raise UsageError(f"--match {match!r} is not a regular expression: {error}") from None
+        raise UsageError(f"--include {include!r} is not a valid regular expression: {error}") from None
+
+
+def no_match(include: str, trees: Iterable[Tree], where: str) -> UsageError:
+    """The error for an `--include` that matches no leaf."""
+    keys = list(dict.fromkeys(name_leaf(leaf.path) for tree in trees for leaf in tree.leaves))
+    more = ", …" if len(keys) > _EXAMPLES else ""
+    found = f"the keys are {', '.join(keys[:_EXAMPLES])}{more}" if keys else "there are no leaves"
+    return UsageError(f"--include {include!r} matches no leaf in {where}; {found}")
 
 
 def choose_trees(manifest: Manifest, prefix: str | None) -> dict[str, Tree]:
-    """The trees asked for, by prefix: all of them, or one."""
+    """The trees of a checkpoint by prefix: all of them, or the one with the given prefix."""
     if prefix is None:
         return dict(manifest.trees)
     tree = manifest.tree(prefix)
@@ -83,15 +99,15 @@ def choose_trees(manifest: Manifest, prefix: str | None) -> dict[str, Tree]:
     return {names[0] if names else prefix: tree}
 
 
-def matches(leaf: StoredLeaf, match: re.Pattern[str] | None) -> bool:
-    """Whether a leaf is wanted: like `include` of `load`, on names joined with a slash."""
-    return match is None or match.search("/".join(leaf.path)) is not None
+def matches(leaf: StoredLeaf, include: re.Pattern[str] | None) -> bool:
+    """Whether `include` matches a leaf's key, as in `shardkeep.load`: `re.search` on the names joined with `/`."""
+    return include is None or include.search("/".join(leaf.path)) is not None
 
 
 def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Region]:
-    """Regions of at most `limit` bytes that fill an array, chosen so that each stored part is read once.
+    """Regions of at most `limit` bytes that cover an array, chosen so that every stored piece is read once.
 
-    A compressed part is decoded whole, so it is one region whatever its size.
+    A compressed piece can only be decompressed as a whole, so it is one region, whatever its size.
     """
     assert leaf.spec is not None
     itemsize = leaf.spec.dtype.itemsize
@@ -105,7 +121,7 @@ def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Reg
 
 
 def _zarr_bands(opened: Opened, leaf: StoredLeaf, limit: int) -> list[Region]:
-    """Whole rows of chunks as long as they stay within the limit, else single chunks."""
+    """Rows of chunks as long as they stay within the limit, else single chunks."""
     assert leaf.spec is not None
     chunks = describe(opened.store, leaf.extra["directory"]).chunks
     shape = leaf.spec.shape
@@ -123,7 +139,7 @@ def _zarr_bands(opened: Opened, leaf: StoredLeaf, limit: int) -> list[Region]:
 
 
 def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
-    """Parts of at most `limit` bytes, each contiguous in the region's own C order (one element is the least).
+    """Parts of at most `limit` bytes, but at least one element, each contiguous in the C order of the region.
 
     >>> [part.start for part in split_region(Region((0, 0), (4, 4)), itemsize=1, limit=8)]
     [(0, 0), (2, 0)]
@@ -143,13 +159,13 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
 
 
 def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
-    """A part of an array as NumPy, checked. Not to be written to: it may be the mapped file."""
+    """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
     target = Target(leaf, [region], own=False, arrays=[None])
     if leaf.kind == "zarr":
         read_zarr(opened.store, target)
         progress(region.size * _itemsize(leaf))
     else:
-        # One thread: whoever calls this runs several of them at once.
+        # One thread, because the caller runs several of these at once.
         read_targets(source, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
     array = target.arrays[0]
     assert array is not None
@@ -162,15 +178,17 @@ def _itemsize(leaf: StoredLeaf) -> int:
 
 
 def logical(leaf: StoredLeaf) -> tuple[str, tuple[int, ...]]:
-    """dtype and shape as the user knows them: of PRNG keys, not of their data."""
+    """dtype and shape as the user knows them: of PRNG keys and values of processes, not of their data."""
     assert leaf.spec is not None
     if leaf.kind == "prng":
         return f"key<{leaf.extra.get('impl')}>", leaf.spec.shape[:-1]
+    if leaf.processes is not None:
+        return "PerProcess", (leaf.processes,)
     return leaf.spec.dtype.name, leaf.spec.shape
 
 
 def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:
-    """An array as flat runs, so short that what is computed from one stays in the cache and costs no fresh memory."""
+    """An array as flat runs, short enough that the results of computing with one stay in the CPU's cache."""
     flat = array.reshape(-1)
     for start in range(0, flat.size, count):
         yield flat[start : start + count]

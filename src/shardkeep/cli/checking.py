@@ -1,61 +1,123 @@
-"""`shardkeep verify`: every stored byte against its digest."""
+"""`shardkeep verify`: check every stored byte of one checkpoint, or of several, against its digest."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.cli.output import Output, counted, human, message_of, plain, shows_progress
-from shardkeep.cli.parser import ERROR
+from shardkeep.cli.parser import ERROR, FINDINGS
+from shardkeep.cli.survey import Found, State, look, survey
 from shardkeep.errors import ShardkeepError
+from shardkeep.opening import find
 from shardkeep.reports import Problem, VerifyReport
+from shardkeep.stores.places import URLS
 from shardkeep.verifying import verify as verify_checkpoint
+
+_LABELS: dict[State | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING"}
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The result for one checkpoint: a report, an error, or neither if a save is writing it right now."""
+
+    path: str
+    report: VerifyReport | None = None
+    error: Exception | None = None
+    label: str = "DAMAGED"  # if there are problems
+    alone: bool = False  # the checkpoint is the path that was given, not one found below it
+
+    @property
+    def code(self) -> int:
+        if self.report is None:
+            return 0 if self.error is None else ERROR
+        return 0 if self.report.ok else FINDINGS
 
 
 def verify(paths: Sequence[str], output: Output, prefix: str | None) -> int:
-    """Check checkpoints; 1 if anything is wrong with one of them, and 2 if one of several could not be checked."""
-    if len(paths) == 1:
-        report = verify_checkpoint(paths[0], prefix=prefix, progress=shows_progress())
-        if output.as_json:
-            output.document(_document(report))
-        else:
-            _show(report, output)
-        return 0 if report.ok else 1
-    codes = [0]
-    documents: list[dict[str, Any]] = []
+    """Check the checkpoints at and below some paths.
+
+    Returns:
+        0 if all is well, 1 if something is damaged, 2 if a checkpoint could not be opened.
+    """
+    verdicts: list[_Verdict] = []
     for path in paths:
-        try:
-            report = verify_checkpoint(path, prefix=prefix, progress=shows_progress())
-            documents.append(_document(report))
-            codes.append(0 if report.ok else 1)
+        for verdict in _verdicts(path, prefix):
+            if len(paths) == 1 and verdict.alone and verdict.error is not None:
+                raise verdict.error
+            verdicts.append(verdict)
             if not output.as_json:
-                _show(report, output)
-        except (ShardkeepError, OSError) as error:  # one that cannot be opened must not hide the others
-            said = {"type": type(error).__name__, "message": message_of(error)}
-            documents.append({"path": path, "ok": False, "error": said})
-            codes.append(ERROR)
-            if not output.as_json:
-                output.line(f"{output.paint('ERROR', 'red')}  {said['message']}")
+                _show(verdict, output)
+    one = len(verdicts) == 1 and verdicts[0].alone
     if output.as_json:
-        output.document(documents)
-    else:
-        output.line(f"{sum(document['ok'] for document in documents)} of {len(paths)} are ok")
-    return max(codes)
+        documents = [_document(verdict) for verdict in verdicts]
+        output.document(documents[0] if one else documents)
+    elif not one:
+        checked = [verdict for verdict in verdicts if verdict.report is not None or verdict.error is not None]
+        fine = sum(verdict.code == 0 for verdict in checked)
+        output.line(f"{fine} of {counted(len(checked), 'checkpoint')} ok")
+    return max(verdict.code for verdict in verdicts)
 
 
-def _show(report: VerifyReport, output: Output) -> None:
+def _verdicts(path: str, prefix: str | None) -> Iterator[_Verdict]:
+    """Every checkpoint that `ls` lists at and below a path, each once, even if several links lead to it."""
+    try:
+        listed = survey(path)
+    except (ShardkeepError, OSError):
+        listed = []  # what is wrong with the path is found below
+    if not listed or (len(listed) == 1 and _is_at(listed[0], path)):
+        yield _check(path, prefix, alone=True)
+        return
+    seen: set[str] = set()
+    for found in listed:
+        place = found.path if found.path.startswith(URLS) else os.path.realpath(found.path)
+        if place in seen:
+            continue
+        seen.add(place)
+        # A save that is running has committed nothing yet: there is nothing to check, and nothing is wrong.
+        yield _Verdict(found.path) if found.state == "saving" else _check(found.path, prefix)
+
+
+def _is_at(found: Found, path: str) -> bool:
+    """Whether a checkpoint is the one at a path, not one below it."""
+    try:
+        return found.target is not None and find(path).where == found.target.where
+    except (ShardkeepError, OSError):
+        return False
+
+
+def _check(path: str, prefix: str | None, alone: bool = False) -> _Verdict:
+    try:
+        report = verify_checkpoint(path, prefix=prefix, progress=shows_progress())
+    except (ShardkeepError, OSError) as error:  # one that cannot be opened must not keep the others from being checked
+        return _Verdict(path, error=error, alone=alone)
+    state = None if report.ok or report.files else look(path, path).state  # no file could be checked: why not?
+    return _Verdict(path, report, label=_LABELS.get(state, "DAMAGED"), alone=alone)
+
+
+def _show(verdict: _Verdict, output: Output) -> None:
+    report = verdict.report
+    if report is None:
+        if verdict.error is None:
+            output.line(f"{output.paint('saving', 'cyan')}  {plain(verdict.path)}: not checked, a save is running")
+        else:
+            output.line(f"{output.paint('ERROR', 'red')}  {message_of(verdict.error)}")
+        return
     rate = human(int(report.nbytes / report.seconds)) if report.seconds else human(0)
     took = f"{human(report.nbytes)} in {counted(report.files, 'file')}, {report.seconds:.2f} s, {rate}/s"
-    note = f"; no digests for {counted(report.unchecked, 'leaf', 'leaves')} of another program"
+    verb = "has" if report.unchecked == 1 else "have"
+    note = f"; {counted(report.unchecked, 'leaf', 'leaves')} written by another program {verb} no digests"
     if report.ok:
         output.line(f"{output.paint('ok', 'green')}  {plain(report.path)}: {took}{note if report.unchecked else ''}")
         return
     found = counted(len(report.problems), "problem") + (f" ({took})" if report.files else "")
-    output.line(f"{output.paint('DAMAGED', 'red')}  {plain(report.path)}: {found}")
+    output.line(f"{output.paint(verdict.label, 'red')}  {plain(report.path)}: {found}")
     for problem in report.problems:
         output.line(f"  {plain(_described(problem))}")
 
 
 def _described(problem: Problem) -> str:
-    """What is wrong, with the leaf and the file named once each."""
+    """What is wrong; the leaf and the file are each named once."""
     start = f"leaf {problem.leaf!r}: " if problem.leaf is not None else ""
     reason = problem.message
     while start and reason.startswith(start):
@@ -63,7 +125,13 @@ def _described(problem: Problem) -> str:
     return f"{start}{reason}" + ("" if problem.file in reason else f" ({problem.file})")
 
 
-def _document(report: VerifyReport) -> dict[str, Any]:
+def _document(verdict: _Verdict) -> dict[str, Any]:
+    report = verdict.report
+    if report is None:
+        if verdict.error is None:
+            return {"path": verdict.path, "ok": None, "saving": True}
+        said = {"type": type(verdict.error).__name__, "message": message_of(verdict.error)}
+        return {"path": verdict.path, "ok": False, "error": said}
     return {
         "path": report.path,
         "ok": report.ok,

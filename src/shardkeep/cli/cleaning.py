@@ -1,4 +1,4 @@
-"""`shardkeep clean`: what dead saves left behind, told first and then removed, as the next save would do it."""
+"""`shardkeep clean`: show files that dead saves left behind, then remove them as the next save would."""
 
 import sys
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardkeep.cli.output import Output, UsageError, ask, counted, human, plain
+from shardkeep.cli.parser import FINDINGS
 from shardkeep.cli.survey import Found, survey
 from shardkeep.commit import Target, clean_up, leave, left_overs
 from shardkeep.directory import Directory
@@ -18,12 +19,12 @@ _SHOWN = 20
 
 @dataclass
 class _LeftOver:
-    """What lies at one place that nothing needs."""
+    """The files that dead saves left at one path."""
 
     name: str
     target: Target
-    files: dict[str, int] = field(default_factory=dict[str, int])  # names and sizes
-    saves: int = 0  # dead saves
+    files: dict[str, int] = field(default_factory=dict[str, int])  # sizes by name
+    saves: int = 0  # dead ones
     running: int = 0
     problem: str | None = None
     removed: bool = False
@@ -34,13 +35,13 @@ class _LeftOver:
 
 
 def clean(path: str, output: Output, yes: bool, dry_run: bool) -> int:
-    """Tell what is left over at and below a path, and remove it; 1 if something remains."""
+    """Show what dead saves left at and below a path, and remove it; 1 if something remains."""
     looked = [_look(found) for found in survey(path) if found.target is not None]
     found = [one for one in looked if one.saves or one.files or one.problem]
     removable = [one for one in found if one.problem is None]
     if not output.as_json:
         _show(found, path, output)
-    if removable and not dry_run and (yes or _may(removable)):
+    if removable and not dry_run and (yes or _confirm(removable)):
         for one in removable:
             _remove(one)
     remains = any(not one.removed for one in found)
@@ -50,25 +51,25 @@ def clean(path: str, output: Output, yes: bool, dry_run: bool) -> int:
         gone = [one for one in found if one.removed]
         files = sum(len(one.files) for one in gone)
         output.line(f"removed {counted(files, 'file')}, {human(sum(one.size for one in gone))}")
-    return 1 if remains else 0
+    return FINDINGS if remains else 0
 
 
-def _may(found: Sequence[_LeftOver]) -> bool:
+def _confirm(found: Sequence[_LeftOver]) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("nobody is there to be asked: pass --yes to remove this, or --dry-run to only look")
+        raise UsageError("stdin is not a terminal, so clean cannot ask: pass --yes to remove these files, or --dry-run")
     files = sum(len(one.files) for one in found)
     return ask(f"Remove {counted(files, 'file')} ({human(sum(one.size for one in found))})?")
 
 
 def _look(found: Found) -> _LeftOver:
-    """What the next save would remove there. Nothing is changed."""
+    """What the next save would remove there. Changes nothing."""
     assert found.target is not None
     target, store = found.target, found.target.store
     left = _LeftOver(found.name, target)
     if not store.children(store.control):
         return left
     try:
-        # The lock keeps saves from beginning or ending while we look at who is alive.
+        # The lock keeps saves from starting or ending while we check which of them are alive.
         with store.lock(_LOCK_SECONDS), Scope(f"looking at {found.name}") as scope:
             over = left_overs(target, target.read_if_any(), scope)
             left.saves, left.running = len(over.records), over.running
@@ -80,7 +81,7 @@ def _look(found: Found) -> _LeftOver:
 
 
 def _remove(left: _LeftOver) -> None:
-    """The same clean-up that a save begins with: it looks again, under the lock, before it removes anything."""
+    """The clean-up that every save starts with: it checks again, under the lock, before it removes anything."""
     target = left.target
     try:
         with target.store.lock(_LOCK_SECONDS):
@@ -95,13 +96,13 @@ def _remove(left: _LeftOver) -> None:
 
 def _show(found: Sequence[_LeftOver], path: str, output: Output) -> None:
     if not found:
-        output.line(f"nothing is left over at or below {plain(path)}")
+        output.line(f"nothing to clean up in {plain(path)} or below")
         return
     for one in found:
         if one.problem:
-            output.line(output.paint(f"{plain(one.name)}: left alone: {plain(one.problem)}", "red"))
+            output.line(output.paint(f"{plain(one.name)}: not cleaned up: {plain(one.problem)}", "red"))
             continue
-        running = f" ({counted(one.running, 'save')} running, left alone)" if one.running else ""
+        running = f" ({counted(one.running, 'running save')} not touched)" if one.running else ""
         output.line(
             f"{output.paint(plain(one.name), 'bold')}: {counted(one.saves, 'dead save')}, "
             f"{counted(len(one.files), 'file')}, {human(one.size)}{running}"

@@ -1,4 +1,4 @@
-"""`shardkeep diff`: two checkpoints compared, leaf by leaf, in bounded memory."""
+"""`shardkeep diff`: compare two checkpoints leaf by leaf, in bounded memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,28 +10,42 @@ from shardkeep.cli.arithmetic import Difference, difference_of
 from shardkeep.cli.blocks import (
     Opened,
     choose_trees,
-    compile_match,
+    compile_include,
     logical,
     matches,
+    no_match,
     open_at,
     read_region,
     regions_of,
     steady,
 )
-from shardkeep.cli.output import Cell, Output, UsageError, bar, counted, json_number, json_value, layout, plain, short
+from shardkeep.cli.output import (
+    Cell,
+    Output,
+    bar,
+    counted,
+    json_number,
+    json_value,
+    layout,
+    name_prefix,
+    plain,
+    short,
+)
+from shardkeep.cli.parser import FINDINGS
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.progress import Progress
+from shardkeep.tree import name_leaf
 from shardkeep.values import encode
 from shardkeep.workers import Task, run_tasks
 
-# How a leaf was compared: by digests alone, by reading both, as plain values, or not at all.
+# How a leaf was compared: by digests, by reading both arrays, as plain values, or not at all.
 How = Literal["digests", "read", "value", "not_compared"]
-_SHOWN = 50  # equal leaves are counted, different ones listed; beyond this many only with --json
+_SHOWN = 50  # the most leaves that are listed; --json lists all
 
 
 @dataclass
 class _Pair:
-    """A leaf that both have, and what was found."""
+    """A leaf that both checkpoints have, and how it differs."""
 
     prefix: str
     a: StoredLeaf
@@ -42,13 +56,13 @@ class _Pair:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def key(self) -> str:
-        return self.a.key
+    def name(self) -> str:
+        return plain(name_leaf(self.a.path))
 
 
 @dataclass
 class _Comparison:
-    """Two trees side by side."""
+    """Two trees, leaf by leaf."""
 
     prefix_a: str
     prefix_b: str
@@ -67,17 +81,26 @@ def diff(
     path_b: str,
     output: Output,
     prefixes: tuple[str | None, str | None],
-    match: str | None,
+    include: str | None,
     values: bool | None,
 ) -> int:
-    """Compare two checkpoints: 0 if equal, 1 if not. `values`: read all arrays, none, or (None) where need be."""
+    """Compare two checkpoints: 0 if they are equal, 1 if not.
+
+    Args:
+        path_a: The first checkpoint.
+        path_b: The second checkpoint.
+        output: Where to print the result.
+        prefixes: The prefix to compare in each; None for all trees.
+        include: Compare only leaves whose key this regular expression matches.
+        values: Whether to read all arrays or none; None reads those whose digests do not show that they are equal.
+    """
     a, b = open_at(path_a), open_at(path_b)
-    wanted = _matching(match)
+    wanted = _matching(include)
     trees_a, trees_b = choose_trees(a.manifest, prefixes[0]), choose_trees(b.manifest, prefixes[1])
     names = _pair_prefixes(trees_a, trees_b)
     paired = [_side_by_side(x, trees_a[x], y, trees_b[y], wanted) for x, y in names]
-    if match is not None and not any(c.pairs or c.only_a or c.only_b for c in paired):
-        raise UsageError(f"--match {match!r} finds no leaf in either")
+    if include is not None and not any(c.pairs or c.only_a or c.only_b for c in paired):
+        raise no_match(include, (*trees_a.values(), *trees_b.values()), f"{path_a} or {path_b}")
     with steady(a, b):
         _compare(a, b, [(c, trees_a[c.prefix_a], trees_b[c.prefix_b]) for c in paired], values)
     lone_a = [name for name in trees_a if name not in {x for x, _ in names}]
@@ -87,23 +110,23 @@ def diff(
         output.document(_document(path_a, path_b, paired, lone_a, lone_b, different))
     else:
         _show(paired, lone_a, lone_b, different, output)
-    return 1 if different else 0
+    return FINDINGS if different else 0
 
 
-def _matching(match: str | None) -> Callable[[StoredLeaf], bool]:
-    pattern = compile_match(match)
+def _matching(include: str | None) -> Callable[[StoredLeaf], bool]:
+    pattern = compile_include(include)
     return lambda leaf: matches(leaf, pattern)
 
 
 def _pair_prefixes(a: dict[str, Tree], b: dict[str, Tree]) -> list[tuple[str, str]]:
-    """Which trees are compared: those of one name; where each has just one, these two."""
+    """The trees to compare: those with the same prefix, or the only tree of each."""
     if len(a) == len(b) == 1:
         return [(next(iter(a)), next(iter(b)))]
     return [(name, name) for name in a if name in b]
 
 
 def _side_by_side(prefix_a: str, a: Tree, prefix_b: str, b: Tree, wanted: Callable[[StoredLeaf], bool]) -> _Comparison:
-    """Leaves paired by path; or, where that leaves some over, by dotted name, as other programs write them."""
+    """Pair leaves by path, and the remaining ones by dotted name, which is what other programs store."""
     left = {leaf.path: leaf for leaf in a.leaves if wanted(leaf)}
     right = {leaf.path: leaf for leaf in b.leaves if wanted(leaf)}
     pairs = [(leaf, right.pop(path)) for path, leaf in left.items() if path in right]
@@ -116,7 +139,7 @@ def _side_by_side(prefix_a: str, a: Tree, prefix_b: str, b: Tree, wanted: Callab
             del left[leaf.path], right[dotted[name].path]
     order = {leaf.path: i for i, leaf in enumerate(a.leaves)}
     pairs.sort(key=lambda pair: order[pair[0].path])
-    # Another program's files do not say whether a level was a list or a dict.
+    # Files of other programs do not record whether a container was a list or a dict.
     ours = "foreign" not in (a.format, b.format)
     containers = ours and not left and not right and _containers(a, wanted) != _containers(b, wanted)
     found = [_Pair(prefix_a, one, other) for one, other in pairs]
@@ -124,7 +147,7 @@ def _side_by_side(prefix_a: str, a: Tree, prefix_b: str, b: Tree, wanted: Callab
 
 
 def _containers(tree: Tree, wanted: Callable[[StoredLeaf], bool]) -> Any:
-    """The structure around the leaves that are compared."""
+    """The containers of the leaves that are compared."""
     keep = [wanted(leaf) for leaf in tree.leaves]
     return (tree.skeleton if all(keep) else tree.skeleton.prune(keep)).to_json()
 
@@ -137,7 +160,7 @@ def _by_dotted_name(leaves: Any) -> dict[str, StoredLeaf]:
 
 
 def _compare(a: Opened, b: Opened, paired: Sequence[tuple[_Comparison, Tree, Tree]], values: bool | None) -> None:
-    """Look at every pair; read what must be read, in parallel."""
+    """Compare every pair; read the arrays that must be read, in parallel."""
     work: list[tuple[_Pair, Tree, Tree]] = []
     for comparison, tree_a, tree_b in paired:
         for pair in comparison.pairs:
@@ -153,7 +176,7 @@ def _compare(a: Opened, b: Opened, paired: Sequence[tuple[_Comparison, Tree, Tre
 
 
 def _needs_reading(pair: _Pair, values: bool | None) -> bool:
-    """Compare what the manifests say; whether the arrays themselves must be read to know more."""
+    """Compare what the manifests record. True if the arrays must be read to know more."""
     a, b = pair.a, pair.b
     if a.spec is None or b.spec is None:
         pair.how = "value"
@@ -164,6 +187,12 @@ def _needs_reading(pair: _Pair, values: bool | None) -> bool:
         return False
     if (a.kind == "prng") != (b.kind == "prng") or a.extra.get("impl") != b.extra.get("impl"):
         pair.reasons.append("kind")
+        return False
+    if (a.processes is None) != (b.processes is None):
+        pair.reasons.append("kind")
+        return False
+    if a.extra.get("lengths") != b.extra.get("lengths"):  # of processes: their number, or what they saved
+        pair.reasons.append("shape" if a.processes != b.processes else "values")
         return False
     if a.spec.shape != b.spec.shape:
         pair.reasons.append("shape")
@@ -181,7 +210,7 @@ def _needs_reading(pair: _Pair, values: bool | None) -> bool:
 
 
 def _equal_digests(a: StoredLeaf, b: StoredLeaf) -> bool | None:
-    """Whether the digests of both are the same; None if they cannot tell: none, of other parts, of other dtypes."""
+    """Whether the digests of both are equal; None if they cannot be compared: missing, or of other pieces or dtypes."""
     if a.spec != b.spec or not a.pieces or any(piece.digests is None for piece in (*a.pieces, *b.pieces)):
         return None
     left = {piece.region: piece.digests for piece in a.pieces}
@@ -200,7 +229,7 @@ def _tasks(a: Opened, tree_a: Tree, b: Opened, tree_b: Tree, pair: _Pair, progre
             assert pair.difference is not None
             pair.difference.merge(found)
 
-    # Compressed parts are decoded whole, so the side that has them decides where to cut.
+    # Compressed pieces are decompressed as a whole, so the side that has them decides on the regions.
     packed = any(piece.stored is not None for piece in pair.b.pieces) or pair.b.kind == "zarr"
     regions = regions_of(b, pair.b) if packed else regions_of(a, pair.a)
     return [lambda r=region: compare(r) for region in regions]
@@ -209,58 +238,64 @@ def _tasks(a: Opened, tree_a: Tree, b: Opened, tree_b: Tree, pair: _Pair, progre
 def _show(paired: Sequence[_Comparison], lone_a: list[str], lone_b: list[str], different: bool, output: Output) -> None:
     for side, names, style in (("A", lone_a, "red"), ("B", lone_b, "green")):
         for name in names:
-            output.line(output.paint(f"tree only in {side}: {plain(name) or '(no prefix)'}", style))
+            output.line(output.paint(f"tree only in {side}: {name_prefix(name)}", style))
     for comparison in paired:
         _show_tree(comparison, len(paired) > 1, output)
     pairs = [pair for c in paired for pair in c.pairs]
     equal = [pair for pair in pairs if not pair.reasons]
     by = {how: sum(pair.how == how for pair in equal) for how in ("digests", "read", "value", "not_compared")}
-    said = [f"{by['digests']:,} by their digests, not read"] if by["digests"] else []
+    said = [f"{by['digests']:,} by digest, not read"] if by["digests"] else []
     said += [f"{by['read']:,} read"] if by["read"] else []
     said += [counted(by["value"], "plain value")] if by["value"] else []
     note = f" ({', '.join(said)})" if said else ""
     output.line(f"{counted(len(equal) - by['not_compared'], 'leaf', 'leaves')} equal{note}")
     if by["not_compared"]:
-        output.line(f"{counted(by['not_compared'], 'array')} not compared: their digests cannot tell (see --values)")
-    verdict = ("different", "red") if different else ("no difference found", "green")
+        arrays = counted(by["not_compared"], "array")
+        output.line(f"{arrays} not compared: their digests are of different pieces (pass --values to read them)")
+    verdict = ("different", "red") if different else ("no differences found", "green")
     output.line(output.paint(*verdict))
 
 
 def _show_tree(comparison: _Comparison, several: bool, output: Output) -> None:
     if several or comparison.prefix_a != comparison.prefix_b:
-        names = dict.fromkeys(plain(p) or "(no prefix)" for p in (comparison.prefix_a, comparison.prefix_b))
+        names = dict.fromkeys(map(name_prefix, (comparison.prefix_a, comparison.prefix_b)))
         output.line(output.paint(" and ".join(names), "cyan"))
     for side, leaves, style in (("A", comparison.only_a, "red"), ("B", comparison.only_b, "green")):
         for leaf in leaves[:_SHOWN]:
-            output.line(output.paint(f"only in {side}: {plain(leaf.key)}  {_what(leaf)}", style))
+            output.line(output.paint(f"only in {side}: {plain(name_leaf(leaf.path))}  {_what(leaf)}", style))
         if len(leaves) > _SHOWN:
             output.line(f"only in {side}: {len(leaves) - _SHOWN:,} more")
     if comparison.containers_differ:
-        output.line("the same leaves in other containers (a list in one is a dict in the other, or the like)")
+        output.line("the leaves are the same, but their containers differ (a list in one, a dict in the other, say)")
     changed = [pair for pair in comparison.pairs if pair.reasons]
     output.table([_row(pair, output) for pair in changed[:_SHOWN]])
     if len(changed) > _SHOWN:
-        output.line(f"{len(changed) - _SHOWN:,} more differ (all of them with --json)")
+        output.line(f"{len(changed) - _SHOWN:,} more leaves differ (--json lists all)")
     for pair in comparison.pairs:
         if pair.difference is not None and not pair.reasons and not pair.difference.same_bits:
-            output.line(f"{plain(pair.key)}: equal in value, but not in every bit (signs of zeros, or kinds of NaN)")
+            output.line(
+                f"{pair.name}: the values are equal, but not bit by bit (signs of zeros or NaN payloads differ)"
+            )
 
 
 def _row(pair: _Pair, output: Output) -> list[Cell]:
     a, b = _what(pair.a), _what(pair.b)
-    what = a if a == b else f"{a} → {b}"
-    return [plain(pair.key) or "(the tree itself)", (what, "" if a == b else "yellow"), _values(pair)]
+    what: Cell = a if a == b else (f"{a} → {b}", "yellow")
+    values = _values(pair) or ("values differ" if a == b else "")  # of long ones only the start is shown
+    return [pair.name, what, values] if values else [pair.name, what]
 
 
 def _values(pair: _Pair) -> str:
     found = pair.difference
+    if pair.a.processes is not None and "values" in pair.reasons:
+        return "values differ"
     if found is None:
-        return "values differ (by their digests)" if pair.how == "digests" else ""
+        return "values differ (by digest)" if pair.how == "digests" else ""
     nans = f", NaN {found.nan_a:,} → {found.nan_b:,}" if found.nan_a or found.nan_b else ""
     if not found.changed:
         return f"values equal{nans}"
-    greatest = found.greatest if isinstance(found.greatest, int) else f"{found.greatest:.4g}"
-    return f"{found.changed:,} of {found.count:,} changed ({_share(found):.2%}), max |Δ| {greatest}{nans}"
+    maximum = found.maximum if isinstance(found.maximum, int) else f"{found.maximum:.4g}"
+    return f"{found.changed:,} of {found.count:,} changed ({_share(found):.2%}), max |Δ| {maximum}{nans}"
 
 
 def _share(found: Difference) -> float:
@@ -297,7 +332,8 @@ def _document(
 
 def _pair_document(pair: _Pair) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "key": pair.key,
+        "key": pair.a.key,
+        "path": list(pair.a.path),
         "equal": None if pair.how == "not_compared" and not pair.reasons else not pair.reasons,
         "differs_in": pair.reasons,
         "compared_by": pair.how,
@@ -307,7 +343,7 @@ def _pair_document(pair: _Pair) -> dict[str, Any]:
     found = pair.difference
     if found is not None:
         body |= {
-            "max_abs_difference": json_number(found.greatest),
+            "max_abs_difference": json_number(found.maximum),
             "changed": found.changed,
             "changed_fraction": _share(found),
             "nan_a": found.nan_a,

@@ -1,8 +1,8 @@
-"""`shardkeep convert`: any checkpoint into either format, in bounded memory, through the library's one save path.
+"""`shardkeep convert`: write any checkpoint in another format, in bounded memory, with an ordinary save.
 
-What is saved are arrays over files: parts of the source as they are mapped or, where they must be decoded, cast or put
-together, parts of an unnamed scratch file beside the destination. Either way the pages belong to a file, so the system
-can take them back whenever it needs memory.
+The arrays that are saved are backed by files: memory-mapped from the source or, if they must be decompressed, cast or
+assembled, prepared in an unnamed scratch file next to the destination. So the operating system can evict their pages
+whenever it needs memory.
 """
 
 import os
@@ -16,32 +16,31 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from shardkeep.arrays import parse_dtype
-from shardkeep.cli.blocks import Opened, choose_trees, compile_match, matches, open_at, steady
+from shardkeep.cli.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
 from shardkeep.cli.making import cast_spec, make
-from shardkeep.cli.output import Output, UsageError, bar, counted, human, plain, shows_progress
+from shardkeep.cli.output import Output, UsageError, bar, counted, human, name_prefix, plain, shows_progress
 from shardkeep.cli.renaming import renamed, subtrees
 from shardkeep.cli.restoring import RestoringTarget, recorded_leaf
-from shardkeep.commit import Target
-from shardkeep.errors import CheckpointExistsError
-from shardkeep.exchange import Exchange
+from shardkeep.commit import Target, refuse_existing
+from shardkeep.exchange import Exchange, parse_size
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.metadata import dotted_names
 from shardkeep.opening import new_target
 from shardkeep.reports import SaveReport
 from shardkeep.saving import SaveRequest, run_save
-from shardkeep.tree import Path
+from shardkeep.tree import Path, name_leaf, show_key
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was asked for."""
+    """The arguments of the command."""
 
     source: str
     destination: str
-    format: Literal["safetensors", "tensorstore"] = "safetensors"
+    format: Literal["safetensors", "zarr"] = "safetensors"
     compression: str | None = None
     dtype: str | None = None
-    match: str | None = None
+    include: str | None = None
     prefix: str | None = None
     subtree: str | None = None
     rename: Sequence[str] = ()
@@ -51,40 +50,40 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Converted:
-    """What became of one tree."""
+    """The result for one tree."""
 
     prefix: str
     leaves: int
     cast: int
     scratch: int
-    lost: dict[str, int]
+    lost: dict[Path, int]
     seconds: float
     report: SaveReport
 
 
 def convert(wanted: Conversion, output: Output) -> int:
-    """Write the trees of a checkpoint to another place, each of them whole or not at all."""
+    """Write the trees of a checkpoint to another path. Each is committed completely or not at all."""
     opened = open_at(wanted.source)
     dtype = _parse_dtype(wanted.dtype)
     target = _target(wanted)
     trees = choose_trees(opened.manifest, wanted.prefix)
     if isinstance(target, Exchange) and len(trees) > 1:
-        named = ", ".join(repr(name) for name in trees)
         raise UsageError(
-            f"{wanted.destination} takes one tree, {wanted.source} holds {named}: choose one with --prefix"
+            f"{wanted.source} contains several trees ({', '.join(map(name_prefix, trees))}), and "
+            f"{wanted.destination} can hold one: choose it with --prefix, or convert to a directory"
         )
     _refuse_existing(target, list(trees), wanted)
-    pattern = compile_match(wanted.match)
+    pattern = compile_include(wanted.include)
     chosen = {name: _choose(tree, pattern) for name, tree in trees.items()}
-    if not any(tree.leaves for tree in chosen.values()) and wanted.match is not None:
-        raise UsageError(f"--match {wanted.match!r} finds no leaf in {wanted.source}")
+    if not any(tree.leaves for tree in chosen.values()) and wanted.include is not None:
+        raise no_match(wanted.include, trees.values(), wanted.source)
     if wanted.subtree is not None:
         chosen = subtrees(chosen, wanted.subtree)
     if wanted.rename:
         chosen = renamed(chosen, wanted.rename)
     done: list[_Converted] = []
     for name, tree in chosen.items():
-        if tree.leaves or wanted.match is None:
+        if tree.leaves or wanted.include is None:
             done.append(_convert_tree(opened, name, tree, target, dtype, wanted.overwrite))
             if not output.as_json:
                 _show(done[-1], wanted, output)
@@ -97,29 +96,31 @@ def _parse_dtype(name: str | None) -> np.dtype[Any] | None:
     try:
         return None if name is None else parse_dtype(name)
     except ValueError as error:
-        raise UsageError(f"--dtype {name}: {error}; for example bfloat16, float16, float32") from None
+        raise UsageError(f"--dtype {name}: {error}; use for example bfloat16, float16 or float32") from None
 
 
 def _target(wanted: Conversion) -> Target:
-    if wanted.compression is not None and wanted.format != "tensorstore":
-        raise UsageError(f"--compression {wanted.compression} needs --format tensorstore")
+    if wanted.compression is not None and wanted.format == "safetensors":
+        raise UsageError(f"--compression {wanted.compression} needs --format zarr: safetensors has no compression")
+    try:
+        if wanted.max_shard_size is not None:
+            parse_size(wanted.max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from None
     try:
         return new_target(wanted.destination, wanted.format, wanted.compression, wanted.max_shard_size)
     except ValueError as error:
-        raise UsageError(str(error).replace("max_shard_size", "--max-shard-size")) from None
+        raise UsageError(f"{wanted.destination}: {error}".replace("max_shard_size", "--max-shard-size")) from None
 
 
 def _refuse_existing(target: Target, prefixes: Sequence[str], wanted: Conversion) -> None:
     """Before any work is done; the commit refuses it again."""
-    found = None if wanted.overwrite else target.read_if_any()
-    for prefix in prefixes:
-        if found is not None and prefix in found.trees:
-            what = f"a tree of prefix {prefix!r}" if prefix else "a checkpoint"
-            raise CheckpointExistsError(f"{wanted.destination} already holds {what}; pass overwrite=True to replace it")
+    for prefix in () if wanted.overwrite else prefixes:
+        refuse_existing(target, prefix)
 
 
 def _choose(tree: Tree, pattern: re.Pattern[str] | None) -> Tree:
-    """The tree with only those leaves that match."""
+    """The tree with only the leaves that match."""
     keep = [matches(leaf, pattern) for leaf in tree.leaves]
     if all(keep):
         return tree
@@ -143,6 +144,7 @@ def _convert_tree(
         metadata=_metadata(tree, recorded, set(changed)),
         overwrite=overwrite,
         indexed=tree.indexed,
+        step=tree.step,
         verbose=shows_progress(),
     )
     report = run_save(request)
@@ -151,7 +153,7 @@ def _convert_tree(
 
 
 def _scratch_directory(target: Target) -> str:
-    """The nearest directory above the destination that is there: on the same disk, which has to have the room."""
+    """The nearest existing directory above the destination, which is on the same disk."""
     place = target.store.url
     while not os.path.isdir(place):
         above = os.path.dirname(place)
@@ -162,7 +164,7 @@ def _scratch_directory(target: Target) -> str:
 
 
 def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) -> dict[str, Any]:
-    """The metadata, but for what the eFormer API recorded of arrays that are no longer there or no longer the same."""
+    """The metadata, without what the eFormer API recorded for arrays that were left out or changed."""
     metadata = dict(tree.metadata)
     if not {"checksum", "array_metadata"} <= metadata.keys():
         return metadata
@@ -191,8 +193,8 @@ def _show(done: _Converted, wanted: Conversion, output: Output) -> None:
     )
     if wanted.dtype is not None:
         output.line(f"  {counted(done.cast, 'array')} cast to {wanted.dtype}")
-    for key, count in done.lost.items():
-        text = f"  {plain(key)}: {counted(count, 'number')} became infinite or NaN as {wanted.dtype}"
+    for path, count in done.lost.items():
+        text = f"  {plain(name_leaf(path))}: {counted(count, 'value')} became infinite or NaN as {wanted.dtype}"
         output.line(output.paint(text, "yellow"))
 
 
@@ -208,7 +210,7 @@ def _document(wanted: Conversion, done: Sequence[_Converted]) -> dict[str, Any]:
                 "path": one.report.path,
                 "leaves": one.leaves,
                 "cast": one.cast,
-                "lost_to_cast": one.lost,
+                "lost_to_cast": {show_key(path): count for path, count in one.lost.items()},
                 "stored_bytes": one.report.nbytes,
                 "files": one.report.files,
                 "scratch_bytes": one.scratch,

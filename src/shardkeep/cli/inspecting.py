@@ -1,32 +1,34 @@
-"""`shardkeep inspect`: what a checkpoint holds, without reading an array."""
+"""`shardkeep inspect`: what a checkpoint contains, without reading any array."""
 
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkeep.cli.blocks import choose_trees, compile_match, logical, matches, open_at
+from shardkeep.cli.blocks import choose_trees, compile_include, logical, matches, no_match, open_at
 from shardkeep.cli.listing import format_of
 from shardkeep.cli.output import (
     Cell,
     Output,
-    UsageError,
     age,
     counted,
     human,
     json_value,
     layout,
     moment_of,
+    name_prefix,
     natural,
     plain,
     short,
 )
 from shardkeep.manifest import StoredLeaf, Tree
+from shardkeep.tree import name_leaf
+from shardkeep.user_metadata import untagged
 
 
 @dataclass
 class _Branch:
-    """A level of the tree: its children by name, in order, and what lies below it."""
+    """A subtree: its children by name, in order, and the number and size of its leaves."""
 
     children: dict[str, "_Branch | StoredLeaf"] = field(default_factory=dict[str, "_Branch | StoredLeaf"])
     leaves: int = 0
@@ -35,7 +37,7 @@ class _Branch:
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the tree: a level, a leaf, or a folded level."""
+    """A line of the tree: a leaf, a subtree, or a folded subtree."""
 
     depth: int
     path: tuple[str, ...]
@@ -45,15 +47,15 @@ class _Row:
 
 
 def inspect(
-    path: str, output: Output, prefix: str | None, match: str | None, depth: int | None, sort: str | None
+    path: str, output: Output, prefix: str | None, include: str | None, depth: int | None, sort: str | None
 ) -> int:
-    """Show a checkpoint's trees."""
+    """Show the trees of a checkpoint, or one of them."""
     opened = open_at(path)
     trees = choose_trees(opened.manifest, prefix)
-    pattern = compile_match(match)
+    pattern = compile_include(include)
     shown = {name: _rows(tree, pattern, depth, sort) for name, tree in trees.items()}
-    if match is not None and not any(shown.values()):
-        raise UsageError(f"--match {match!r} finds no leaf in {path}")
+    if include is not None and not any(shown.values()):
+        raise no_match(include, trees.values(), path)
     if output.as_json:
         output.document(_document(path, opened.manifest.save_id, trees, shown))
         return 0
@@ -71,33 +73,34 @@ def inspect(
 def _show_tree(prefix: str, tree: Tree, rows: list[_Row], output: Output) -> None:
     output.line()
     saved = moment_of(tree.created)
-    when = f", saved {tree.created} ({age(saved)} ago)".replace("(now ago)", "(now)") if saved else ""
-    title = plain(prefix) or "(no prefix)"
-    output.line(
-        f"{output.paint(title, 'cyan')}: {format_of(tree)}, {counted(len(tree.leaves), 'leaf', 'leaves')}, "
-        f"{human(tree.nbytes)} in {counted(len(tree.files), 'file')}{when}"
+    when = (
+        f", saved {saved.isoformat(timespec='seconds')} ({age(saved)} ago)".replace("(now ago)", "(now)")
+        if saved
+        else ""
     )
+    size = f"{counted(len(tree.leaves), 'leaf', 'leaves')}, {human(tree.nbytes)} in {counted(len(tree.files), 'file')}"
+    output.line(f"{output.paint(name_prefix(prefix), 'cyan')}: {format_of(tree)}, {size}{when}")
     if tree.metadata:
         output.line("  metadata:")
         for key, value in tree.metadata.items():
-            output.line(f"    {plain(str(key))}: {plain(json.dumps(value, ensure_ascii=False))}")
+            output.line(f"    {plain(str(key))}: {plain(json.dumps(untagged(value), ensure_ascii=False))}")
     output.table([_cells(row) for row in rows], right=(2,), indent="  ")
 
 
 def _cells(row: _Row) -> list[Cell]:
-    name = "  " * row.depth + (plain(row.path[-1]) if row.path else "(the tree itself)")
+    name = "  " * row.depth + plain(name_leaf(row.path[-1:]))
     if row.leaf is not None:
         if row.leaf.spec is None:
-            return [name, (short(row.leaf.value), "dim"), "", ""]
+            return [name, (short(row.leaf.value), "dim")]  # of any length: it has the rest of the line
         return [name, layout(*logical(row.leaf)), human(row.leaf.nbytes), (_stored(row.leaf), "dim")]
     assert row.branch is not None
     if not row.folded:
-        return [(name, "bold"), "", "", ""]
+        return [(name, "bold"), ""]
     return [(f"{name}/…", "bold"), counted(row.branch.leaves, "leaf", "leaves"), human(row.branch.nbytes), ""]
 
 
 def _stored(leaf: StoredLeaf) -> str:
-    """How an array lies on disk, where that is worth a word: in several pieces, laid out over a mesh, as NumPy."""
+    """How an array is stored, if there is something to say: in several pieces, sharded over a mesh, as NumPy."""
     said: list[str] = []
     if len(leaf.pieces) > 1:
         said.append(f"{len(leaf.pieces)} pieces")
@@ -167,7 +170,7 @@ def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, 
                 "created": tree.created or None,
                 "save_id": tree.save_id,
                 "array_bytes": tree.nbytes,
-                "metadata": _strict(tree.metadata),
+                "metadata": untagged(dict(tree.metadata)),
                 "files": [{"name": file.name, "size": file.size} for file in tree.files],
                 "leaves": [describe_leaf(row.leaf) for row in shown[prefix] if row.leaf is not None],
                 "folded": [
@@ -182,7 +185,7 @@ def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, 
 
 
 def describe_leaf(leaf: StoredLeaf) -> dict[str, Any]:
-    """A leaf as JSON."""
+    """What `--json` says of a leaf."""
     body: dict[str, Any] = {"key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
     if leaf.spec is None:
         return {**body, "type": type(leaf.value).__name__, "value": json_value(leaf.value)}
@@ -192,12 +195,3 @@ def describe_leaf(leaf: StoredLeaf) -> dict[str, Any]:
     body["pieces"] = [{"start": list(p.region.start), "shape": list(p.region.shape)} for p in leaf.pieces]
     body["sharding"] = leaf.extra.get("sharding")
     return body
-
-
-def _strict(value: Any) -> Any:
-    """Metadata of another program may hold NaN, which JSON has not: such numbers become texts."""
-    if isinstance(value, dict):
-        return {str(key): _strict(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_strict(inner) for inner in value]
-    return str(value) if isinstance(value, float) and json_value(value) != value else value

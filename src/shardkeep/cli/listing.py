@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardkeep.cli.output import Cell, Output, age, counted, human, plain
+from shardkeep.cli.output import Cell, Output, age, counted, human, name_prefix, plain
 from shardkeep.cli.survey import Found, survey
 from shardkeep.manifest import Tree
 
@@ -10,13 +10,13 @@ _STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unind
 
 
 def ls(path: str, output: Output) -> int:
-    """List what is there; unfinished and damaged ones are shown as such."""
+    """List the checkpoints at and below a path, each with its state."""
     found = survey(path)
     if output.as_json:
         output.document({"path": path, "checkpoints": [_document(one) for one in found]})
         return 0
     if not found:
-        output.line(f"no checkpoints at or below {plain(path)}")
+        output.line(f"no checkpoints in {plain(path)} or below")
         return 0
     head: list[Cell] = [(title, "bold") for title in ("NAME", "AGE", "SIZE", "LEAVES", "FORMAT", "STATE", "PREFIXES")]
     output.table([head, *(_row(one) for one in found)], right=(1, 2, 3))
@@ -27,7 +27,7 @@ def ls(path: str, output: Output) -> int:
 
 
 def _problem(name: str, path: str, problem: str) -> str:
-    """What is wrong, with the checkpoint named once."""
+    """What is wrong with a checkpoint, which is named once."""
     rest = problem.removeprefix(path)
     return plain(name + rest) if rest != problem and rest[:1] in (" ", ":") else plain(f"{name}: {problem}")
 
@@ -42,25 +42,26 @@ def _row(found: Found) -> list[Cell]:
         f"{leaves:,}" if found.manifest else "-",
         describe_format(found),
         (found.state, _STYLES.get(found.state, "red")),
-        ", ".join(plain(prefix) or "(none)" for prefix in trees) if set(trees) - {""} else "",
+        ", ".join(map(name_prefix, trees)) if set(trees) - {""} else "",
     ]
 
 
 def describe_format(found: Found) -> str:
-    """How the data is stored, in a few words."""
+    """The format or formats of a checkpoint, for a table."""
     if found.manifest is None:
         return "-"
     trees = list(found.manifest.trees.values())
     files = len({file.name for tree in trees for file in tree.files})
     if found.kind in ("exchange", "safetensors"):
-        ours = "" if found.kind == "exchange" else " (foreign)"
-        return f"safetensors {counted(files, 'file')}{ours}"
-    named = "eformer" if found.kind == "eformer" else ""
-    return named or ", ".join(dict.fromkeys(format_of(tree) for tree in trees)) or "empty"
+        foreign = " (foreign)" if found.kind == "safetensors" else ""
+        return f"safetensors {counted(files, 'file')}{foreign}"
+    if found.kind == "eformer":
+        return "eformer"
+    return ", ".join(dict.fromkeys(format_of(tree) for tree in trees)) or "empty"
 
 
 def format_of(tree: Tree) -> str:
-    """safetensors, tensorstore, tensorstore+zstd; for trees of other programs: foreign."""
+    """The format of a tree: safetensors, zarr, zarr+zstd, or foreign for one that another program wrote."""
     return tree.format + (f"+{tree.compression}" if tree.compression else "")
 
 

@@ -1,7 +1,7 @@
-"""The way in: read the command line, run one command, turn errors into messages and exit codes.
+"""The entry point: parse the command line, run one command, turn errors into messages and exit codes.
 
-The command's own module is imported only once it is known which one it is: the library brings JAX, which takes a
-second, and asking for help must not. All that takes time is imported where Ctrl-C ends it in one line.
+A command's module is imported only when that command runs: importing the library takes a moment, and for `convert`,
+which needs JAX, a second. The import happens where Ctrl-C is caught.
 """
 
 import argparse
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives its exit code (see `shardkeep --help`)."""
+    """Run one command and return its exit code (see `shardkeep --help`).
+
+    Args:
+        argv: The words of the command line after the program's name; those of this process if None.
+    """
     parser = make_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
         return ERROR
     try:
         arguments = parser.parse_args(argv)
-    except SystemExit as ended:  # help, version or a wrong command line: argparse has said all there is to say
+    except SystemExit as ended:  # help, the version or a wrong command line, which argparse has printed
         return int(ended.code or 0)
     try:
         return _run(arguments)
@@ -51,13 +55,13 @@ def _run(arguments: argparse.Namespace) -> int:
     except (ShardkeepError, UsageError, OSError) as error:
         if debug:
             traceback.print_exc()
-        return _tell(error, output)
-    except Exception as error:  # noqa: BLE001  (a mistake of ours is shown in full, but 1 would mean "findings")
+        return _report(error, output)
+    except Exception as error:  # noqa: BLE001  (a bug: shown in full, and not with 1, which means "findings")
         traceback.print_exc()
-        return _tell(error, output)
+        return _report(error, output)
 
 
-def _tell(error: Exception, output: "Output") -> int:
+def _report(error: Exception, output: "Output") -> int:
     from shardkeep.cli.output import message_of
 
     message = message_of(error)
@@ -68,11 +72,11 @@ def _tell(error: Exception, output: "Output") -> int:
 
 
 def _stop_writing() -> int:
-    """Nobody reads any more: let the interpreter's last flush go nowhere, quietly."""
+    """The reader of stdout is gone: send the interpreter's last flush nowhere, so that it does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, sys.stdout.fileno())
-    except (OSError, ValueError):  # not a real file: nothing will be flushed
+    except (OSError, ValueError):  # not a real file, so there is nothing to flush
         pass
     finally:
         os.close(nowhere)
@@ -88,7 +92,7 @@ def _ls(arguments: argparse.Namespace, output: "Output") -> int:
 def _inspect(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.inspecting import inspect
 
-    return inspect(arguments.path, output, arguments.prefix, arguments.match, arguments.depth, arguments.sort)
+    return inspect(arguments.path, output, arguments.prefix, arguments.include, arguments.depth, arguments.sort)
 
 
 def _verify(arguments: argparse.Namespace, output: "Output") -> int:
@@ -101,7 +105,7 @@ def _diff(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.comparing import diff
 
     prefixes = (arguments.prefix, arguments.prefix if arguments.prefix_b is None else arguments.prefix_b)
-    return diff(arguments.a, arguments.b, output, prefixes, arguments.match, arguments.values)
+    return diff(arguments.a, arguments.b, output, prefixes, arguments.include, arguments.values)
 
 
 def _convert(arguments: argparse.Namespace, output: "Output") -> int:
@@ -110,10 +114,10 @@ def _convert(arguments: argparse.Namespace, output: "Output") -> int:
     wanted = Conversion(
         source=arguments.source,
         destination=arguments.destination,
-        format=arguments.format,
+        format="safetensors" if arguments.format == "safetensors" else "zarr",
         compression=arguments.compression,
         dtype=arguments.dtype,
-        match=arguments.match,
+        include=arguments.include,
         prefix=arguments.prefix,
         subtree=arguments.subtree,
         rename=arguments.rename,
@@ -126,7 +130,7 @@ def _convert(arguments: argparse.Namespace, output: "Output") -> int:
 def _stats(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.measuring import stats
 
-    return stats(arguments.path, output, arguments.prefix, arguments.match)
+    return stats(arguments.path, output, arguments.prefix, arguments.include, arguments.fail_on)
 
 
 def _clean(arguments: argparse.Namespace, output: "Output") -> int:

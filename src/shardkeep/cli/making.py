@@ -1,7 +1,7 @@
-"""The arrays of a saved tree as memory over files: mapped where they lie, or made in an unnamed file.
+"""The arrays of a saved tree, backed by files: memory-mapped from the source, or prepared in an unnamed scratch file.
 
-Either way the pages belong to a file, so that the system can take them back whenever memory is short: a tree of any
-size can be handed to a save at once. What must be decoded, cast or put together goes through scratch, block by block.
+Either way the operating system can evict the pages when memory is short, so that a tree of any size can be passed to
+a save at once. Arrays that must be decompressed, cast or assembled go through the scratch file, block by block.
 """
 
 import mmap
@@ -25,15 +25,16 @@ from shardkeep.placing import check_fits
 from shardkeep.progress import Progress
 from shardkeep.reading import Source, check_blocks
 from shardkeep.stores.base import Mapping
+from shardkeep.tree import Path
 from shardkeep.workers import Task, run_tasks
 
 _ALIGN = 64
-_MOST_MAPPINGS = 30_000  # Linux allows 65,530 to a process
+_MOST_MAPPINGS = 30_000  # Linux allows 65,530 per process
 
 
 @dataclass(frozen=True)
 class Part:
-    """A region of a leaf (by number), which will be saved as one shard."""
+    """A region of a leaf (given by its number) that is saved as one shard."""
 
     leaf: int
     region: Region
@@ -41,18 +42,23 @@ class Part:
 
 @dataclass
 class Made:
-    """The parts of a tree and their arrays, in one order; and what there is to say about it."""
+    """The parts of a tree, their arrays in the same order, and what `convert` reports about them."""
 
     parts: list[Part]
     arrays: list[Array]
-    scratch: int  # bytes that had to be made
-    lost: dict[str, int]  # keys of leaves, and how many of their numbers a cast made infinite or NaN
+    scratch: int  # bytes of the scratch file
+    lost: dict[Path, int]  # by leaf, the number of values that a cast made infinite or NaN
 
 
 def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
-    """What an array becomes: casts stay within one kind, and never touch PRNG keys."""
+    """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
     spec = leaf.spec
-    if spec is None or dtype is None or leaf.kind == "prng" or kind_of(spec.dtype) in ("other", "bool"):
+    if (
+        spec is None
+        or dtype is None
+        or leaf.kind in ("prng", "per_process")
+        or kind_of(spec.dtype) in ("other", "bool")
+    ):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
 
@@ -60,7 +66,16 @@ def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | No
 def make(
     opened: Opened, tree: Tree, specs: Sequence[ArraySpec | None], whole: bool, directory: str, progress: Progress
 ) -> Made:
-    """All arrays of a tree, every byte checked. `whole`: not in pieces. `directory`: where scratch may be put."""
+    """All arrays of a tree, every byte verified.
+
+    Args:
+        opened: The checkpoint.
+        tree: The tree in it.
+        specs: The shape and dtype that each leaf gets; None for plain values.
+        whole: Whether to assemble arrays that are stored in several pieces.
+        directory: Where to create the scratch file.
+        progress: Called with the number of bytes read.
+    """
     maker = _Maker(opened, opened.source(tree), progress)
     mapped = maker.source.mapped and len(tree.files) <= _MOST_MAPPINGS
     made = Made([], [], 0, maker.lost)
@@ -69,10 +84,10 @@ def make(
         if spec is None:
             continue
         regions = _regions(leaf, whole)
-        direct = mapped and spec == leaf.spec and _lies_ready(leaf, regions)
+        direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
         for i, region in enumerate(regions):
             made.parts.append(Part(number, region))
-            made.arrays.append(maker.lying(leaf, leaf.pieces[i]) if direct else np.empty(0, spec.dtype))
+            made.arrays.append(maker.mapped(leaf, leaf.pieces[i]) if direct else np.empty(0, spec.dtype))
             if not direct:
                 scratch.append((len(made.parts) - 1, made.scratch))
                 made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
@@ -83,7 +98,7 @@ def make(
 
 
 def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> dict[int, list[tuple[Region, Array]]]:
-    """Give the parts that must be made their memory; by leaf, the regions to fill and where."""
+    """Give parts that go through the scratch file their memory; returns the regions to fill, by leaf."""
     memory = _scratch(made.scratch, directory)
     rooms: dict[int, list[tuple[Region, Array]]] = {}
     for number, start in scratch:
@@ -95,7 +110,7 @@ def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> di
 
 
 def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
-    """The parts a leaf is saved in: those it has, unless they must be put together."""
+    """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
     assert leaf.spec is not None
     even = len({piece.region.shape for piece in leaf.pieces}) == 1
     if whole or leaf.kind == "zarr" or not even:
@@ -103,25 +118,25 @@ def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
     return [piece.region for piece in leaf.pieces]
 
 
-def _lies_ready(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
-    """Whether the stored bytes are the bytes to be saved, part by part."""
+def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+    """Whether the stored bytes of each part are the bytes to save."""
     pieces = leaf.pieces
     return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
 
 
 class _Maker:
-    """Maps files, and collects the checks of what was mapped and the notes of what was cast."""
+    """Maps files, and collects the verification of what was mapped and the values that casts lost."""
 
     def __init__(self, opened: Opened, source: Source, progress: Progress) -> None:
         self.source = source
         self.checks: list[Task] = []
-        self.lost: dict[str, int] = {}
+        self.lost: dict[Path, int] = {}
         self._opened, self._progress = opened, progress
         self._maps: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
-    def lying(self, leaf: StoredLeaf, piece: Piece) -> Array:
-        """A piece as it lies in its file; it is checked later, with all others."""
+    def mapped(self, leaf: StoredLeaf, piece: Piece) -> Array:
+        """A piece, memory-mapped from its file; it is verified later, by one of `checks`."""
         assert leaf.spec is not None
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
@@ -146,7 +161,7 @@ class _Maker:
         self._progress(end - start)
 
     def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
-        """What brings a leaf into its rooms, block by block."""
+        """Tasks that read a leaf into its memory, block by block."""
 
         def fill(region: Region) -> None:
             data = read_region(self._opened, self.source, leaf, region, self._progress)
@@ -154,17 +169,17 @@ class _Maker:
                 common = outer.intersect(region)
                 if common is not None:
                     part = data[(*common.within(region).slices, ...)]
-                    room[(*common.within(outer).slices, ...)] = self._cast(part, room.dtype, leaf.key)
+                    room[(*common.within(outer).slices, ...)] = self._cast(part, room.dtype, leaf)
 
         return [lambda r=region: fill(r) for region in regions_of(self._opened, leaf)]
 
-    def _cast(self, data: Array, dtype: "np.dtype[Any]", key: str) -> Array:
-        """The numbers as another type; an integer that does not fit is refused, a float that does not is counted."""
+    def _cast(self, data: Array, dtype: "np.dtype[Any]", leaf: StoredLeaf) -> Array:
+        """The values as another dtype. Integers out of range are an error; floats that become infinite are counted."""
         if data.dtype == dtype:
             return data
         if kind_of(dtype) == "int":
             try:
-                check_fits(int(data.min()), int(data.max()), dtype, key)
+                check_fits(int(data.min()), int(data.max()), dtype, leaf.key)
             except ValueError as error:
                 raise UsageError(str(error)) from None
             return data.astype(dtype)
@@ -173,14 +188,14 @@ class _Maker:
             lost = int(np.count_nonzero(np.isfinite(data))) - int(np.count_nonzero(np.isfinite(made)))
         if lost:
             with self._lock:
-                self.lost[key] = self.lost.get(key, 0) + lost
+                self.lost[leaf.path] = self.lost.get(leaf.path, 0) + lost
         return made
 
 
 def _scratch(nbytes: int, directory: str) -> Array:
-    """Memory over a file without a name, which is gone when nobody refers to it, however the program ends.
+    """Memory backed by an unnamed file, which disappears with the last reference to it, however the program ends.
 
-    Room on the disk is taken at once: a disk that fills up later would end the program where memory is touched.
+    Disk space is allocated at once: if the disk filled up later, the program would be killed when it uses the memory.
     """
     if nbytes == 0:
         return np.empty(0, np.uint8)
@@ -189,4 +204,6 @@ def _scratch(nbytes: int, directory: str) -> Array:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
     except OSError as error:
-        raise storage_error(error, f"making room for {nbytes:,} bytes in {directory}", "Nothing was written") from error
+        raise storage_error(
+            error, f"allocating a scratch file of {nbytes:,} bytes in {directory}", "Nothing was written"
+        ) from error

@@ -1,8 +1,8 @@
-"""`shardkeep stats`: the numbers in each array, and which arrays look wrong."""
+"""`shardkeep stats`: a summary of the values of each array, and which arrays look wrong."""
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,24 +13,40 @@ from shardkeep.cli.arithmetic import Numbers, numbers_of
 from shardkeep.cli.blocks import (
     Opened,
     choose_trees,
-    compile_match,
+    compile_include,
     logical,
     matches,
+    no_match,
     open_at,
     read_region,
     regions_of,
     steady,
 )
-from shardkeep.cli.output import Cell, Output, UsageError, bar, counted, json_number, json_value, layout, plain, short
+from shardkeep.cli.output import (
+    Cell,
+    Output,
+    bar,
+    counted,
+    json_number,
+    json_value,
+    layout,
+    name_prefix,
+    plain,
+    short,
+)
+from shardkeep.cli.parser import FINDINGS
 from shardkeep.manifest import StoredLeaf, Tree
 from shardkeep.progress import Progress
 from shardkeep.reading import Source
+from shardkeep.tree import name_leaf
 from shardkeep.workers import Task, run_tasks
+
+_MEANS = {"all_nan": "nan"}  # a flag that is a special case of another
 
 
 @dataclass
 class _Measured:
-    """A leaf and what was found in it."""
+    """A leaf and the statistics of its values."""
 
     prefix: str
     leaf: StoredLeaf
@@ -41,31 +57,36 @@ class _Measured:
     def flags(self) -> list[str]:
         if self.leaf.spec is None:
             return _flags_of_value(self.leaf.value)
-        return [] if self.leaf.kind == "prng" else self.numbers.flags(self.leaf.spec.dtype)
+        return self.numbers.flags(self.leaf.spec.dtype) if _has_numbers(self.leaf) else []
 
 
-def stats(path: str, output: Output, prefix: str | None, match: str | None) -> int:
-    """Show the numbers of every array that is chosen."""
+def stats(path: str, output: Output, prefix: str | None, include: str | None, fail_on: Collection[str] = ()) -> int:
+    """Summarize every chosen array; 1 if a leaf has one of the flags in `fail_on`."""
     opened = open_at(path)
     trees = choose_trees(opened.manifest, prefix)
-    pattern = compile_match(match)
+    pattern = compile_include(include)
     chosen = {name: [leaf for leaf in tree.leaves if matches(leaf, pattern)] for name, tree in trees.items()}
-    if match is not None and not any(chosen.values()):
-        raise UsageError(f"--match {match!r} finds no leaf in {path}")
+    if include is not None and not any(chosen.values()):
+        raise no_match(include, trees.values(), path)
     measured = [_Measured(name, leaf) for name, leaves in chosen.items() for leaf in leaves]
     with steady(opened), bar("reading", sum(m.leaf.nbytes for m in measured)) as progress:
         run_tasks(task for m in measured for task in _tasks(opened, trees[m.prefix], m, progress))
     shown = [m for m in measured if m.leaf.spec is not None or m.flags]
+    failed = [m for m in shown if any(_MEANS.get(flag, flag) in fail_on for flag in m.flags)]
     if output.as_json:
-        output.document({"path": path, "leaves": [_document(m) for m in shown]})
-        return 0
-    _show(shown, len(trees) > 1, output)
-    return 0
+        body = {"path": path, "fail_on": list(fail_on), "failed": bool(failed)}
+        output.document(body | {"leaves": [_document(m) for m in shown]})
+    else:
+        _show(shown, len(trees) > 1, output)
+        if failed:
+            said = f"{counted(len(failed), 'leaf', 'leaves')} flagged {_either(fail_on)}"
+            output.line(output.paint(f"failed: {said}", "red"))
+    return FINDINGS if failed else 0
 
 
 def _tasks(opened: Opened, tree: Tree, measured: _Measured, progress: Progress) -> list[Task]:
     leaf = measured.leaf
-    if leaf.spec is None or leaf.kind == "prng":
+    if not _has_numbers(leaf):
         return []
     source = opened.source(tree)
     return [lambda r=region: _measure(opened, source, measured, r, progress) for region in regions_of(opened, leaf)]
@@ -77,8 +98,12 @@ def _measure(opened: Opened, source: Source, measured: _Measured, region: Region
         measured.numbers.merge(found)
 
 
+def _has_numbers(leaf: StoredLeaf) -> bool:
+    return leaf.spec is not None and leaf.kind not in ("prng", "per_process")
+
+
 def _flags_of_value(value: Any) -> list[str]:
-    """Plain numbers that are not finite are worth a line; other plain values are not numbers to look at."""
+    """The flags of a plain value: numbers that are not finite."""
     if not isinstance(value, float | complex | np.inexact):
         return []
     parts = [float(value.real), float(value.imag)]
@@ -86,9 +111,21 @@ def _flags_of_value(value: Any) -> list[str]:
 
 
 def _show(measured: Sequence[_Measured], several: bool, output: Output) -> None:
-    titles = ("KEY", "TYPE", "MIN", "MAX", "MEAN", "STD", "NAN", "INF", "ZERO", "FLAGS")
+    titles = (
+        *(("PREFIX",) if several else ()),
+        "KEY",
+        "TYPE",
+        "MIN",
+        "MAX",
+        "MEAN",
+        "STD",
+        "NAN",
+        "INF",
+        "ZERO",
+        "FLAGS",
+    )
     head: list[Cell] = [(title, "bold") for title in titles]
-    output.table([head, *(_row(m, several) for m in measured)], right=range(2, 9))
+    output.table([head, *(_row(m, several) for m in measured)], right=range(2 + several, 9 + several))
     flagged = [m for m in measured if m.flags]
     if flagged:
         output.line(output.paint(f"{counted(len(flagged), 'leaf', 'leaves')} flagged", "yellow"))
@@ -96,26 +133,35 @@ def _show(measured: Sequence[_Measured], several: bool, output: Output) -> None:
 
 def _row(measured: _Measured, several: bool) -> list[Cell]:
     leaf, numbers = measured.leaf, measured.numbers
-    key = plain(leaf.key) or "(the tree itself)"
-    name = f"{plain(measured.prefix)}/{key}" if several and measured.prefix else key
-    flags: Cell = (", ".join(flag.replace("_", " ") for flag in measured.flags), "yellow")
+    name: list[Cell] = [name_prefix(measured.prefix)] if several else []
+    name.append(plain(name_leaf(leaf.path)))
+    flags: Cell = (", ".join(map(_spelled, measured.flags)), "yellow")
     if leaf.spec is None:
-        return [name, short(leaf.value), "", "", "", "", "", "", "", flags]
-    if leaf.kind == "prng" or not numbers.count:
-        return [name, layout(*logical(leaf)), "", "", "", "", "", "", "", flags]
+        return [*name, short(leaf.value), *[""] * 7, flags]
+    if not _has_numbers(leaf) or not numbers.count:
+        return [*name, layout(*logical(leaf)), *[""] * 7, flags]
     counts = [f"{n:,}" for n in (numbers.nan, numbers.inf, numbers.zero)]
-    return [name, layout(*logical(leaf)), *(_shown(f) for f in _figures(measured)), *counts, flags]
+    return [*name, layout(*logical(leaf)), *(_shown(f) for f in _figures(measured)), *counts, flags]
+
+
+def _spelled(flag: str) -> str:
+    return flag.replace("_", " ")
+
+
+def _either(flags: Collection[str]) -> str:
+    *first, last = map(_spelled, flags)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _figures(measured: _Measured) -> list[float | int | str | None]:
-    """Least, greatest, mean and standard deviation; of times, which have no mean, the first and the last."""
+    """Min, max, mean and standard deviation; for times, which have no mean, the earliest and the latest."""
     numbers, spec = measured.numbers, measured.leaf.spec
-    if numbers.least is None or numbers.greatest is None:
+    if numbers.minimum is None or numbers.maximum is None:
         return [None] * 4
     if spec is not None and spec.dtype.kind in "mM":
-        ends = np.array([numbers.least, numbers.greatest], np.int64).view(spec.dtype)
+        ends = np.array([numbers.minimum, numbers.maximum], np.int64).view(spec.dtype)
         return [str(ends[0]), str(ends[1]), None, None]
-    return [numbers.least, numbers.greatest, numbers.mean, numbers.deviation]
+    return [numbers.minimum, numbers.maximum, numbers.mean, numbers.deviation]
 
 
 def _shown(value: float | int | str | None) -> str:
@@ -126,18 +172,19 @@ def _shown(value: float | int | str | None) -> str:
 
 def _document(measured: _Measured) -> dict[str, Any]:
     leaf, numbers = measured.leaf, measured.numbers
-    body: dict[str, Any] = {"prefix": measured.prefix, "key": leaf.key, "kind": leaf.kind, "flags": measured.flags}
+    body: dict[str, Any] = {"prefix": measured.prefix, "key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
+    body["flags"] = measured.flags
     if leaf.spec is None:
         return {**body, "value": json_value(leaf.value)}
     dtype, shape = logical(leaf)
     body |= {"dtype": dtype, "shape": list(shape)}
-    if leaf.kind == "prng":
+    if not _has_numbers(leaf):
         return body
-    least, greatest, mean, deviation = (json_number(figure) for figure in _figures(measured))
+    minimum, maximum, mean, deviation = (json_number(figure) for figure in _figures(measured))
     return body | {
         "count": numbers.count,
-        "min": least,
-        "max": greatest,
+        "min": minimum,
+        "max": maximum,
         "mean": mean,
         "std": deviation,
         "nan": numbers.nan,

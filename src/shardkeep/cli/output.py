@@ -1,4 +1,4 @@
-"""What commands print: text for people, one JSON document for programs, colour and progress only on a terminal."""
+"""What commands print: text, or one JSON document with `--json`; colours and progress bars only on a terminal."""
 
 import datetime
 import json
@@ -18,22 +18,24 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", 
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
 _SPANS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
-Cell = str | tuple[str, str]  # a text, or a text and its style
+_LONGEST = 60  # characters of a plain value in a table
+
+Cell = str | tuple[str, str]  # text, or text and its style
 
 
 class UsageError(Exception):
-    """What was asked cannot be done like that; the message says how it can."""
+    """A command line that cannot be carried out. The message says what to change."""
 
 
 class Output:
-    """Where a command puts its result: stdout, as text or as JSON."""
+    """Writes a command's result to stdout, as text or as JSON."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.coloured = not as_json and _is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
 
     def line(self, text: str = "") -> None:
-        """A line of text. Characters that the terminal would obey or cannot show are written out."""
+        """Print a line. Characters that the encoding of stdout lacks are escaped."""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
@@ -41,20 +43,27 @@ class Output:
         return f"\033[{_STYLES[style]}m{text}\033[0m" if self.coloured and style and text else text
 
     def table(self, rows: Sequence[Sequence[Cell]], *, right: Iterable[int] = (), indent: str = "") -> None:
-        """Rows with their columns aligned; those in `right` to the right. The last column is not padded."""
+        """Print rows with aligned columns; those numbered in `right` are right-aligned.
+
+        The last cell of a row that has fewer cells than others spans the remaining columns and widens none of them.
+        """
         cells = [[cell if isinstance(cell, tuple) else (cell, "") for cell in row] for row in rows]
-        widths = [max(len(row[i][0]) for row in cells) for i in range(len(cells[0]))] if cells else []
-        ragged = set(right)
+        columns = max(map(len, cells), default=0)
+        widths = [0] * columns
+        for row in cells:
+            for i, (text, _) in enumerate(row if len(row) == columns else row[:-1]):
+                widths[i] = max(widths[i], len(text))
+        to_the_right = set(right)
         for row in cells:
             parts: list[str] = []
             for i, (text, style) in enumerate(row):
-                room = " " * (widths[i] - len(text))
+                padding = " " * (widths[i] - len(text))
                 painted = self.paint(text, style)
-                parts.append(room + painted if i in ragged else painted + room)
+                parts.append(padding + painted if i in to_the_right else painted + padding)
             self.line((indent + "  ".join(parts)).rstrip())
 
     def document(self, body: Any) -> None:
-        """The one JSON document of a command."""
+        """Print the JSON document of a command. A NaN or an infinity in it is a mistake: JSON has none."""
         sys.stdout.write(json.dumps(body, indent=1, allow_nan=False) + "\n")
 
 
@@ -63,21 +72,21 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def bar(label: str, total: int) -> AbstractContextManager[Progress]:
-    """A progress bar on a terminal; nothing anywhere else."""
+    """A progress bar if stderr is a terminal, else nothing."""
     return Bar(label, total) if _is_terminal(sys.stderr) and total else nullcontext(_ignore)
 
 
 def shows_progress() -> bool:
-    """Whether someone is watching."""
+    """Whether to draw progress bars: only if stderr is a terminal."""
     return _is_terminal(sys.stderr)
 
 
 def _ignore(_: int) -> None:
-    """Nobody is watching."""
+    """Progress that is not shown."""
 
 
 def plain(text: str) -> str:
-    r"""A text from a file, safe to print: what could steer a terminal, or is not valid Unicode, is escaped.
+    r"""Text from a file, made safe to print: control characters and invalid Unicode are escaped.
 
     >>> plain("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -87,14 +96,24 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def name_prefix(prefix: str) -> str:
+    """A tree's prefix as it is shown, also if it has none.
+
+    >>> name_prefix("model"), name_prefix("")
+    ('model', '(no prefix)')
+    """
+    return plain(prefix) or "(no prefix)"
+
+
 def message_of(error: Exception) -> str:
-    """What an error says, safe to print. The library speaks of its arguments; here they are options."""
-    text = str(error).replace("pass overwrite=True", "pass --overwrite").replace("say prefix= one", "say --prefix, one")
+    """An error's message, safe to print, with the options of the command instead of the arguments of Python."""
+    text = re.sub(r"(?<=[ (])overwrite=True\b", "--overwrite", str(error))
+    text = re.sub(r"(?<=[ (])(prefix|include)= ?", r"--\1 ", text)
     return "\n".join(plain(line) for line in text.split("\n"))
 
 
 def human(nbytes: int) -> str:
-    """Bytes for people.
+    """A number of bytes in decimal units.
 
     >>> human(999), human(1_234_567)
     ('999 B', '1.2 MB')
@@ -108,7 +127,7 @@ def human(nbytes: int) -> str:
 
 
 def age(moment: datetime.datetime | None, now: datetime.datetime | None = None) -> str:
-    """How long ago, in one unit; a dash if nobody knows."""
+    """How long ago a moment was, in one unit; a dash for an unknown one."""
     if moment is None:
         return "-"
     seconds = ((now or datetime.datetime.now(datetime.UTC)) - moment).total_seconds()
@@ -119,7 +138,7 @@ def age(moment: datetime.datetime | None, now: datetime.datetime | None = None) 
 
 
 def moment_of(text: object) -> datetime.datetime | None:
-    """A recorded time; None if it is none. One without a zone is taken as UTC."""
+    """A recorded ISO timestamp, read as UTC if it names no time zone; None if it is not a timestamp."""
     try:
         moment = datetime.datetime.fromisoformat(str(text))
     except ValueError:
@@ -128,20 +147,20 @@ def moment_of(text: object) -> datetime.datetime | None:
 
 
 def natural(text: str) -> list[tuple[int, int, str]]:
-    """A sorting key by which step_9 comes before step_10."""
+    """A sorting key that compares numbers by value: step_9 comes before step_10."""
     parts = re.split(r"([0-9]+)", text)
     return [(0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in parts if p]
 
 
 def json_number(value: Any) -> Any:
-    """A number as strict JSON has it: what is not finite becomes a text (nan, inf, -inf)."""
+    """A number as strict JSON; NaN and infinities become the strings nan, inf and -inf."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
 def json_value(value: Any) -> Any:
-    """A plain value of a tree as JSON: itself where JSON has it exactly, else its `repr`."""
+    """A plain value of a tree as strict JSON: the value itself if JSON holds it exactly, else its `repr`."""
     if value is None or type(value) is bool or (type(value) is str and plain(value) == value):
         return value
     if (type(value) is int and abs(value) < 2**53) or (type(value) is float and math.isfinite(value)):
@@ -149,14 +168,24 @@ def json_value(value: Any) -> Any:
     return show(value)
 
 
-def short(value: Any, most: int = 60) -> str:
-    """A plain value in one line."""
-    text = plain(show(value))
-    return text if len(text) <= most else text[: most - 1] + "…"
+def short(value: Any) -> str:
+    """A plain value in one line of at most 60 characters; of a long string or bytes, the start and the length.
+
+    >>> short(1.5), short(b"x" * 1_000_000)
+    ('1.5', "b'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx… (1,000,000 bytes)")
+    """
+    is_long = isinstance(value, str | bytes) and len(value) > _LONGEST  # megabytes are not written out to be cut
+    text = plain(show(value[:_LONGEST] if is_long else value))
+    if not is_long and len(text) <= _LONGEST:
+        return text
+    if isinstance(value, str | bytes):
+        return f"{text[:32]}… ({counted(len(value), 'byte' if isinstance(value, bytes) else 'character')})"
+    return text[: _LONGEST - 1] + "…"
 
 
 def layout(dtype: str | None, shape: Sequence[int] | None) -> str:
-    """
+    """dtype and shape in one word.
+
     >>> layout("float32", (2, 3))
     'float32[2,3]'
     """
@@ -164,7 +193,7 @@ def layout(dtype: str | None, shape: Sequence[int] | None) -> str:
 
 
 def ask(question: str, read: Callable[[], str] | None = None) -> bool:
-    """Whether the user says yes; asked on stderr, so that a piped result stays clean."""
+    """Ask the user on stderr, so that a piped result stays clean; True for yes."""
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     answer = (read or sys.stdin.readline)()

@@ -1,32 +1,35 @@
-"""What can be typed: the commands, their options and their help. Imports nothing of the library, so help is instant."""
+"""The commands, their options and their help. Imports nothing else of the library, so that help comes at once."""
 
 import argparse
 from typing import Any
 
 from shardkeep._version import __version__
 
-ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+FINDINGS, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+FLAGS = ("nan", "inf", "all_zero", "constant", "huge", "denormal")  # of `stats`
 
 _CODES = """exit codes:
-  0    all is well (diff: equal; clean: nothing is left)
-  1    findings (verify: damage; diff: differences; clean: left-overs remain)
+  0    success (diff: no differences; clean: nothing left to remove)
+  1    findings (verify: damage; diff: differences; stats: a flag listed in --fail-on;
+       clean: files remain)
   2    an error, or a wrong command line
   130  interrupted with Ctrl-C
-  141  the reader of the output went away (… | head)
+  141  the output was closed before everything was written (… | head)
 
 environment:
-  NO_COLOR         any value: no colours on the terminal
-  SHARDKEEP_DEBUG  any value: show where an error came from, like --debug"""
+  NO_COLOR         if set, print no colours
+  SHARDKEEP_DEBUG  if set, print the traceback of errors, like --debug"""
 
-_ABOUT = """Look at, check, compare, convert and tidy checkpoints.
+_ABOUT = """List, inspect, verify, compare, convert and clean up checkpoints.
 
 PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or an
-eFormer checkpoint, on disk or in a bucket (gs://, s3://). Nothing needs an accelerator, and nothing
-in a file is executed."""
+eFormer checkpoint, on disk or in a bucket (gs://, s3://). No command uses an accelerator or
+executes code stored in a checkpoint."""
+_INCLUDE = "only leaves whose key (names joined with /) matches this regular expression (re.search)"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="shardkeep", description=_ABOUT, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,14 +49,14 @@ def _command(commands: Any, name: str, summary: str, about: str, example: str) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    command.add_argument("--debug", action="store_true", help="show where an error came from")
+    command.add_argument("--debug", action="store_true", help="print the traceback of errors")
     return command
 
 
-def _add_choice(command: argparse.ArgumentParser, *, match: bool = True) -> None:
-    command.add_argument("--prefix", metavar="P", help="only the tree of this prefix")
-    if match:
-        command.add_argument("--match", metavar="REGEX", help="only leaves whose key, joined with /, it is found in")
+def _add_choice(command: argparse.ArgumentParser, *, include: bool = True) -> None:
+    command.add_argument("--prefix", metavar="P", help="only the tree with this prefix")
+    if include:
+        command.add_argument("--include", metavar="REGEX", help=_INCLUDE)
 
 
 def _add_ls(commands: Any) -> None:
@@ -61,26 +64,32 @@ def _add_ls(commands: Any) -> None:
         commands,
         "ls",
         "list the checkpoints at and below a path",
-        "Shows age, size on disk, format, prefixes and state: complete, saving (a save is at work),\n"
-        "unfinished (a save died), damaged, newer (written by a later version), unindexed (zarr arrays\n"
-        "without an index). Sorted by name, step_9 before step_10.",
+        "Shows age, size on disk, format, state and prefixes. States: complete; saving (a save is\n"
+        "running); unfinished (a save died before it committed); damaged (files missing or truncated,\n"
+        "or the manifest corrupted); newer (written by a later version of shardkeep); unindexed (zarr\n"
+        "arrays without an index); unreadable (permission denied, for example). File contents are not\n"
+        "read: see verify. Sorted by name, step_9 before step_10.",
         "  shardkeep ls runs/exp1",
     )
-    command.add_argument("path", metavar="PATH", nargs="?", default=".", help="where to look (default: here)")
+    command.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help="where to look (default: the current directory)"
+    )
 
 
 def _add_inspect(commands: Any) -> None:
     command = _command(
         commands,
         "inspect",
-        "show what a checkpoint holds",
-        "The tree with shapes, dtypes, bytes, pieces, shardings and metadata. No array is read.",
+        "show what a checkpoint contains",
+        "Prints the tree with shapes, dtypes, sizes, pieces, shardings and metadata. Reads no array.",
         "  shardkeep inspect runs/exp1/step_100 --depth 2 --sort size",
     )
     command.add_argument("path", metavar="PATH")
     _add_choice(command)
-    command.add_argument("--depth", metavar="N", type=_positive, help="fold what lies deeper into one line each")
-    command.add_argument("--sort", choices=("name", "size"), help="order of siblings (default: as saved)")
+    command.add_argument(
+        "--depth", metavar="N", type=_positive, help="show N levels, and one line for each subtree below"
+    )
+    command.add_argument("--sort", choices=("name", "size"), help="order of siblings (default: as in the tree)")
 
 
 def _add_verify(commands: Any) -> None:
@@ -88,13 +97,14 @@ def _add_verify(commands: Any) -> None:
         commands,
         "verify",
         "check every stored byte against its digest",
-        "Each bad leaf and file is named. Arrays of other programs carry no digests: of these it is\n"
-        "checked that all files are there and have their size. Of several paths all are checked, also\n"
-        "after one that is bad or cannot be opened; the exit code is that of the worst.",
-        "  shardkeep verify runs/exp1/step_*",
+        "Names every damaged leaf and file. Arrays written by other programs have no digests: for these\n"
+        "it checks that every file is there and has the right size. Checks all checkpoints that ls lists\n"
+        "at and below each PATH, even after one that is damaged or cannot be opened. The exit code is\n"
+        "the worst. A save that is running is not a finding.",
+        "  shardkeep verify runs/exp1",
     )
-    command.add_argument("paths", metavar="PATH", nargs="+")
-    _add_choice(command, match=False)
+    command.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a directory of checkpoints")
+    _add_choice(command, include=False)
 
 
 def _add_diff(commands: Any) -> None:
@@ -102,18 +112,23 @@ def _add_diff(commands: Any) -> None:
         commands,
         "diff",
         "compare two checkpoints",
-        "Leaves that only one of them has, shapes, dtypes, and values: the largest absolute difference,\n"
-        "how many elements changed, NaNs. Memory stays bounded. Arrays stored in the same parts with the\n"
-        "same digests are equal and are not read again, unless --values asks for it; with --no-values\n"
-        "no array is read at all, and what digests cannot tell is reported as not compared.",
-        "  shardkeep diff runs/exp1/step_100 runs/exp1/step_200 --match 'layers/0/.*'",
+        "Reports leaves that only one of them has, and differences in shape, dtype and values: the\n"
+        "maximum absolute difference, the number of elements that changed, and NaNs. Memory use is\n"
+        "bounded. Arrays stored in the same pieces with the same digests are equal and are not read,\n"
+        "unless you pass --values. With --no-values no array is read, and arrays whose digests cannot\n"
+        "be compared are reported as not compared.",
+        "  shardkeep diff runs/exp1/step_100 runs/exp1/step_200 --include 'layers/0/.*'",
     )
     command.add_argument("a", metavar="A")
     command.add_argument("b", metavar="B")
-    command.add_argument("--prefix", metavar="P", help="only the tree of this prefix, of both")
-    command.add_argument("--prefix-b", metavar="P", help="compare it with this prefix of B")
-    command.add_argument("--match", metavar="REGEX", help="only leaves whose key, joined with /, it is found in")
-    command.add_argument("--values", action=argparse.BooleanOptionalAction, help="read all arrays, or none")
+    command.add_argument("--prefix", metavar="P", help="only the tree with this prefix, in both")
+    command.add_argument("--prefix-b", metavar="P", help="the prefix in B, if it differs from --prefix")
+    command.add_argument("--include", metavar="REGEX", help=_INCLUDE)
+    command.add_argument(
+        "--values",
+        action=argparse.BooleanOptionalAction,
+        help="read all arrays, or none (default: those whose digests do not show that they are equal)",
+    )
 
 
 def _add_convert(commands: Any) -> None:
@@ -121,60 +136,91 @@ def _add_convert(commands: Any) -> None:
         commands,
         "convert",
         "write a checkpoint in another format",
-        "Structure, plain values and metadata are kept. DST ending in .safetensors gives plain files\n"
-        "with whole arrays under Hugging Face names, any other DST a checkpoint directory. Memory stays\n"
-        "bounded: arrays are mapped from SRC or, where they must be decoded, cast or put together, made\n"
-        "in an unnamed file beside DST. Several prefixes are written one after another, each whole.\n\n"
-        "--match, --subtree and --rename are applied in this order. Keys are joined with /, as in 'params/dense'.",
+        "Structure, plain values and metadata are kept. If DST ends in .safetensors, it becomes plain\n"
+        "safetensors files with unsharded arrays, named as Hugging Face does; otherwise a checkpoint\n"
+        "directory. Memory use is bounded: arrays are memory-mapped from SRC or, if they must be\n"
+        "decompressed, cast or assembled, prepared in an unnamed file next to DST. If SRC has several\n"
+        "prefixes, each is committed separately.\n\n"
+        "--include, --subtree and --rename are applied in this order. The names in a key are joined\n"
+        "with /, as in 'params/dense/kernel'.",
         "  shardkeep convert runs/exp1/step_100 export/model.safetensors --subtree params --dtype bfloat16",
     )
     command.add_argument("source", metavar="SRC")
     command.add_argument("destination", metavar="DST")
-    command.add_argument("--format", choices=("safetensors", "tensorstore"), default="safetensors")
-    command.add_argument("--compression", choices=("zstd",), help="with --format tensorstore")
-    command.add_argument("--dtype", metavar="D", help="cast arrays of its own kind (floats with bfloat16, …)")
+    command.add_argument(
+        "--format",
+        choices=("safetensors", "zarr", "tensorstore"),
+        default="safetensors",
+        help="format of a checkpoint directory (default: safetensors; tensorstore is an alias of zarr)",
+    )
+    command.add_argument("--compression", choices=("zstd",), help="compress arrays; needs --format zarr")
+    command.add_argument(
+        "--dtype", metavar="D", help="cast arrays of the same kind: bfloat16 casts floats, int8 integers"
+    )
     _add_choice(command)
-    command.add_argument("--subtree", metavar="KEY", help="only what lies below this key, named from there")
+    command.add_argument("--subtree", metavar="KEY", help="only the leaves below this key, named relative to it")
     command.add_argument(
         "--rename",
         metavar="OLD=NEW",
         action="append",
         default=[],
-        help="replace what a regular expression finds in keys; may be repeated; structure becomes nested dicts",
+        help="replace every match of the regular expression OLD in each key (re.sub); the result is a tree of nested "
+        "dicts; may be repeated",
     )
-    command.add_argument("--max-shard-size", metavar="S", help="of .safetensors files, for example 5GB (the default)")
-    command.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    command.add_argument("--max-shard-size", metavar="S", help="maximum size of a .safetensors file (default: 5GB)")
+    command.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
 
 
 def _add_stats(commands: Any) -> None:
     command = _command(
         commands,
         "stats",
-        "show the numbers in each array",
-        "Least, greatest, mean and standard deviation of the finite values (of complex numbers: of their\n"
-        "magnitudes), counts of NaN, Inf and zero. Flags arrays that are all zero, constant, hold NaN,\n"
-        "Inf, huge values (1e8, or half of what the dtype holds) or more than 1 % denormals.",
-        "  shardkeep stats runs/exp1/step_100 --match kernel",
+        "summarize the values of each array",
+        "Prints min, max, mean and standard deviation of the finite values (for complex numbers, of their\n"
+        "magnitudes), and the number of NaNs, infinities and zeros. Flags arrays that look wrong:\n"
+        '  nan       it contains NaN (shown as "all nan" if it contains nothing else)\n'
+        "  inf       it contains infinities\n"
+        "  all_zero  all its values are zero\n"
+        "  constant  all its values are equal, and not zero\n"
+        "  huge      a magnitude of 1e8 or more, or of half the maximum of the dtype\n"
+        "  denormal  more than 1 % of its values are denormal",
+        "  shardkeep stats runs/exp1/step_100 --include kernel --fail-on nan,inf",
     )
     command.add_argument("path", metavar="PATH")
     _add_choice(command)
+    command.add_argument(
+        "--fail-on",
+        metavar="FLAGS",
+        type=_flags,
+        default=(),
+        help=f"exit with 1 if a leaf has one of these flags, separated by commas: {', '.join(FLAGS)}, or any",
+    )
 
 
 def _add_clean(commands: Any) -> None:
     command = _command(
         commands,
         "clean",
-        "remove what dead saves left behind",
-        "Looks at and below PATH for files that saves which died had recorded and no checkpoint needs.\n"
-        "Files of running saves, of checkpoints, and files nobody recorded are never touched.",
+        "remove files that interrupted saves left behind",
+        "Looks at and below PATH for files that belong to saves that died and to no checkpoint. Files of\n"
+        "running saves, of checkpoints, and files that shardkeep did not write are never removed.",
         "  shardkeep clean runs/exp1 --dry-run",
     )
     command.add_argument("path", metavar="PATH")
-    command.add_argument("--yes", action="store_true", help="do not ask")
-    command.add_argument("--dry-run", action="store_true", help="only tell what would go")
+    command.add_argument("--yes", action="store_true", help="remove without asking")
+    command.add_argument("--dry-run", action="store_true", help="only show what would be removed")
 
 
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number, at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return int(text)
+
+
+def _flags(text: str) -> tuple[str, ...]:
+    """The flags in a list such as "nan,inf"; `any` stands for all of them."""
+    names = [name.strip().lower().replace("-", "_").replace(" ", "_") for name in text.split(",")]
+    unknown = [name for name in names if name not in (*FLAGS, "any")]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown flag {unknown[0]!r}; choose from {', '.join(FLAGS)}, any")
+    return FLAGS if "any" in names else tuple(dict.fromkeys(names))

@@ -1,7 +1,7 @@
-"""A target that records leaves as another checkpoint had them, whatever they look like to the save.
+"""A save target that records leaves as the source of a conversion does.
 
-A save sees a list of NumPy arrays. Here they get back their paths, their kinds (a leaf that was a `jax.Array` is to be
-loaded as one), their extra facts, their place in the structure, and the parts they were stored in. So nothing has to
+The save sees a list of NumPy arrays. This target gives them back their paths, their kinds (what was a `jax.Array` is
+loaded as one again), their attributes, their place in the tree and the pieces they were stored in. So no array has to
 be put on a device, and no class of the tree has to be imported.
 """
 
@@ -17,11 +17,11 @@ from shardkeep.manifest import Manifest, StoredLeaf, Tree
 from shardkeep.planning import Draft, LeafPlan, SavePlan
 from shardkeep.tree import Path
 
-_KEPT = ("impl", "sharding", "order")
+_KEPT = ("impl", "sharding", "order", "lengths")
 
 
 class RestoringTarget:
-    """Where a converted tree goes: the target itself, but for the names and kinds of leaves."""
+    """The destination of a converted tree: another target, except for the paths and kinds of leaves."""
 
     def __init__(self, inner: Target, source: Tree, recorded: Sequence[StoredLeaf], parts: Sequence[Part]) -> None:
         self._inner, self._source = inner, source
@@ -40,7 +40,7 @@ class RestoringTarget:
         first: dict[int, int] = {}
         for part, staged in zip(self._parts, leaves, strict=True):
             held.setdefault(part.leaf, []).append(part.region)
-            first.setdefault(part.leaf, staged.first_held)  # parts of a leaf lie one after another
+            first.setdefault(part.leaf, staged.first_held)  # the parts of a leaf follow each other
         restored = [
             LeafPlan(
                 leaf.path, leaf.kind, leaf.spec, leaf.value, dict(leaf.extra), tuple(held.get(i, ())), first.get(i, 0)
@@ -54,18 +54,20 @@ class RestoringTarget:
         return self._inner.finish(turn, tree)
 
     def _compare(self, written: Tree) -> None:
-        """Before it counts: what was written as it was read must have the digests it was saved with."""
+        """Before the commit: arrays that were not cast must still have the digests they were saved with."""
         for old, new in zip(self._source.leaves, written.leaves, strict=True):
             if old.spec != new.spec:
                 continue
             known = {piece.region: piece.digests for piece in old.pieces if piece.digests is not None}
             for piece in new.pieces:
                 if known.get(piece.region, piece.digests) != piece.digests:
-                    raise IntegrityError(f"leaf {old.key!r} changed while it was being converted; nothing was written")
+                    raise IntegrityError(
+                        f"leaf {old.key!r} changed while it was being converted; nothing was committed"
+                    )
 
 
 def recorded_leaf(leaf: StoredLeaf, spec: Any) -> StoredLeaf:
-    """A leaf as it will be recorded: an array of another program becomes one of ours, to be loaded onto devices."""
+    """A leaf as the conversion records it; an array that another program wrote is recorded as a `jax.Array`."""
     if leaf.spec is None:
         return leaf
     extra = {name: leaf.extra[name] for name in _KEPT if name in leaf.extra}

@@ -1,4 +1,4 @@
-"""Finding checkpoints at and below a place, whole or not, without opening what cannot be one."""
+"""The checkpoints at and below a path, complete or not. Reads their manifests and lists their files, no more."""
 
 import datetime
 import os
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardkeep.arrays import Region
 from shardkeep.cli.output import moment_of, natural
-from shardkeep.commit import Target, recorded_names
+from shardkeep.commit import Target
+from shardkeep.damage import find_damage
 from shardkeep.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -18,10 +18,10 @@ from shardkeep.errors import (
 )
 from shardkeep.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.formats.eformer import INDEX as EFORMER_INDEX
-from shardkeep.formats.zarr import ZARRAY, describe
+from shardkeep.formats.zarr import ZARRAY
 from shardkeep.manifest import MANIFEST, Manifest
 from shardkeep.opening import find
-from shardkeep.scopes import Scope
+from shardkeep.running import recorded_names, unfinished_saves
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL, LocalStore
 from shardkeep.stores.places import location, sibling, store_at
@@ -34,7 +34,7 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, or what is left of one. `path` is what other commands take, `name` how it was found."""
+    """A checkpoint, or what is left of one. `path` is what other commands take, `name` is relative to the survey."""
 
     path: str
     name: str
@@ -43,7 +43,7 @@ class Found:
     target: Target | None = None
     manifest: Manifest | None = None
     problem: str | None = None
-    absent: bool = False  # a document is there, and says that nothing is committed
+    absent: bool = False  # it looked like a checkpoint, but is not one
 
     @property
     def store(self) -> Store | None:
@@ -51,7 +51,7 @@ class Found:
 
     @property
     def size(self) -> int:
-        """Bytes in the files it names; of an unfinished one, in the files its saves recorded."""
+        """Bytes in its files; for an unfinished one, in the files that its saves recorded."""
         if self.manifest is not None:
             return sum({f.name: f.size for tree in self.manifest.trees.values() for f in tree.files}.values())
         store = self.store
@@ -62,7 +62,7 @@ class Found:
 
     @property
     def created(self) -> datetime.datetime | None:
-        """When it was last saved to: as recorded, or else when its file was changed."""
+        """When it was saved: the recorded time, or the modification time of a file."""
         if self.manifest is None or self.target is None:
             return None
         trees = self.manifest.trees.values()
@@ -83,7 +83,11 @@ def _changed(store: Store, names: list[str]) -> datetime.datetime | None:
 
 
 def survey(path: str) -> list[Found]:
-    """Every checkpoint at and below a path, by name."""
+    """Every checkpoint at and below a path, sorted by name.
+
+    Raises:
+        CheckpointNotFoundError: The path does not exist.
+    """
     where = location(path)
     store = store_at(where)
     if not store.children(""):
@@ -96,7 +100,7 @@ def survey(path: str) -> list[Found]:
 
 
 def _survey_one(path: str, store: Store) -> list[Found]:
-    """A path that is no directory with something in it: a file, the start of file names, or nothing."""
+    """The checkpoint at a path that is not a directory with files: a file, the stem of several files, or nothing."""
     target = find(path)
     if not isinstance(target, Exchange):
         if isinstance(store, LocalStore) and store.identity("") is None:
@@ -110,7 +114,7 @@ def _survey_one(path: str, store: Store) -> list[Found]:
 
 @dataclass
 class _Walk:
-    """Goes down a directory. `has_arrays`: zarr arrays were met that no checkpoint found so far holds."""
+    """Walks a directory. `has_arrays`: it came across zarr arrays that belong to no checkpoint found so far."""
 
     has_arrays: bool = False
 
@@ -121,7 +125,7 @@ class _Walk:
         except OSError as error:
             yield Found(where, name, "unreadable", "directory", problem=str(error))
             return
-        identity = store.identity("")  # None where there are no directories, and so no links that lead back up
+        identity = store.identity("")  # None in a bucket, which has no links that could lead back up
         if depth > _DEEPEST or (identity is not None and identity in above):
             return
         if ZARRAY in inside:
@@ -135,12 +139,12 @@ class _Walk:
                 if found.manifest is None:
                     return
             trees = found.manifest.trees.values() if found.manifest else ()
-            taken = {file.name.partition("/")[0] for tree in trees for file in tree.files}
+            taken = {name.partition("/")[0] for tree in trees for name in tree.names}
         yield from _exchange_files(where, name, [n for n in inside if n not in taken])
         yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
 
     def _below(self, where: str, name: str, inside: list[str], depth: int, above: frozenset[object]) -> Iterator[Found]:
-        """Arrays without an index belong to the topmost directory that holds nothing else."""
+        """Walk the subdirectories. Arrays without an index belong to the topmost directory that has nothing else."""
         any_found = False
         bare: list[str] = []
         before, self.has_arrays = self.has_arrays, False
@@ -164,7 +168,7 @@ class _Walk:
 
 
 def _exchange_files(where: str, name: str, inside: list[str]) -> Iterator[Found]:
-    """Safetensors files by what their names have in common, and saves of such that left only their control files."""
+    """Safetensors files, shards of one checkpoint together, and saves of such files that left only control files."""
     control = f"{SUFFIX}.shardkeep"
     left = [child[1 : -len(control)] for child in inside if child.startswith(".") and child.endswith(control)]
     for base in dict.fromkeys([*left, *exchange_bases(inside)]):
@@ -175,7 +179,7 @@ def _exchange_files(where: str, name: str, inside: list[str]) -> Iterator[Found]
 
 
 def look(path: str, name: str, unindexed: bool = False) -> Found:
-    """What lies at one place; whatever is wrong with it is a state, not an error."""
+    """The checkpoint at one path. A problem with it is a state, not an error."""
     target: Target | None = None
     manifest: Manifest | None = None
     kind: Kind = "exchange" if path.endswith(SUFFIX) else "directory"
@@ -201,34 +205,12 @@ def _state(error: Exception, target: Target | None) -> State:
 
 def _check_files(store: Store, manifest: Manifest) -> None:
     """`IntegrityError` unless all files are there and have their size; what is in them is for `verify`."""
-    for tree in manifest.trees.values():
-        sizes = store.sizes(file.name for file in tree.files)
-        wrong = [file for file in tree.files if sizes[file.name] != file.size]
-        if wrong:
-            what = f"{len(wrong)} of {len(tree.files)} files are missing or do not have their size"
-            raise IntegrityError(f"{what}, among them {store.locate(wrong[0].name)}")
-        there = {file.name for file in tree.files}
-        for leaf in tree.leaves:
-            if leaf.kind != "zarr" or leaf.spec is None:
-                continue
-            directory = leaf.extra["directory"]
-            names = describe(store, directory).chunk_names(Region.whole(leaf.spec.shape))
-            start = f"{directory}/" if directory else ""
-            missing = [name for name in names if start + name not in there]
-            if missing:
-                raise IntegrityError(f"leaf {leaf.key!r}: {len(missing)} of {len(names)} chunks are missing")
+    damage = find_damage(store, manifest.trees.values())
+    if damage is not None:
+        raise IntegrityError(damage)
 
 
 def _unfinished(target: Target | None) -> State:
     """Whether a save is still at work there."""
-    if target is None:
-        return "unfinished"
-    store = target.store
-    with Scope(f"looking at {target.where}") as scope:
-        for save in store.children(store.saves):
-            try:
-                if store.try_hold(f"{store.saves}/{save}", scope) is None:
-                    return "saving"
-            except OSError:  # not ours to look at
-                return "unfinished"
-    return "unfinished"
+    running = target is not None and any(save.is_running for save in unfinished_saves(target.store))
+    return "saving" if running else "unfinished"

@@ -1,4 +1,4 @@
-"""How pieces become files. A Format only lays out: one writer and one reader serve them all."""
+"""How pieces become files. A Format only decides the layout; one writer and one reader serve all formats."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,19 +8,19 @@ from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
 
 
 class Format(Protocol):
-    """A way to arrange pieces in files that other programs can read."""
+    """A way to lay pieces out in files that other programs can read."""
 
     name: str
     compression: str | None
     whole: int
-    """Arrays of up to so many bytes, if one process holds all of them, are stored as one piece."""
+    """Arrays of at most this many bytes that one process holds completely are stored as one piece."""
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
-        """The regions a held shard is stored as."""
+        """The regions that a shard is stored as."""
         ...
 
     def lay_out(
         self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
     ) -> list[FilePlan]:
-        """The files to write below `directory`, with every piece in its place."""
+        """The files to write below `directory`, each with its pieces and their offsets."""
         ...

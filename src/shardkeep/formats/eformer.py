@@ -1,7 +1,8 @@
-"""eFormer's checkpoint directories: read as they are, and the index that lets eFormer read ours.
+"""eFormer's checkpoint directories, read in place, and the index that lets eFormer read ours.
 
-Version 1.0 of the index has no prefixes, 2.0 (and later ones, named after the package) has; without any index the
-zarr arrays are found by looking. Structures come from `<prefix>_structure.json`, their pickles decoded inertly.
+Version 1.0 of the index has no prefixes; 2.0 has them, and so have later versions, which are named after the package.
+Without an index, the directory is searched for zarr arrays. Tree structures come from `<prefix>_structure.json`; the
+pickles in it are decoded without running anything.
 """
 
 import base64
@@ -11,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from shardkeep.digests import digest
@@ -20,10 +22,11 @@ from shardkeep.formats.tensorstore import zarr_dtype
 from shardkeep.formats.zarr import ZARRAY, describe, file_names
 from shardkeep.manifest import MANIFEST, DataFile, Manifest, StoredLeaf, Tree, check_name, check_prefix, no_duplicates
 from shardkeep.naming import prefix_directory
-from shardkeep.nodes import LEAF, Node, StandIn, find_class
+from shardkeep.nodes import LEAF, Node, find_class
 from shardkeep.stores.base import Store
 from shardkeep.stores.local import CONTROL
 from shardkeep.tree import Path, Skeleton, flatten, name_children, nest
+from shardkeep.user_metadata import untagged
 from shardkeep.values import is_plain
 
 log = logging.getLogger("shardkeep")
@@ -31,26 +34,31 @@ log = logging.getLogger("shardkeep")
 INDEX = "tensorstore_index.json"
 METADATA = "checkpoint_metadata.json"
 _MARK = "shardkeep"
-_MOST_AUX = 10_000  # plain values in the aux data of one node
-_FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # what JAX calls a child that has no name
+_MOST_AUX = 10_000  # plain values allowed in the aux data of one node
+_FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without a name
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
 def read_eformer(store: Store, search: bool) -> Manifest | None:
-    """The checkpoint another program left in a directory, described as ours; None if there is none.
+    """Another program's checkpoint in a directory, described as a Manifest; None if there is none.
 
-    `search`: without an index, look for arrays.
+    Args:
+        store: The directory or bucket prefix.
+        search: Whether to search for zarr arrays if there is no index.
     """
     index = _read_json(store, INDEX)
     if index is None:
         return _discover(store) if search else None
     where = store.locate(INDEX)
     if _MARK in index and not search:
-        return None  # beside our own control directory: what a save or a delete of ours left
+        return None  # next to our own control directory: left by a save or delete that did not finish
     if _MARK in index:
-        raise IncompleteCheckpointError(f"{where} was written by shardkeep, but the manifest beside it is missing")
+        raise IncompleteCheckpointError(
+            f"{where} was written by shardkeep, but {MANIFEST} is missing from that directory. Copy {MANIFEST} there "
+            "from the original checkpoint, or save again"
+        )
     if index.get("format") != "tensorstore":
-        raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' can be read")
+        raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' is supported")
     try:
         grouped = {p: _paths(entries) for p, entries in index.get("prefixes", {}).items() if check_prefix(p)}
         if "arrays" in index or not grouped:
@@ -67,10 +75,10 @@ def _discover(store: Store) -> Manifest | None:
     if not found:
         return None
     above = {name[:i] for name in found for i, c in enumerate(name) if c == "/"}
-    # Arrays of a checkpoint below, or of a save of ours into a place below that never finished, are not this one's.
+    # Arrays in a subdirectory with a checkpoint of its own, finished or not, do not belong to this one.
     if any(not {MANIFEST, CONTROL, INDEX}.isdisjoint(store.children(name)) for name in sorted(above)):
         return None
-    log.warning("shardkeep: %s has no index; %d zarr arrays were found by looking", store.url, len(found))
+    log.warning("%s has no %s; a search found %d zarr arrays", store.url, INDEX, len(found))
     return _manifest(store, {"": found}, digest("\n".join(found).encode()))
 
 
@@ -78,12 +86,12 @@ def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> 
     metadata = _read_json(store, METADATA) or {}
     for key in ("checksum", "array_metadata", "custom_metadata"):
         if not isinstance(metadata.get(key, {}), dict | None):
-            raise IntegrityError(f"{store.locate(METADATA)} is malformed: {key} is no object")
+            raise IntegrityError(f"{store.locate(METADATA)} is malformed: {key!r} is not a JSON object")
     trees: dict[str, Tree] = {}
     for prefix, directories in grouped.items():
         name = check_prefix(prefix)
         if name in trees:
-            raise IntegrityError(f"{store.locate(INDEX)} is malformed: it has the prefix {name!r} twice")
+            raise IntegrityError(f"{store.locate(INDEX)} is malformed: it lists the prefix {name!r} twice")
         structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
         trees[name] = _tree(store, prefix, directories, metadata, structure, identity)
     return Manifest(store.url, identity, trees)
@@ -105,7 +113,7 @@ def _tree(
         name = f"{prefix}_structure.json"
         skeleton, places, extras = _structured(structure, store.locate(name))
         metadata = {**metadata, "custom_metadata": extras}
-        files.append(DataFile(name, store.size(name) or 0))  # belongs to the tree: it goes when the tree goes
+        files.append(DataFile(name, store.size(name) or 0))  # part of the tree, so it is removed with it
     for path, place in zip(skeleton.paths(), places, strict=True):
         if not isinstance(place, str):
             leaves.append(StoredLeaf(path, "value", value=place.value))
@@ -117,11 +125,11 @@ def _tree(
 
 
 def _nested(directories: Sequence[str], prefix: str, where: str) -> tuple[Skeleton, list[Any]]:
-    """The tree that the names of its arrays make, and for each leaf the directory."""
+    """The nested dict implied by the names of arrays, and the directory of each leaf."""
     start = f"{prefix}/" if prefix else ""
     places = {tuple(d.removeprefix(start).split("/")): d for d in directories}
     if len(places) < len(set(directories)):
-        raise IntegrityError(f"{where} is malformed: under prefix {prefix!r}, two arrays have the same name")
+        raise IntegrityError(f"{where} is malformed: two arrays of prefix {prefix!r} have the same name")
     skeleton, found = flatten(nest(list(places.items())))
     return skeleton, [leaf.value for leaf in found]
 
@@ -139,14 +147,14 @@ _MALFORMED = (
 
 
 class _Plain:
-    """A leaf that is no array."""
+    """A leaf that is not an array."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[Any], dict[str, Any]]:
-    """The tree a structure file describes, for each leaf its directory or its value, and the user's metadata."""
+    """The tree in a structure file, the directory or value of each leaf, and the user's metadata."""
     try:
         keys, mask = structure["leaf_keys_full"], structure["arr_mask"]
         relpaths = iter(structure["array_relpaths"])
@@ -163,8 +171,8 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
             value = plain_value(decode_pickle(base64.b64decode(payload[str(number)]), where))
             if value is None:
                 no_leaves[number] = None
-            elif isinstance(value, StandIn):
-                no_leaves[number] = Node("custom", (), (), class_name=value.class_name, has_aux=False)
+            elif isinstance(value, Node):
+                no_leaves[number] = value
             else:
                 places.append(_Plain(value))
         return _skeleton(treedef, names, no_leaves), places, dict(structure.get("extras") or {})
@@ -175,7 +183,10 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
 
 
 def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any]) -> Skeleton:
-    """A pickled PyTreeDef (nodes in post-order) as a Skeleton. `no_leaves`: what stands where it has certain leaves."""
+    """A pickled PyTreeDef (nodes in post-order) as a Skeleton.
+
+    `no_leaves` gives, by leaf number, the nodes that replace leaves which are neither arrays nor plain values.
+    """
     if not isinstance(treedef, Record) or treedef.name != "PyTreeDef":
         raise ValueError("not a pickled PyTreeDef")
     nodes = cast(tuple[Any, list[Any]], treedef.state)[1]
@@ -193,7 +204,7 @@ def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any])
     ((root, _),) = stack
     skeleton = Skeleton(root)
     if leaves != len(names) or len(skeleton.paths()) != len(names) - len(no_leaves):
-        raise ValueError("the structure and its list of leaves differ")
+        raise ValueError("the structure does not match its list of leaves")
     return skeleton
 
 
@@ -216,7 +227,7 @@ def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int]
 
 
 def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Any, ...]) -> Node:
-    """A node of a registered class; without its aux data, where that is not plain, it takes a template to rebuild."""
+    """A node of a registered class. Aux data that is not plain is dropped: rebuilding then needs a template."""
     if class_name == "collections:OrderedDict":
         keys = tuple(_key(key) for key in aux)
         return Node("odict", name_children(keys), below, keys)
@@ -229,14 +240,14 @@ def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Any,
 
 
 def _key(key: Any) -> Any:
-    """A dict key as it may be: plain, or a tuple of plain ones (a deeper one could be endless)."""
+    """A dict key, if it is plain or a small tuple of plain values (deeper nesting could be endless)."""
     if key is None or is_plain(key) or (type(key) is tuple and is_plain_within(key, 100)):
         return key
-    raise ValueError("a dict key that is not plain")
+    raise ValueError("a dict key is not a plain value")
 
 
 def _names_of(firsts: list[int], names: Sequence[Path]) -> tuple[str, ...] | None:
-    """What the paths of the leaves call some siblings: the first place where their first leaves differ."""
+    """The names of sibling nodes, taken from leaf paths: the first position where their first leaves differ."""
     paths = [names[i] for i in firsts if i < len(names)]
     if len(paths) != len(firsts) or not paths:
         return None
@@ -259,35 +270,65 @@ def _read_json(store: Store, name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{store.locate(name)} is damaged: {error}") from error
     if not isinstance(data, dict):
-        raise IntegrityError(f"{store.locate(name)} holds no JSON object")
+        raise IntegrityError(f"{store.locate(name)} does not contain a JSON object")
     return data
 
 
-def index_documents(manifest: Manifest, prefix: str, empty: bool = False) -> dict[str, bytes | None]:
-    """The files eFormer reads, for the trees it can: name → content, None for one that must not be there.
+@dataclass(frozen=True)
+class Index:
+    """What `tensorstore_index.json` says: the save that wrote it, if we did, and the directories of its arrays.
 
-    `empty`: where there is no such tree, give an index without arrays instead.
+    `arrays` is None if the index cannot be parsed.
+    """
+
+    save_id: str | None
+    arrays: frozenset[str] | None
+
+
+def read_index(store: Store) -> Index | None:
+    """The index in a directory, ours or eFormer's; None if there is none."""
+    if store.size(INDEX) is None:
+        return None
+    try:
+        index = _read_json(store, INDEX) or {}
+        entries = [*index.get("arrays", ()), *(e for listed in index.get("prefixes", {}).values() for e in listed)]
+        save_id = index.get(_MARK)
+        return Index(save_id if isinstance(save_id, str) else None, frozenset(str(entry["path"]) for entry in entries))
+    except (IntegrityError, TypeError, AttributeError, KeyError):
+        return Index(None, None)
+
+
+def index_documents(manifest: Manifest, empty: bool = False) -> dict[str, bytes | None]:
+    """The files for eFormer that go with a manifest, in the order in which they must be written.
+
+    Args:
+        manifest: What is committed.
+        empty: If eFormer can read none of the trees, return an index without arrays instead of none.
+
+    Returns:
+        The content of each file by name; None for a file that must not exist.
     """
     trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
     if not trees and not empty:
-        return {INDEX: None, METADATA: None}
+        return {METADATA: None, INDEX: None}
     index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
     index["prefixes"] = {p: entries for p, entries in trees.items() if p}
     if "" in trees or not trees:
         index["arrays"] = trees.get("", [])
-    metadata = dict(manifest.trees[prefix].metadata)
-    return {INDEX: json.dumps(index, indent=1).encode(), METADATA: json.dumps(metadata).encode()}
+    newest = next((tree for tree in manifest.trees.values() if tree.save_id == manifest.save_id), None)
+    metadata = {} if newest is None else untagged(dict(newest.metadata))
+    return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
 
 
 def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
     """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
-    if not tree.indexed or not (tree.format == "tensorstore" or any(leaf.kind == "zarr" for leaf in tree.leaves)):
+    if not tree.indexed or not (tree.format == "zarr" or any(leaf.kind == "zarr" for leaf in tree.leaves)):
         return None
     directory = prefix_directory(prefix)
     if directory != prefix.replace(".", "/"):
-        return None  # it takes the prefix from the path
+        return None  # eFormer takes the prefix from the path
     start = f"{directory}/" if directory else ""
-    present = {file.name for file in tree.files}
+    present = tree.clean_names or {file.name for file in tree.files}
     arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
     entries: list[dict[str, Any]] = []
     for leaf in arrays:
@@ -296,12 +337,12 @@ def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
         if f"{place}/{ZARRAY}" in present and (leaf.kind == "zarr" or _same_type(leaf)):
             entries.append({"path": place, "shape": list(leaf.spec.shape), "dtype": leaf.spec.dtype.name})
     keys = Counter(entry["path"].replace("/", ".") for entry in entries)
-    entries = [entry for entry in entries if keys[entry["path"].replace("/", ".")] == 1]  # it would mix them up
+    entries = [entry for entry in entries if keys[entry["path"].replace("/", ".")] == 1]  # eFormer would mix them up
     return entries if entries or not arrays else None
 
 
 def _same_type(leaf: StoredLeaf) -> bool:
-    """Whether zarr has the leaf's own type, rather than its bits under another."""
+    """Whether zarr has the leaf's dtype, so that its bits are not stored under another one."""
     assert leaf.spec is not None
     name = zarr_dtype(leaf.spec.dtype)
-    return leaf.kind != "prng" and (name == leaf.spec.dtype.name or name == leaf.spec.dtype.str)
+    return leaf.kind not in ("prng", "per_process") and (name == leaf.spec.dtype.name or name == leaf.spec.dtype.str)

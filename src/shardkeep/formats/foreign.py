@@ -1,4 +1,7 @@
-"""Files other programs wrote, described as a Tree so that the one load path reads them. They carry no digests."""
+"""Safetensors files of other programs, described as a Tree so that the usual load path reads them.
+
+They have no digests.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,14 +22,14 @@ _PACKED = {"F4": "float4_e2m1fn"}
 def tree_of_safetensors(
     files: Sequence[DataFile], headers: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], where: str
 ) -> Tree:
-    """One Tree of all tensors in some safetensors files; dotted names nest."""
+    """One Tree of all tensors in some safetensors files; dots in their names start subtrees."""
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     notes: dict[str, str] = {}
     for number, (metadata, tensors) in enumerate(headers):
         notes |= _dtype_notes(metadata)
         for name, entry in tensors.items():
             if name in found:
-                raise IntegrityError(f"{where}: tensor {name!r} is in two files")
+                raise IntegrityError(f"{where}: two files contain tensor {name!r}")
             found[name] = (number, entry)
     skeleton, leaves = flatten(nest([((name,), name) for name in found]))
     stored = tuple(_leaf(leaf.path, leaf.value, *found[leaf.value], files, notes, where) for leaf in leaves)
@@ -51,7 +54,7 @@ def _leaf(
     if dtype is None:
         if entry["dtype"] not in _PACKED:
             raise IntegrityError(
-                f"{where}: tensor {name!r} has the packed type {entry['dtype']}, which cannot be loaded"
+                f"{where}: tensor {name!r} has the packed dtype {entry['dtype']}, which is not supported"
             )
         spec = ArraySpec(shape, dtype_from_name(_PACKED[entry["dtype"]]))
         piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None, stored=end - start)
@@ -61,7 +64,7 @@ def _leaf(
         shape = shape if dtype.itemsize == 1 else shape[:-1]
     spec = ArraySpec(shape, dtype)
     if spec.nbytes != end - start:
-        raise IntegrityError(f"{where}: tensor {name!r} does not have the type noted for it")
+        raise IntegrityError(f"{where}: the size of tensor {name!r} does not match the dtype noted for it")
     return StoredLeaf(path, "jax", spec, (Piece(Region.whole(shape), number, offset, spec.nbytes, None),))
 
 
@@ -73,7 +76,7 @@ def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
 
 
 def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Which tensors are bits of another type than the header can say."""
+    """The dtypes of tensors that are stored under another one because safetensors has no name for theirs."""
     try:
         notes = json.loads(metadata.get("dtypes", "{}"))
     except (ValueError, RecursionError):

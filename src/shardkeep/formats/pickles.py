@@ -1,7 +1,7 @@
 """eFormer's pickled tree structures, decoded without running anything they contain.
 
-Every class or function a pickle names becomes an inert record: nothing is imported, looked up or called. What comes
-out is plain values, plus records where the pickle wanted something else.
+Every class or function that a pickle names becomes an inert `Record`: nothing is imported, looked up or called. The
+result consists of plain values, with records in place of everything else.
 """
 
 import io
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardkeep.arrays import dtype_from_name, dtype_name
 from shardkeep.errors import IntegrityError
-from shardkeep.nodes import StandIn
+from shardkeep.nodes import Node
 from shardkeep.values import is_plain
 
 _LIMIT = 64 << 20
@@ -22,7 +22,7 @@ _MOST_IN_KEY = 100
 
 
 class Record:
-    """What stands for an object of a class that a pickle names."""
+    """A placeholder for an object of a class that a pickle names."""
 
     module = ""
     name = ""
@@ -40,7 +40,7 @@ class Record:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise pickle.UnpicklingError("not a dict")
+        raise pickle.UnpicklingError("it sets items on an object that is not a dict")
 
     @classmethod
     def class_name(cls) -> str:
@@ -48,7 +48,7 @@ class Record:
 
 
 class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
-    """The unpickler in Python, whose steps can be guarded: the one in C hashes, allocates and recurses unasked."""
+    """The pure Python unpickler, because its opcodes can be guarded; the C one hashes and allocates unchecked."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # pyright: ignore[reportPrivateUsage]
 
@@ -68,23 +68,23 @@ class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         raise pickle.UnpicklingError("persistent ids are not supported")
 
     def get_extension(self, code: int) -> None:
-        raise pickle.UnpicklingError("extensions are not supported")  # they come alive out of copyreg's cache
+        raise pickle.UnpicklingError("extensions are not supported")  # copyreg's cache would return real objects
 
 
 def _guarded(opcode: bytes, keys: slice) -> Any:
-    """An opcode that hashes these values of the stack, once it is known that hashing them is quick."""
+    """An opcode that hashes these values of the stack, guarded so that it runs only if hashing them is quick."""
     load = _InertUnpickler.dispatch[opcode[0]]
 
     def guarded(unpickler: Any) -> None:
         if not all(_is_key(value) for value in unpickler.stack[keys]):
-            raise pickle.UnpicklingError("a key that is not plain")
+            raise pickle.UnpicklingError("a key is not a plain value")
         load(unpickler)
 
     return guarded
 
 
 def _load_bytearray(unpickler: Any) -> None:
-    """As many bytes as there are, rather than room for as many as are announced."""
+    """Read the bytes that exist, instead of allocating as many as the pickle announces."""
     (length,) = struct.unpack("<Q", unpickler.read(8))
     unpickler.append(bytearray(unpickler.read(length)))
 
@@ -100,7 +100,7 @@ _InertUnpickler.dispatch |= {
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a value is quickly hashed: plain, or a tuple of little; one that repeats or nests itself is neither."""
+    """Whether a value is quick to hash: plain, or a small tuple that does not nest or repeat itself endlessly."""
     pending = [value]
     for _ in range(_MOST_IN_KEY):
         if not pending:
@@ -114,9 +114,9 @@ def _is_key(value: Any) -> bool:
 
 
 def decode_pickle(data: bytes, where: str) -> Any:
-    """The plain values and inert records in a pickle."""
+    """The plain values and inert records in a pickle. `where` names the file in errors."""
     if len(data) > _LIMIT:
-        raise IntegrityError(f"{where}: a pickled structure of {len(data):,} bytes is not plausible")
+        raise IntegrityError(f"{where}: a pickled structure has {len(data):,} bytes, more than the limit of {_LIMIT:,}")
     try:
         return _InertUnpickler(data).load()
     except (
@@ -137,16 +137,21 @@ def decode_pickle(data: bytes, where: str) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A decoded leaf as a plain value: numbers that pickle as calls rebuilt, anything else as a stand-in."""
+    """A decoded leaf as a plain value. Numbers that pickle as calls are rebuilt, the rest is an `OpaqueNode`."""
     if isinstance(value, Record):
         scalar = _complex(value) if value.class_name() == "builtins:complex" else _numpy_scalar(value)
-        return StandIn(value.class_name(), {}) if scalar is None else scalar
-    # A container is no leaf, and one that refers to itself over and over would take for ever to look through.
-    return value if value is None or is_plain(value) else StandIn(f"builtins:{type(value).__name__}", {})
+        return _opaque(value.class_name()) if scalar is None else scalar
+    # Containers are not leaves, and one that contains itself repeatedly would take forever to inspect.
+    return value if value is None or is_plain(value) else _opaque(f"builtins:{type(value).__name__}")
+
+
+def _opaque(class_name: str) -> Node:
+    """A node without children that is loaded as an `OpaqueNode`."""
+    return Node("custom", (), (), class_name=class_name, has_aux=False)
 
 
 def is_plain_within(value: Any, most: int, depth: int = 50) -> bool:
-    """Whether a decoded value is plain through and through, looking at no more than so many values and levels."""
+    """Whether a decoded value is plain at every level, having at most `most` values in at most `depth` levels."""
     pending = [(value, 0)]
     for seen in range(most + 1):
         if not pending:
@@ -162,17 +167,17 @@ def is_plain_within(value: Any, most: int, depth: int = 50) -> bool:
 
 
 def _complex(record: Record) -> complex | None:
-    """A complex number is pickled as complex(real, imag)."""
+    """A complex number, which is pickled as complex(real, imag)."""
     return complex(*record.args) if [type(part) for part in record.args] == [float, float] else None
 
 
 def _numpy_scalar(record: Record) -> Any:
-    """numpy scalars are pickled as scalar(dtype, bytes)."""
+    """A NumPy scalar, which is pickled as scalar(dtype, bytes)."""
     if record.name != "scalar" or not record.module.startswith("numpy") or len(record.args) != 2:
         return None
     kind, raw = record.args
     try:
-        if not isinstance(kind.args[0], str):  # NumPy would look through any list of lists, however often it repeats
+        if not isinstance(kind.args[0], str):  # NumPy would inspect nested lists, however often they repeat
             return None
         dtype = dtype_from_name(dtype_name(np.dtype(kind.args[0])))
         return np.frombuffer(raw, dtype=dtype)[0] if len(raw) == dtype.itemsize else None

@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes of length, a JSON header, tensors back to back.
 
-Data starts on a page. Pieces of whole pages come first, so that each of them starts on one, then those whose length
-divides by 64: so a mapped file can be used as an array without a copy.
+Data starts on a page boundary. Pieces that consist of complete pages come first, so that each of them starts on a
+page, then pieces whose length is a multiple of 64. A mapped file can then be used as an array without a copy.
 """
 
 import json
@@ -21,7 +21,7 @@ from shardkeep.processes import LEADER
 from shardkeep.sharing import SMALL
 from shardkeep.tree import join_key
 
-HEADER_LIMIT = 100_000_000  # what readers of the format accept
+HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
 FILE_LIMIT = 8 << 30
 
 TO_CODE = {
@@ -50,7 +50,11 @@ FROM_CODE = {code: name for name, code in TO_CODE.items()}
 
 @dataclass
 class SafetensorsFormat:
-    """Few large files, pieces packed as the devices hold them. `limit`: bytes of a file; larger arrays are cut."""
+    """Few large files, with pieces packed as the devices hold them.
+
+    Args:
+        limit: The size limit of a file in bytes; larger arrays are split. None for the default limit without splitting.
+    """
 
     limit: int | None = None
     name: str = "safetensors"
@@ -81,7 +85,7 @@ class SafetensorsFormat:
 
 
 def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:
-    """The leaf's key; for a part of the leaf also its region, after a backslash that no key has unescaped."""
+    """The leaf's key, followed by the region if it is a part, after a backslash that no key contains unescaped."""
     assert spec is not None
     key = key if key.isascii() else safe_text(key)
     if piece.region.shape == spec.shape:
@@ -91,7 +95,7 @@ def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:
 
 
 def safe_text(name: str) -> str:
-    """A tensor's name that every JSON reader takes the same: surrogates written out."""
+    """A tensor name that all JSON readers understand alike: surrogates are written as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -102,10 +106,14 @@ def group_by_size(
     lengths: Sequence[int] | None = None,
     writers: Sequence[int] | None = None,
 ) -> list[list[Any]]:
-    """Consecutive groups, none above `limit` unless one item already is; no items, no group.
+    """Group consecutive items so that no group exceeds `limit`, except for single items that do by themselves.
 
-    `lengths`: what each item takes in the header, which has a limit of its own. `writers`: who writes it; a group has
-    one.
+    Args:
+        sizes: The size of each item in bytes.
+        items: The items.
+        limit: The size limit of a group in bytes.
+        lengths: How many bytes each item takes in the header, which has its own limit.
+        writers: The process that writes each item; a group has only one.
 
     >>> group_by_size([4, 4, 9, 1], "abcd", 8)
     [['a', 'b'], ['c'], ['d']]
@@ -127,8 +135,8 @@ def group_by_size(
 def pack(
     name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
-    """One file with its pieces in place. `room`: spare header bytes for metadata that is filled in later."""
-    # In the order of `lay_out`: each that can begin on a page does, and else where JAX can use it as it lies.
+    """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
+    # Pieces that can begin on a page do; of the others, those come first that JAX can use without a copy.
     ordered = sorted(pieces, key=lambda p: (p.nbytes % PAGE != 0, p.nbytes % ALIGN != 0))
     entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
     notes: dict[str, str] = {}
@@ -138,7 +146,7 @@ def pack(
         assert spec is not None
         code = TO_CODE.get(dtype_name(spec.dtype))
         tail: tuple[int, ...] = ()
-        if code is None:  # stored as bytes; those of a wider type become a last axis
+        if code is None:  # stored as bytes; the bytes of a wider dtype become a last axis
             code, tail = "U8", () if spec.dtype.itemsize == 1 else (spec.dtype.itemsize,)
             notes[piece.name] = spec.dtype.name
         entries.append((piece, code, tail, end))
@@ -159,29 +167,29 @@ def pack(
 
 
 def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int = 0) -> bytes:
-    """The start of a file, padded with spaces so that data begins on a page."""
+    """The start of a file, padded with spaces so that data begins on a page boundary."""
     text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
     length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
     if length > HEADER_LIMIT:
         raise TreeError(
-            f"so many or so long keys need a header of {length:,} bytes, more than the {HEADER_LIMIT:,} that "
-            "safetensors files may have; save to a directory, or with a smaller max_shard_size"
+            f"the keys of this tree need a header of {length:,} bytes, and a safetensors file allows at most "
+            f"{HEADER_LIMIT:,}; save to a directory, or pass a smaller max_shard_size"
         )
     return struct.pack("<Q", length) + text.ljust(length)
 
 
 def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
-    """(metadata, tensors, where data begins) of a file that starts with `start`, everything checked."""
+    """The metadata, the tensors and the offset of the data in a file that begins with `start`, all of it checked."""
     length = header_length(start, file_size, where)
     try:
         header = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is not a safetensors file: its header is no JSON ({error})") from None
+        raise IntegrityError(f"{where} is not a safetensors file: its header is not valid JSON ({error})") from None
     if not isinstance(header, dict):
-        raise IntegrityError(f"{where} is not a safetensors file: its header is no JSON object")
+        raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object")
     metadata: Any = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise IntegrityError(f"{where}: __metadata__ must hold strings only")
+        raise IntegrityError(f"{where}: __metadata__ contains values that are not strings")
     end = 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -189,17 +197,17 @@ def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, s
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise IntegrityError(f"{where} has a malformed header ({error})") from None
     if 8 + length + end != file_size:
-        raise IntegrityError(f"{where} has {file_size:,} bytes, its header speaks of {8 + length + end:,}")
+        raise IntegrityError(f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}")
     return metadata, header, 8 + length
 
 
 def header_length(start: bytes, file_size: int, where: str) -> int:
-    """The length a header announces, checked against the file before anything is read."""
+    """The header length that a file announces, checked against its size before anything else is read."""
     if len(start) < 8:
         raise IntegrityError(f"{where} is too short to be a safetensors file")
     (length,) = struct.unpack("<Q", start[:8])
     if length > min(file_size - 8, HEADER_LIMIT):
-        raise IntegrityError(f"{where} is not a safetensors file: its header would have {length:,} bytes")
+        raise IntegrityError(f"{where} is not a safetensors file: it announces a header of {length:,} bytes")
     return length
 
 
@@ -212,12 +220,12 @@ def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> in
     for n in shape:
         bits *= n
     if start != begin or (end - start) * 8 != bits:
-        raise IntegrityError(f"{where}: tensor {name!r} does not lie where its shape and its neighbours say")
+        raise IntegrityError(f"{where}: the offsets of tensor {name!r} do not match its shape and its neighbors")
     return end
 
 
 def element_type(code: str) -> "np.dtype[Any] | None":
-    """The dtype of a code; None for packed sub-byte types."""
+    """The dtype for a safetensors code; None for packed sub-byte types."""
     return dtype_from_name(FROM_CODE[code]) if code in FROM_CODE else None
 
 

@@ -1,13 +1,13 @@
-"""The TensorStore format: one zarr v2 array per leaf, one chunk per saved shard or row of shards.
+"""The zarr format: one zarr v2 array per leaf, one chunk per saved shard or row of shards.
 
-An uncompressed chunk file is exactly the C-order bytes of its region, so it is written with plain writes and
-can be mapped straight into an array. That is true of each shard, too, where several follow each other along the
-first axis of a chunk: they lie one after another.
+An uncompressed chunk file holds exactly the C-order bytes of its region, so it is written with plain writes and can be
+mapped as an array. If a chunk consists of several shards along its first axis, the same holds for each of them, because
+their bytes follow one another.
 """
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,16 @@ import numpy as np
 from shardkeep.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.naming import leaf_directories
 from shardkeep.planning import FilePlan, LeafPlan, PiecePlan
+from shardkeep.processes import LEADER
+
+ZARRAY, ZGROUP = ".zarray", ".zgroup"
+GROUP = b'{"zarr_format": 2}'
 
 _RAW_LIMIT = 256 << 20
 _COMPRESSED_LIMIT = 64 << 20
-_WHOLE = 2 << 20  # fewer files; larger arrays are not put together, so that each shard can be mapped
-_STACKED = 16 << 20  # what a chunk of several shards, one after another, may have
-# zarr v2 has no names for these; TensorStore takes them under their own.
+_WHOLE = 2 << 20  # this saves files; the shards of larger arrays stay separate, so that each can be mapped
+_STACKED = 16 << 20  # the size limit of a chunk that consists of several shards
+# zarr v2 does not define names for these; TensorStore accepts their own.
 _EXTENDED = frozenset(
     (
         "bfloat16",
@@ -40,12 +44,17 @@ _EXTENDED = frozenset(
 
 
 class TensorstoreFormat:
-    """A directory per leaf, readable by TensorStore, zarr and eFormer."""
+    """One directory per leaf, readable by TensorStore, zarr and eFormer."""
 
-    name: str = "tensorstore"
+    name: str = "zarr"
 
     def __init__(self, compression: str | None = None, limit: int | None = None) -> None:
-        """`limit`: bytes a chunk may have, where that is less than it may have anyway."""
+        """Create the format.
+
+        Args:
+            compression: None or "zstd".
+            limit: The size limit of a chunk in bytes, if it is below the default.
+        """
         self.compression = compression
         self._limit = min(_COMPRESSED_LIMIT if compression else _RAW_LIMIT, limit or _RAW_LIMIT)
         self.whole = min(_WHOLE, self._limit)
@@ -71,10 +80,10 @@ class TensorstoreFormat:
         assert spec is not None
         chunk = self._chunk(spec, pieces)
         document = json.dumps(zarray(spec, chunk, self.compression)).encode()
-        if spec.nbytes == 0:  # no chunk: the empty piece is recorded at the end of the description
+        if spec.nbytes == 0:  # there is no chunk: the empty piece is recorded at the end of .zarray
             empty = replace(pieces[0], offset=len(document))
-            return [FilePlan(f"{place}/.zarray", document, (empty,), len(document), empty.writer)]
-        files = [FilePlan(f"{place}/.zarray", document, (), len(document), pieces[0].writer)]
+            return [FilePlan(f"{place}/{ZARRAY}", document, (empty,), len(document), empty.writer)]
+        files = [FilePlan(f"{place}/{ZARRAY}", document, (), len(document), pieces[0].writer)]
         for index, inside in _by_chunk(pieces, chunk).items():
             offsets = itertools.accumulate((piece.nbytes for piece in inside), initial=0)
             placed = tuple(piece.placed(at, "") for piece, at in zip(inside, offsets, strict=False))
@@ -83,7 +92,7 @@ class TensorstoreFormat:
         return files
 
     def _chunk(self, spec: ArraySpec, pieces: Sequence[PiecePlan]) -> tuple[int, ...]:
-        """The shape of the chunks: of a piece, or of as many as one process writes and as lie there one by one."""
+        """The chunk shape: that of a piece, or of several that one process writes and that follow one another."""
         chunk = [max(n, 1) for n in pieces[0].region.shape]
         if self.compression or len(pieces) == 1 or spec.nbytes == 0:
             return tuple(chunk)
@@ -102,7 +111,7 @@ class TensorstoreFormat:
 
 
 def _by_chunk(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> dict[tuple[int, ...], list[PiecePlan]]:
-    """The pieces in each chunk, in the order in which they lie there."""
+    """The pieces in each chunk, in the order of their bytes."""
     found: dict[tuple[int, ...], list[PiecePlan]] = {}
     for piece in pieces:
         index = tuple(a // n for a, n in zip(piece.region.start, chunk, strict=True))
@@ -113,12 +122,36 @@ def _by_chunk(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> dict[tuple[i
 
 
 def _is_by_one(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> bool:
-    """Whether each chunk is written by one process."""
+    """Whether each chunk is written by a single process."""
     return all(len({piece.writer for piece in inside}) == 1 for inside in _by_chunk(pieces, chunk).values())
 
 
+def groups_above(names: Iterable[str], top: str = "") -> set[str]:
+    """The `.zgroup` files that make zarr groups of the directories above some arrays, up to the directory `top`.
+
+    >>> sorted(groups_above(["layers/0/w/.zarray", "layers/0/w/0.0"]))
+    ['.zgroup', 'layers/.zgroup', 'layers/0/.zgroup']
+    """
+    found: set[str] = set()
+    ending = f"/{ZARRAY}"
+    for directory in (name[: -len(ending)] for name in names if name.endswith(ending)):
+        while directory not in (top, ""):
+            directory = directory.rpartition("/")[0]
+            group = f"{directory}/{ZGROUP}" if directory else ZGROUP
+            if group in found:
+                break
+            found.add(group)
+    return found
+
+
+def group_files(files: Iterable[FilePlan], directory: str) -> list[FilePlan]:
+    """Files that make zarr groups of `directory` and of all directories between it and the arrays."""
+    names = groups_above((file.name for file in files), directory)
+    return [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(names)]
+
+
 def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> dict[str, Any]:
-    """The description zarr readers want beside the chunks."""
+    """The content of `.zarray`, which describes an array to zarr readers."""
     return {
         "zarr_format": 2,
         "shape": list(spec.shape),
@@ -133,7 +166,7 @@ def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> di
 
 
 def zarr_dtype(dtype: np.dtype[Any]) -> str:
-    """The name a zarr reader knows; types it lacks are stored as unsigned integers of the same width."""
+    """The dtype's name in `.zarray`. Types that zarr lacks are stored as unsigned integers of the same width."""
     if dtype.name in _EXTENDED:
         return dtype.name
     return dtype.str if dtype.name in NUMPY_NAMES else np.dtype(f"u{dtype.itemsize}").str

@@ -1,7 +1,7 @@
-"""Zarr v2 arrays that another program wrote, read through TensorStore (any compressor, order or separator).
+"""Zarr v2 arrays of other programs, read with TensorStore (any compressor, order or separator).
 
-They carry no digests, and TensorStore reads a missing chunk as zeros and decodes whatever size it finds, so every
-chunk is looked at first: it must be there and hold exactly what the description declares.
+They have no digests. TensorStore reads a missing chunk as zeros and decodes chunks of any size, so every chunk is
+checked first: it must exist and have exactly the size that `.zarray` declares.
 """
 
 import io
@@ -19,19 +19,19 @@ import zstandard
 
 from shardkeep.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.formats.tensorstore import ZARRAY
 from shardkeep.manifest import StoredLeaf, no_duplicates
 from shardkeep.memory import Array
 from shardkeep.reading import Target
 from shardkeep.stores.base import Store
 
-ZARRAY = ".zarray"
-_MANY = 10_000  # more chunks than this are listed, not asked for one by one
-_MOST = 1 << 20  # names that a listing of one array may have
+_MANY = 10_000  # above this number, chunks are listed instead of looked up one by one
+_MOST = 1 << 20  # limit on the names in the listing of one array
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """The description of an array. It may claim more chunks than any disk holds: count them before naming them."""
+    """The content of `.zarray`. It may declare more chunks than any disk holds: count them before naming them."""
 
     spec: ArraySpec
     chunks: tuple[int, ...]
@@ -39,7 +39,7 @@ class ZarrArray:
     separator: str
 
     def spans(self, region: Region) -> list[range]:
-        """Along each axis, the chunks that hold data of a region."""
+        """For each axis, the range of chunks that contain data of a region."""
         if region.size == 0:
             return [range(0)]
         return [
@@ -47,17 +47,17 @@ class ZarrArray:
         ]
 
     def chunk_count(self, region: Region) -> int:
-        """How many chunks hold data of a region."""
+        """The number of chunks that contain data of a region."""
         return math.prod(len(span) for span in self.spans(region))
 
     def each_chunk(self, region: Region) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of each chunk that holds data of a region, the name and where it begins."""
+        """The name and start of each chunk that contains data of a region."""
         for index in _indices(self.spans(region)):
             start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
             yield self.separator.join(map(str, index)) or "0", start
 
     def chunk_names(self, region: Region) -> list[str]:
-        """Names of the chunks that hold data of a region."""
+        """The names of the chunks that contain data of a region."""
         return [name for name, _ in self.each_chunk(region)]
 
     @property
@@ -66,7 +66,7 @@ class ZarrArray:
 
 
 def _indices(spans: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Like `itertools.product`, which would first make room for every number of every span."""
+    """Like `itertools.product`, which would first store all numbers of all spans."""
     if not spans:
         yield ()
         return
@@ -76,7 +76,7 @@ def _indices(spans: Sequence[range]) -> Iterator[tuple[int, ...]]:
 
 
 def describe(store: Store, directory: str) -> ZarrArray:
-    """What `.zarray` says, checked."""
+    """The content of an array's `.zarray`, checked."""
     name = _join(directory, ZARRAY)
     where = store.locate(name)
     try:
@@ -89,7 +89,7 @@ def describe(store: Store, directory: str) -> ZarrArray:
         raise MissingDataError(f"{where} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
         # SyntaxError: np.dtype evaluates shapes in the text of a dtype
-        raise IntegrityError(f"{where} is not a zarr description: {error}") from error
+        raise IntegrityError(f"{where} is not a valid .zarray file: {error}") from error
     whole = [n for n in (*shape, *chunks) if type(n) is not int or n < 0]
     if (
         whole
@@ -105,14 +105,14 @@ def describe(store: Store, directory: str) -> ZarrArray:
 
 def _dtype(name: Any) -> np.dtype[Any]:
     if not isinstance(name, str):
-        raise TypeError("dtype is no string")
+        raise TypeError("dtype is not a string")
     if name[:1] in "<>|":
         return dtype_from_name(dtype_name(np.dtype(name)))
     return dtype_from_name(name)
 
 
 def read_zarr(store: Store, target: Target) -> None:
-    """Fill a target whose leaf is a zarr array of another program."""
+    """Fill a target whose leaf is another program's zarr array."""
     leaf = target.leaf
     array = _described(store, leaf)
     needed = {name for region in target.regions for name in _check_chunks(store, leaf, array, region)}
@@ -123,36 +123,36 @@ def read_zarr(store: Store, target: Target) -> None:
 
 
 def check_zarr(store: Store, leaf: StoredLeaf) -> None:
-    """`IntegrityError` unless an array of another program can be read: described well, every chunk there and whole."""
+    """Raise `IntegrityError` unless another program's array can be read: a valid `.zarray` and all chunks complete."""
     array = _described(store, leaf)
     whole = Region.whole(array.spec.shape)
     _check_chunks(store, leaf, array, whole)
     directory = leaf.extra["directory"]
     with _naming(store, leaf):
-        _open(store, directory, ())  # TensorStore knows best what else of a description it cannot read
+        _open(store, directory, ())  # TensorStore checks the rest of .zarray
         if array.compressor in (None, "zstd"):
             return
-        for name, start in array.each_chunk(whole):  # to read one element is to decode its chunk
+        for name, start in array.each_chunk(whole):  # reading one element decodes its chunk
             _read(_open(store, directory, (name,)), array, Region(start, (1,) * len(start)))
 
 
 @contextmanager
 def _naming(store: Store, leaf: StoredLeaf) -> Generator[None]:
-    """What TensorStore cannot read is an error that names the leaf."""
+    """Turn TensorStore's errors into `IntegrityError`s that name the leaf."""
     try:
         yield
     except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
         where = store.locate(leaf.extra["directory"])
-        raise IntegrityError(f"leaf {leaf.key!r}: {where} cannot be read: {error}") from error
+        raise IntegrityError(f"leaf {leaf.key!r}: TensorStore cannot read {where}: {error}") from error
 
 
 def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
-    """An array opened by TensorStore, to read these chunks of it."""
-    import tensorstore  # not needed for checkpoints of our own, and slow to import
+    """Open an array with TensorStore to read these of its chunks."""
+    import tensorstore  # slow to import, and our own checkpoints do not need it
 
     context = tensorstore.Context()
     place: dict[str, Any] = {"driver": "file", "path": store.locate(directory) + os.sep}
-    if store.remote:  # our client fetches, TensorStore decodes
+    if store.remote:  # our own client fetches the objects, TensorStore only decodes them
         place = {"driver": "memory", "path": "array/"}
         memory = tensorstore.KvStore.open(place, context=context).result()
         for name in (ZARRAY, *sorted(chunks)):
@@ -162,9 +162,9 @@ def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
 
 
 def _read(opened: Any, array: ZarrArray, region: Region) -> Array:
-    """A region as an array of its own."""
+    """Read a region into a new array."""
     dtype = array.spec.dtype
-    # TensorStore ends the program if there is no memory for a chunk or for the result; NumPy raises an error.
+    # Without enough memory for a chunk or the result, TensorStore aborts the process. NumPy raises an error first.
     np.empty(max(array.chunk_bytes, region.size * dtype.itemsize), np.uint8)
     data: Any = opened[region.slices].read(order="C").result()
     return np.array(data, dtype=dtype, order="C", copy=True)
@@ -175,14 +175,14 @@ def _described(store: Store, leaf: StoredLeaf) -> ZarrArray:
     array = describe(store, directory)
     if array.spec != leaf.spec:
         raise IntegrityError(
-            f"leaf {leaf.key!r}: {store.locate(directory)} describes {array.spec.dtype.name}"
-            f"{list(array.spec.shape)}, the index says {leaf.dtype}{list(leaf.shape or ())}"
+            f"leaf {leaf.key!r}: {store.locate(_join(directory, ZARRAY))} describes {array.spec.dtype.name}"
+            f"{list(array.spec.shape)}, but the manifest says {leaf.dtype}{list(leaf.shape or ())}"
         )
     return array
 
 
 def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Region) -> list[str]:
-    """The names of the chunks of a region, each of which is there and holds what it should."""
+    """The names of the chunks of a region, after checking that each exists and has the right size."""
     directory = leaf.extra["directory"]
     names = _chunks_there(store, directory, array, region)
     count = array.chunk_count(region)
@@ -190,8 +190,8 @@ def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Regi
         there = set(names)
         missing = next(name for name, _ in array.each_chunk(region) if name not in there)
         raise MissingDataError(
-            f"leaf {leaf.key!r}: {count - len(names)} of {count} chunks are missing, among them "
-            f"{store.locate(_join(directory, missing))}; the save that wrote it never finished, or files were lost"
+            f"leaf {leaf.key!r}: {count - len(names):,} of {count:,} chunks are missing, for example "
+            f"{store.locate(_join(directory, missing))}. The save that wrote it never finished, or files were lost"
         )
     for name in names:
         _check_chunk(store, _join(directory, name), array, leaf.key)
@@ -199,14 +199,14 @@ def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Regi
 
 
 def _check_chunk(store: Store, name: str, array: ZarrArray, key: str) -> None:
-    """The chunk's decoded size, without decoding more than it may have."""
-    with store.open(name) as file:  # which refuses a link that leads out of the checkpoint; TensorStore follows it
+    """Check the decoded size of a chunk, decoding no more than it should have."""
+    with store.open(name) as file:  # refuses symbolic links out of the checkpoint, which TensorStore would follow
         found = file.size
     if array.compressor == "zstd":
         found = _zstd_size(store.read(name), array.chunk_bytes)
     if array.compressor in (None, "zstd") and found != array.chunk_bytes:
         raise IntegrityError(
-            f"leaf {key!r}: {store.locate(name)} is damaged: it does not hold exactly {array.chunk_bytes:,} bytes"
+            f"leaf {key!r}: {store.locate(name)} is damaged: its data does not have exactly {array.chunk_bytes:,} bytes"
         )
 
 
@@ -218,18 +218,18 @@ def _zstd_size(data: bytes, limit: int) -> int | None:
                 total += len(block)
     except zstandard.ZstdError:
         return None
-    # A frame cut short just ends: the decoder says so only by giving fewer bytes.
+    # For a truncated frame the decoder raises no error; it only returns fewer bytes.
     return total
 
 
 def file_names(store: Store, directory: str, array: ZarrArray) -> Sequence[str]:
-    """The files of an array that are there."""
+    """The files of an array that exist."""
     chunks = _chunks_there(store, directory, array, Region.whole(array.spec.shape))
     return [_join(directory, name) for name in (ZARRAY, *chunks)]
 
 
 def _chunks_there(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
-    """The names of those chunks of a region that are there."""
+    """The names of the chunks of a region that exist."""
     few = array.chunk_count(region) <= _MANY
     names = array.chunk_names(region) if few else _list_chunks(store, directory, array, region)
     sizes = store.sizes([_join(directory, name) for name in names])
@@ -237,7 +237,7 @@ def _chunks_there(store: Store, directory: str, array: ZarrArray, region: Region
 
 
 def _list_chunks(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
-    """What is in an array's directory under the names of chunks of a region."""
+    """The names in an array's directory that are those of chunks of a region."""
     spans = array.spans(region)
     levels = [spans] if array.separator == "." else [[span] for span in spans]
     found = [""]
@@ -245,13 +245,13 @@ def _list_chunks(store: Store, directory: str, array: ZarrArray, region: Region)
         inside = (_join(parent, name) for parent in found for name in store.children(_join(directory, parent)))
         numbered = (name for name in inside if _is_within(name.rpartition("/")[2].split("."), level))
         found = list(itertools.islice(numbered, _MOST + 1))
-        if len(found) > _MOST:  # links from a directory to itself would go on for ever
-            raise IntegrityError(f"{store.locate(directory)} holds more than {_MOST:,} chunks of one array")
+        if len(found) > _MOST:  # symbolic links from a directory to itself would never end
+            raise IntegrityError(f"{store.locate(directory)} contains more than {_MOST:,} chunks of one array")
     return found
 
 
 def _is_within(numbers: Sequence[str], spans: Sequence[range]) -> bool:
-    """Whether the parts of a name are numbers, as zarr writes them, of chunks in some spans."""
+    """Whether the parts of a name are chunk numbers, written as zarr does, within these ranges."""
     return len(numbers) == len(spans) and all(
         text.isdecimal() and text == str(int(text)) and int(text) in span
         for text, span in zip(numbers, spans, strict=True)

@@ -1,4 +1,4 @@
-"""eFormer's documented serialization API on shardkeep's engine: replace `eformer.serialization` in imports."""
+"""The serialization API that eFormer documents. To use it, replace `eformer.serialization` in imports."""
 
 from shardkeep.serialization.async_manager import AsyncCheckpointManager, CheckpointMetadata
 from shardkeep.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves

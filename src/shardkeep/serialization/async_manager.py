@@ -1,4 +1,4 @@
-"""eFormer's `async_manager` path: the manager and its metadata."""
+"""The `async_manager` module of eFormer's API: the manager and its metadata."""
 
 from shardkeep.manager import AsyncCheckpointManager
 from shardkeep.metadata import CheckpointMetadata

@@ -1,26 +1,35 @@
-"""eFormer's `serialization` path: trees to and from directories, without a manager of our own."""
+"""The `serialization` module of eFormer's API: trees to and from directories."""
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
+from shardkeep.callbacks import callback_error
 from shardkeep.choosing import Request
 from shardkeep.errors import an
 from shardkeep.loading import load_request
-from shardkeep.manager import as_dict, checked_chunk_size, refuse_unsaid_layout
-from shardkeep.opening import new_target
-from shardkeep.pending import PendingSave
+from shardkeep.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.opening import missing_first, new_target
+from shardkeep.pending import BackgroundSave
 from shardkeep.saving import SaveRequest, run_save, start_save
 from shardkeep.sharding import Rules
+from shardkeep.stores.places import any_path_text
 from shardkeep.tree import flatten
+
+log = logging.getLogger("shardkeep")
 
 
 def is_array_like(x: Any) -> bool:
     """Whether `x` has a shape and a dtype.
+
+    Args:
+        x: Any object.
 
     >>> is_array_like(3)
     False
@@ -29,7 +38,11 @@ def is_array_like(x: Any) -> bool:
 
 
 def join_key(prefix: str | None, k: Any) -> str:
-    """`k` below `prefix`, with a dot between them; either may be empty or None.
+    """Join a prefix and a key with a dot.
+
+    Args:
+        prefix: The prefix; may be empty or None.
+        k: The key; may be empty or None.
 
     >>> join_key("model", "w"), join_key("", "w"), join_key("model", None)
     ('model.w', 'w', 'model')
@@ -38,7 +51,15 @@ def join_key(prefix: str | None, k: Any) -> str:
 
 
 def leaf_key_paths(pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """The tree with each leaf replaced by its dotted path, `prefix` in front.
+    """Replace each leaf of a tree by its dotted path.
+
+    Args:
+        pytree: A PyTree.
+        prefix: What every path begins with.
+        is_leaf: A function that says which nodes to treat as leaves, as in `jax.tree.map`.
+
+    Returns:
+        A PyTree of strings with the structure of `pytree`.
 
     >>> leaf_key_paths({"a": [1, None]}, "m")
     {'a': ['m.a.0', None]}
@@ -56,50 +77,82 @@ def tree_serialize_leaves(
     commit_callback: Callable[[], None] | None = None,
     write_index: bool = True,
 ) -> None:
-    """Save the leaves in the TensorStore format; with `prefix`, several trees share one directory.
+    """Save a tree in the TensorStore format, one zarr array for each leaf. An older tree there is replaced.
 
-    Without a `manager` this returns when the save is committed. With one (JAX's `GlobalAsyncCheckpointManager` or
-    `AsyncCheckpointManager`) it returns after the snapshot, and the manager's `wait_until_finished` covers the save.
+    Args:
+        checkpoint_dir: The directory.
+        pytree: The PyTree to save.
+        manager: JAX's `GlobalAsyncCheckpointManager`, or an `AsyncCheckpointManager`. This then returns after the
+            snapshot, and the manager's `wait_until_finished` waits for the save and raises what went wrong. None:
+            return when the checkpoint is committed.
+        prefix: The name of this tree, if several trees share the directory.
+        commit_callback: Called without arguments after the commit, on process 0. The callbacks of one manager start in
+            the order of the calls. If it raises, that is a `CallbackError`; the save is committed.
+        write_index: Whether eFormer may find the tree, through `tensorstore_index.json`.
 
     >>> import jax.numpy as jnp
     >>> tree_serialize_leaves(tmp / "leaves", {"w": jnp.ones(2)})
     >>> sorted(tree_deserialize_leaves(tmp / "leaves", None))
     ['w']
     """
-    target = new_target(checkpoint_dir, "tensorstore", None, None, directory=True)
-    request = SaveRequest(target, pytree, prefix, None, True, write_index, commit_callback)
+    path = any_path_text(checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
+    target = new_target(path, "zarr", None, None, directory=True)
+    request = SaveRequest(target, pytree, prefix, None, True, write_index)
     if manager is None:
-        run_save(request)
-    elif hasattr(manager, "follow"):
-        manager.follow(start_save(request))
+        run_save(replace(request, on_commit=commit_callback))
+    elif isinstance(manager, AsyncCheckpointManager):
+        manager.follow(replace(request, on_commit=commit_callback))
     elif hasattr(manager, "serialize"):
-        _hand_overs.setdefault(manager, _HandOver()).add(manager, start_save(request))
+        _hand_overs.setdefault(manager, _HandOver()).add(manager, _Handed(start_save(request), commit_callback))
     else:
-        raise TypeError(f"manager must be an AsyncCheckpointManager or JAX's own, not {an(type(manager).__name__)}")
+        raise TypeError(
+            "manager must be an AsyncCheckpointManager or JAX's own GlobalAsyncCheckpointManager, "
+            f"not {an(type(manager).__name__)}"
+        )
+
+
+class _Handed(NamedTuple):
+    """A save that a JAX manager waits for, and the callback to run when it is committed."""
+
+    save: BackgroundSave
+    callback: Callable[[], None] | None
+
+    def finish(self) -> None:
+        """Wait for the commit, then run the callback, on process 0 only."""
+        self.save.wait()
+        if self.callback is None or jax.process_index() != 0:
+            return
+        try:
+            self.callback()
+        except BaseException as raised:  # this is not the main thread: `sys.exit` would only end the waiting
+            error = callback_error(self.save.path, raised)
+            log.error("%s", error)
+            raise error from raised
 
 
 class _HandOver:
-    """Lets a manager of JAX's wait for our saves: a serialization of nothing whose commit step ends when they do.
+    """Makes a JAX manager wait for our saves: a serialization of nothing whose commit step ends when they do.
 
-    A save that comes while that step is under way joins it, so nobody waits for an earlier save; and what failed is
-    kept for the manager's next wait, not raised by the next save.
+    A save that comes while that step is running joins it, so that no call waits for an earlier save. Callbacks run in
+    that step too, on the manager's thread as JAX does it, in the order of the calls. What failed is kept for the
+    manager's next wait, not raised by the next save.
     """
 
     def __init__(self) -> None:
         self._starting = threading.RLock()
         self._lock = threading.RLock()
-        self._pending: list[PendingSave] = []
+        self._handed: list[_Handed] = []
         self._failure: Exception | None = None
         self._under_way = False
 
-    def add(self, manager: Any, pending: PendingSave) -> None:
+    def add(self, manager: Any, handed: _Handed) -> None:
         with self._starting:
             with self._lock:
-                self._pending.append(pending)
+                self._handed.append(handed)
                 if self._under_way:
                     return
                 self._under_way = True
-            # On a thread of its own: JAX's manager starts an event loop, and there may be a running one here.
+            # On a new thread: JAX's manager starts an event loop, and there may be a running one here.
             thread = threading.Thread(target=self._start, args=(manager,), name="shardkeep-hand-over")
             thread.start()
             thread.join()
@@ -112,7 +165,7 @@ class _HandOver:
         if jax.process_count() == 1:
             manager.serialize([], [], on_commit_callback=self._commit)
             return
-        # Among several processes it would call the commit step on the first only, and barriers would be counted.
+        # With several processes it would run the commit step on the first one only, behind barriers that are counted.
         manager._thread = threading.Thread(target=self._commit_for, args=(manager,), name="shardkeep-hand-over")
         manager._thread.start()
 
@@ -126,12 +179,12 @@ class _HandOver:
         failure, self._failure = self._failure, None
         while True:
             with self._lock:
-                if not self._pending:
+                if not self._handed:
                     self._under_way = False
                     break
-                pending = self._pending.pop(0)
+                handed = self._handed.pop(0)
             try:
-                pending.wait()
+                handed.finish()
             except Exception as error:  # noqa: BLE001  (raised below; the others were logged)
                 failure = failure or error
         if failure is not None:
@@ -152,22 +205,39 @@ def tree_deserialize_leaves(
     callback: Callable[[Any, str], Any] | None = None,
     chunk_size: int | None = None,
 ) -> dict[str, Any]:
-    """A tree as nested dicts of strings, from our checkpoints and eFormer's. `manager`'s pending saves come first.
+    """Load a tree as nested dicts with string keys, from checkpoints of shardkeep or eFormer.
 
-    `chunk_size` is how many arrays are in flight at once.
+    Args:
+        checkpoint_dir: The directory.
+        mesh: The mesh to place arrays on. None: the default device. A mesh with several axes needs `partition_rules` or
+            `shardings`.
+        manager: A manager whose pending saves to wait for first.
+        prefix: The tree to load, if the directory has several.
+        partition_rules: Pairs of a regular expression and a `PartitionSpec`; the first that matches the key, joined
+            with `/`, wins. Rules come before `shardings`.
+        shardings: A PyTree, or a dict with dotted keys, of shardings, `PartitionSpec`s or functions.
+        callback: Called as `callback(array, key)` for each array, with its dotted key; its result is returned.
+        chunk_size: The most arrays to read at once. None: no limit but the memory budget.
+
+    >>> import jax.numpy as jnp
+    >>> tree_serialize_leaves(tmp / "leaves", {"layers": [jnp.ones(2)]})
+    >>> tree_deserialize_leaves(tmp / "leaves", None)["layers"]["0"].shape
+    (2,)
     """
-    refuse_unsaid_layout(mesh, partition_rules, shardings)
-    request = Request(
-        prefix=prefix,
-        mesh=mesh,
-        rules=partition_rules,
-        shardings=shardings,
-        follow_saved=False,
-        all_jax=True,
-        in_flight=checked_chunk_size(chunk_size),
-        callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
-    )
+    path = any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)")
     if manager is not None:
         manager.wait_until_finished()
-    skeleton, leaves, _ = load_request(checkpoint_dir, request)
+    with missing_first(path):
+        refuse_unsaid_layout(mesh, partition_rules, shardings)
+        request = Request(
+            prefix=prefix,
+            mesh=mesh,
+            rules=partition_rules,
+            shardings=shardings,
+            follow_saved=False,
+            all_jax=True,
+            in_flight=checked_chunk_size(chunk_size),
+            callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
+        )
+        skeleton, leaves, _ = load_request(path, request)
     return as_dict(skeleton, leaves)

@@ -1,4 +1,4 @@
-"""eFormer's `sharding_utils` path: trees of shardings."""
+"""The `sharding_utils` module of eFormer's API: trees of shardings."""
 
 import logging
 from typing import Any
@@ -15,16 +15,24 @@ from shardkeep.manifest import StoredLeaf
 from shardkeep.opening import open_checkpoint
 from shardkeep.placing import apply_function
 from shardkeep.sharding import ShapedLeaf, resolve_shardings
+from shardkeep.stores.places import any_path_text
 from shardkeep.tree import flatten, nest
 
 log = logging.getLogger("shardkeep")
 
 
 def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = None) -> Any:
-    """Each array put where its leaf of `sharding_tree` says, compared by dotted path; the structure is kept.
+    """Put each array on its sharding. Leaves are matched by their dotted paths.
 
-    A leaf is a `Sharding`, a `PartitionSpec` (with `mesh`), a function of the array, or None (replicated on `mesh`,
-    else one device). Trees that differ are told in one warning, and the arrays given back unchanged.
+    Args:
+        arrays: A PyTree of arrays. Other leaves are left as they are.
+        sharding_tree: For each array a `Sharding`, a `PartitionSpec` (needs `mesh`), a function of the array, or None
+            (replicated on `mesh`, or one device). If the whole tree is None, arrays are left as they are.
+        mesh: The mesh for `PartitionSpec`s and None.
+
+    Returns:
+        A PyTree with the structure of `arrays`. If the two trees do not have the same leaves, a warning is logged and
+        `arrays` is returned unchanged.
 
     >>> import jax.numpy as jnp
     >>> apply_sharding_tree({"w": jnp.ones(2)}, None)["w"].shape
@@ -37,7 +45,7 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
     asked = _by_name(sharding_tree)
     difference = _difference(set(asked), set(names))
     if difference:
-        log.warning("shardkeep: the sharding tree does not fit the arrays (%s): they are left as they are", difference)
+        log.warning("the sharding tree does not match the arrays (%s); they are left as they are", difference)
         return arrays
     values: list[Any] = []
     for leaf, name in zip(leaves, names, strict=True):
@@ -57,12 +65,17 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
 def create_sharding_tree_from_index(
     checkpoint_dir: Any, mesh: Mesh | None = None, prefix: str | None = None, default_sharding: Any = None
 ) -> dict[str, Any]:
-    """A nested dict shaped like the checkpoint with a sharding for each array.
+    """A nested dict with the keys of a checkpoint and a sharding for each array, to pass as `shardings`.
 
-    `default_sharding` is a `Sharding`, a `PartitionSpec` (wrapped with `mesh`), a function of a dict with `path`,
-    `shape` and `dtype`, or None (replicated on `mesh`, or over all devices).
+    Args:
+        checkpoint_dir: The checkpoint.
+        mesh: The mesh for a `PartitionSpec` or None.
+        prefix: The tree, if the directory has several.
+        default_sharding: A `Sharding`, a `PartitionSpec` (needs `mesh`), a function of a dict with `path` (joined with
+            `/`), `shape` and `dtype`, or None (replicated on `mesh`, or over all devices).
     """
-    _, manifest = open_checkpoint(checkpoint_dir)
+    call = "create_sharding_tree_from_index(checkpoint_dir, mesh)"
+    _, manifest = open_checkpoint(any_path_text(checkpoint_dir, call))
     leaves = [leaf for leaf in manifest.tree(prefix).leaves if leaf.spec is not None]
     return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in leaves])
 
@@ -75,7 +88,7 @@ def _sharding_for(leaf: StoredLeaf, mesh: Mesh | None, default: Any) -> Any:
         return default
     if isinstance(default, PartitionSpec):
         if mesh is None:
-            raise ShardingError(f"{default} needs a mesh; pass mesh=")
+            raise ShardingError(f"default_sharding {default} needs a mesh; pass mesh=")
         return NamedSharding(mesh, PartitionSpec(*list(default)[: len(logical_shape(leaf))]))
     if callable(default):
         return default({"path": "/".join(leaf.path), "shape": logical_shape(leaf), "dtype": leaf.dtype})
@@ -83,7 +96,12 @@ def _sharding_for(leaf: StoredLeaf, mesh: Mesh | None, default: Any) -> Any:
 
 
 def make_itsharded(xs: Any, mesh: Mesh) -> Any:
-    """Fully addressable JAX arrays become replicated on `mesh`; everything else is left as it is."""
+    """Replicate fully addressable JAX arrays on a mesh. Everything else is left as it is.
+
+    Args:
+        xs: A PyTree.
+        mesh: The mesh.
+    """
 
     def place(x: Any) -> Any:
         if isinstance(x, jax.Array) and x.is_fully_addressable:
@@ -95,7 +113,11 @@ def make_itsharded(xs: Any, mesh: Mesh) -> Any:
 
 
 def validate_sharding_tree(sharding_tree: Any, expected_structure: Any) -> bool:
-    """Whether both have the same leaves in the same places (None is a leaf); warns where not, never raises.
+    """Whether two trees have the same leaves. Logs a warning if not; never raises.
+
+    Args:
+        sharding_tree: A PyTree of shardings. None is a leaf.
+        expected_structure: A PyTree with the leaves it should have. None is a leaf.
 
     >>> validate_sharding_tree({"w": None}, {"w": 1})
     True
@@ -105,7 +127,7 @@ def validate_sharding_tree(sharding_tree: Any, expected_structure: Any) -> bool:
     except (TreeError, TypeError, ValueError) as error:
         difference = str(error)
     if difference:
-        log.warning("shardkeep: the sharding tree does not have the expected structure: %s", difference)
+        log.warning("the sharding tree does not have the expected structure: %s", difference)
     return not difference
 
 

@@ -1,4 +1,4 @@
-"""eFormer's `utils` path: names, sizes, grouping, gathering."""
+"""The `utils` module of eFormer's API: names, sizes, grouping, gathering."""
 
 import re
 from typing import Any
@@ -20,6 +20,7 @@ from shardkeep.memory import available_memory
 from shardkeep.metadata import dotted_names
 from shardkeep.naming import base_of_shard, index_filename, shard_filename
 from shardkeep.placing import apply_function, cast_array
+from shardkeep.stores.places import any_path_text
 from shardkeep.tree import flatten
 
 __all__ = [
@@ -43,16 +44,19 @@ __all__ = [
 
 
 def derive_base_prefix_from_path(path_str: Any) -> str:
-    """The common start of a model's file names.
+    """What the file names of a model begin with.
+
+    Args:
+        path_str: A safetensors file, its index, or one of its shards.
 
     >>> derive_base_prefix_from_path("/x/model-00001-of-00004.safetensors")
     '/x/model'
     """
-    return base_of_shard(str(path_str))
+    return base_of_shard(any_path_text(path_str, "derive_base_prefix_from_path(path_str)"))
 
 
 def estimate_available_memory() -> int:
-    """Bytes that may still be used: the host's (or container's) memory, or a device's if one has less."""
+    """The bytes of memory that are free: on the host, in its container, or on the device with the least."""
     found = [available_memory()]
     for device in jax.local_devices():
         stats: Any = device.memory_stats() or {}
@@ -62,7 +66,10 @@ def estimate_available_memory() -> int:
 
 
 def flatten_for_broadcast(state: Any) -> dict[str, Any]:
-    """The leaves by dotted key.
+    """The leaves of a tree by their dotted keys.
+
+    Args:
+        state: A PyTree.
 
     >>> flatten_for_broadcast({"a": {"b": 1}})
     {'a.b': 1}
@@ -72,14 +79,30 @@ def flatten_for_broadcast(state: Any) -> dict[str, Any]:
 
 
 def group_keys_by_shard_size(flat_state: dict[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Keys in order, in groups within the limit; an array above it stands alone."""
+    """Group arrays so that no group is larger than a limit, in order. A larger array gets its own group.
+
+    Args:
+        flat_state: Arrays by key.
+        max_shard_size_bytes: The most bytes in a group.
+
+    Returns:
+        The keys of each group.
+    """
     _refuse_no_limit(max_shard_size_bytes)
     sizes = [estimate_array_nbytes(array) for array in flat_state.values()]
     return group_by_size(sizes, list(flat_state), max_shard_size_bytes)
 
 
 def optimize_shard_layout(state: Any, max_shard_size_bytes: int) -> list[list[str]]:
-    """Groups within the limit, in load order: tensors of one parent together, numbers sorted as numbers."""
+    """Group arrays so that no group is larger than a limit, those with the same parent together if possible.
+
+    Args:
+        state: A PyTree.
+        max_shard_size_bytes: The most bytes in a group, unless a single array is larger.
+
+    Returns:
+        The dotted keys of each group, in natural order: layer 2 comes before layer 10.
+    """
     _refuse_no_limit(max_shard_size_bytes)
     flat = flatten_for_broadcast(state)
     groups: list[list[str]] = []
@@ -97,7 +120,7 @@ def optimize_shard_layout(state: Any, max_shard_size_bytes: int) -> list[list[st
 
 
 def _families(flat: dict[str, Any]) -> list[list[str]]:
-    """Keys in natural order, those of one parent together."""
+    """Keys in natural order, grouped by parent."""
     families: dict[str, list[str]] = {}
     for key in sorted(flat, key=_natural):
         families.setdefault(key.rpartition(".")[0], []).append(key)
@@ -114,7 +137,10 @@ def _refuse_no_limit(limit: int) -> None:
 
 
 def is_gcs_path(path: Any) -> bool:
-    """Whether a path (or an object that stands for one) lies in Google Cloud Storage.
+    """Whether a path is in Google Cloud Storage.
+
+    Args:
+        path: A string or path object.
 
     >>> is_gcs_path("gs://bucket/x"), is_gcs_path("/x")
     (True, False)
@@ -123,7 +149,10 @@ def is_gcs_path(path: Any) -> bool:
 
 
 def parse_gcs_path(gcs_path: Any) -> tuple[str, str]:
-    """Bucket and name in it; `ValueError` for anything else.
+    """The bucket and the name in it. Anything but a `gs://` path is a `ValueError`.
+
+    Args:
+        gcs_path: A string or path object.
 
     >>> parse_gcs_path("gs://bucket/a/b")
     ('bucket', 'a/b')
@@ -142,9 +171,18 @@ def read_process_array(
     callback: Any = None,
     dtype: Any = None,
 ) -> tuple[str, Any, int]:
-    """One tensor read through `manager` (anything with `get_tensor`), then its shard function, callback and cast.
+    """Read one array and apply its shard function, a callback and a cast, in that order.
 
-    The last value counts keys without a shard function; with `mismatch_allowed=False` such a key is a `KeyError`.
+    Args:
+        key: The name of the array.
+        shard_fns: Functions or shardings by dotted key. None or empty: none.
+        mismatch_allowed: Whether an array may have no function. If False, that is a `KeyError`.
+        manager: Anything with `get_tensor(key)`, such as a safetensors file handle.
+        callback: Called as `callback(array, key)`; its result is used.
+        dtype: The dtype to cast to; see `AsyncCheckpointManager.load`.
+
+    Returns:
+        The key, the array, and 1 if there was no function for it, else 0.
     """
     array = manager.get_tensor(key)
     missing = 0
@@ -155,13 +193,11 @@ def read_process_array(
         }
         function = functions.get(key)
         if function is None and not mismatch_allowed:
-            raise KeyError(f"no shard function for {key!r}; there are functions for {', '.join(functions)}")
+            raise KeyError(f"no shard function for {key!r}; shard_fns has {', '.join(functions)}")
         if function is None:
             missing = 1
         else:
-            array = (
-                jax.device_put(array, function) if isinstance(function, Sharding) else apply_function(function, array)
-            )
+            array = reshard(array, function) if isinstance(function, Sharding) else apply_function(function, array)
     if callback is not None:
         array = callback(array, key)
     if dtype is not None:

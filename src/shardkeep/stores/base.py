@@ -1,4 +1,4 @@
-"""What shardkeep asks of the place where bytes live. A name is a relative path with `/`."""
+"""What shardkeep needs from the place where a checkpoint is stored. Names are relative paths with `/`."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -21,15 +21,18 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
         ...
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "Mapping":
-        """The bytes in place: backed by the file where the store is `mappable`, else fetched as they are brought in.
+        """The bytes as memory: backed by the file where the store is `mappable`, else fetched by `bring_in`.
 
-        `needed`: the (offset, length) ranges that will be.
+        Args:
+            offset: Where the bytes begin.
+            length: How many there are.
+            needed: The (offset, length) ranges that will be brought in.
         """
         ...
 
 
 class Mapping(Protocol):
-    """A part of a file as read-only memory; valid as long as its `data` is referred to."""
+    """A part of a file as read-only memory, valid as long as its `data` is referenced."""
 
     data: "np.ndarray[Any, Any]"
 
@@ -39,28 +42,28 @@ class Mapping(Protocol):
 
 
 class NewFile(AbstractContextManager["NewFile"], Protocol):
-    """A file being written, under a name nothing else uses."""
+    """A file that is being written, under a name that nothing else uses."""
 
     def write(self, offset: int, buffers: Sequence["memoryview"]) -> None:
-        """Put `buffers` one after another at `offset`. May be called from several threads."""
+        """Write `buffers` one after another at `offset`. May be called from several threads."""
         ...
 
     def write_aligned(self, offset: int, memory: "np.ndarray[Any, Any]") -> None:
-        """Put `memory` at `offset`; both lie equally far from the start of a page."""
+        """Write `memory` at `offset`; both have the same distance from the start of a page."""
         ...
 
     def sync(self) -> None:
-        """What was written survives a power cut; an error that it met on its way to the disk is raised here."""
+        """Make what was written survive a power cut. Errors on the way to the disk are raised here."""
         ...
 
     def close(self) -> None: ...
 
 
 class Held(Protocol):
-    """A record that tells others its save is alive, from `take` until it is removed or released."""
+    """A record that shows other processes that its save is alive, from `take` until it is removed or released."""
 
     def take(self, line: bytes) -> None:
-        """Create the record with a first line, durably, and hold it."""
+        """Create the record with its first lines, durably, and hold it."""
         ...
 
     def append(self, line: bytes) -> None:
@@ -68,11 +71,11 @@ class Held(Protocol):
         ...
 
     def remove(self) -> None:
-        """Remove the record and stop telling."""
+        """Remove the record."""
         ...
 
     def release(self) -> None:
-        """Stop telling but leave the record, so that a later save cleans up after this one."""
+        """Stop holding the record but keep it, so that a later save cleans up after this one."""
         ...
 
 
@@ -80,35 +83,35 @@ class Store(Protocol):
     """A directory or a bucket prefix that holds one checkpoint."""
 
     url: str
-    control: str  # the directory, inside, of the lock, the claims and the records of running saves
+    control: str  # the directory in it for the lock, the claims and the records of running saves
     saves: str  # the directory of those records
 
     @property
     def mappable(self) -> bool:
-        """Whether files may be mapped: nobody else can change them in place unseen."""
+        """Whether files may be mapped: nobody can change them in place unnoticed."""
         ...
 
     @property
     def remote(self) -> bool:
-        """Whether files are objects: put whole, never changed, each request far away."""
+        """Whether files are objects in a bucket: uploaded in one piece, never changed, each request slow."""
         ...
 
     @property
     def concurrency(self) -> int | None:
-        """How many requests at a time are worth while; None: as many as there are processors."""
+        """How many concurrent requests are useful; None: as many as there are processors."""
         ...
 
     @property
     def object_limit(self) -> int | None:
-        """How large a file should be at most; None: any size."""
+        """The maximum size of a file; None: no limit."""
         ...
 
     def locate(self, name: str) -> str:
-        """`name` as a person would look for it."""
+        """The full path or URL of `name`, for messages."""
         ...
 
     def read(self, name: str) -> bytes:
-        """A small file whole; `FileNotFoundError` if there is none."""
+        """The contents of a small file; `FileNotFoundError` if there is none."""
         ...
 
     def size(self, name: str) -> int | None:
@@ -116,83 +119,102 @@ class Store(Protocol):
         ...
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        """The sizes of many files."""
+        """The sizes of many files. In a bucket, at most one LIST request per 1,000 objects."""
+        ...
+
+    def modified(self, name: str) -> float | None:
+        """When a file was last written, as a timestamp; None if there is none."""
         ...
 
     def identity(self, name: str) -> object:
-        """Something that changes when the file does; None if there is none."""
+        """A value that changes when the file does; None if there is none."""
         ...
 
     def open(self, name: str) -> StoredFile: ...
 
     def create(self, name: str, size: int, aligned: bool = False) -> NewFile:
-        """Begin a file of `size` bytes that must not exist yet. `aligned`: some of it comes by `write_aligned`."""
+        """Begin a file of `size` bytes that must not exist yet. `aligned`: parts of it come by `write_aligned`."""
         ...
 
     def write_new(self, name: str, total: int, buffers: Iterable["memoryview"]) -> NewFile | None:
-        """A whole file of `total` bytes that must not exist yet; if it is given back, it is to be closed later."""
+        """Write a file of `total` bytes that must not exist yet. If a file is returned, the caller closes it later."""
         ...
 
     def sync(self, names: Sequence[str]) -> None:
-        """When this returns, the files and their names survive a power cut."""
+        """Make files and their names survive a power cut."""
         ...
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put `data` in the place of `name`: readers see the old or the new, and it is durable on return."""
+        """Replace the contents of `name`: readers see the old or the new ones, and they are durable on return."""
         ...
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, and directories that become empty. What is gone already is no error."""
+        """Remove files, and directories that become empty. Missing files are not an error."""
         ...
 
     def write_into(self, name: str, offset: int, data: bytes) -> None:
-        """Change bytes of a file that is not yet part of a checkpoint."""
+        """Change bytes of a file that is not committed yet."""
         ...
 
     def rename(self, name: str, new: str) -> None:
-        """Give a finished file its final name, replacing what was there, durably."""
+        """Give a finished file its final name, replacing an existing one, durably."""
+        ...
+
+    def link(self, name: str, new: str) -> None:
+        """Make `new` a second name of a file, replacing any file of that name; a copy where links are impossible.
+
+        Neither the file nor what was called `new` is ever written to. Only local stores have this.
+        """
         ...
 
     def sync_directory(self, name: str) -> None:
-        """Make names that were removed from a directory stay removed after a power cut."""
+        """Make removals from a directory survive a power cut."""
         ...
 
     def remove_control(self) -> None:
-        """Remove the control directory; call it with the lock held and no save running."""
+        """Remove the control directory. Call it with the lock held and no save running."""
         ...
 
     def remove_if_empty(self) -> None:
-        """Remove the place itself if nothing is left in it."""
+        """Remove the place itself if it is empty."""
         ...
 
     def children(self, name: str) -> list[str]:
         """The names in a directory; empty if there is none."""
         ...
 
+    def entries(self) -> tuple[list[str], list[str]]:
+        """The names of the directories, and those of the files, directly in the place."""
+        ...
+
     def find_directories_with(self, name: str) -> list[str]:
-        """The directories below that hold a file of this name."""
+        """The directories below that contain a file of this name."""
         ...
 
     def is_taken(self, names: Iterable[str]) -> bool:
-        """Whether one of the names is in use, or a file stands where one of them needs a directory."""
+        """Whether one of the names is in use, or needs a directory where there is a file."""
         ...
 
     def lock(self, seconds: float) -> AbstractContextManager[None]:
-        """Exclude every other writer, making the place if need be; `ConflictError` if it cannot be had in time."""
+        """Exclude all other writers, creating the place if needed; `ConflictError` after `seconds`."""
         ...
 
     def hold(self, name: str) -> Held:
-        """A record that is to be taken."""
+        """A record that the caller is about to take."""
         ...
 
     def try_hold(self, name: str, scope: Scope) -> Held | None:
-        """Take over a record nobody holds, as a resource of `scope`; None if its save is alive or it is gone."""
+        """Take over a record that nobody holds, as a resource of `scope`; None if its save is alive or it is gone."""
+        ...
+
+    def is_held(self, name: str) -> bool:
+        """Whether the process that made a record is alive, as far as a reader can tell. Changes nothing."""
         ...
 
     def claim(self, name: str) -> bool:
-        """Create `name` exclusively: True for the one who did, for ever."""
+        """Create `name` exclusively and permanently: True for the one caller that did."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be written, or None if that is unknown."""
+        """Free space in bytes, or None if it is unknown."""
         ...

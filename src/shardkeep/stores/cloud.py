@@ -1,12 +1,12 @@
 """A checkpoint in a bucket: objects below a prefix, through obstore.
 
-An object appears whole or not at all, so data is put once under names nobody uses. What a disk does by locks is done
-here by conditional puts and leases: the lock and the records of running saves are objects that their owner puts again
-and again while it lives; one that has not been renewed for `LEASE` seconds, by the server's own clock, belongs to
-somebody who died. The manifest is put on condition that it still is the one that was read.
+An object appears atomically, so data is put once, under unused names. Conditional puts and leases replace file locks:
+the lock and the records of running saves are objects that their owner renews. An object that was not renewed for
+`LEASE` seconds, by the clock of the server, belongs to a dead process. The manifest is put on the condition that it is
+still the version that was read.
 
-A request may arrive long after its sender was taken for dead. Deletes have no conditions, so what is deleted has a name
-that is never used again; everything else is put on a condition that does not hold any more by then.
+A request may arrive long after its sender was declared dead. Deletes cannot have conditions, so a deleted name is never
+used again. Everything else is put on a condition that no longer holds by then.
 """
 
 import logging
@@ -29,17 +29,24 @@ from shardkeep.stores.objects import PAGE, REFUSED, Objects, version_of
 from shardkeep.stores.ranges import GAP, CloudFile
 from shardkeep.workers import run_tasks
 
-OBJECT_LIMIT = 32 << 20  # what is put as one object
-LARGE = 2 * OBJECT_LIMIT  # what is larger goes up in parts
+OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
+LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
 CONCURRENCY = 8
-_PART = 16 << 20  # of an object that must be larger than that
-_FEW = 8  # objects that are asked for one by one before all are listed
+_PART = 16 << 20  # size of a part
+_FEW = 8  # objects that are requested one by one before all are listed
 
 log = logging.getLogger("shardkeep")
 
 
 class CloudStore(Objects):
-    """Objects of a bucket below one prefix."""
+    """A store in a bucket: the objects below one prefix.
+
+    Args:
+        bucket: The bucket.
+        prefix: The prefix of the checkpoint.
+        control: The name of the control directory.
+        whole: Whether everything below the prefix belongs to the checkpoint, so that it may be listed.
+    """
 
     mappable = False
     remote = True
@@ -47,19 +54,20 @@ class CloudStore(Objects):
     object_limit: int | None = OBJECT_LIMIT
 
     def __init__(self, bucket: Bucket, prefix: str, control: str, whole: bool = True) -> None:
-        """`whole`: everything below the prefix belongs to the checkpoint, so it may be listed."""
         super().__init__(bucket, prefix)
         self.control = control
         self.saves = f"{control}/saves"
         self._whole = whole
         self._versions: dict[str, Any] = {}
-        self._unsent: dict[str, list[memoryview]] = {}  # files that are put under their final names when committed
+        self._unsent: dict[str, list[memoryview]] = {}  # files that `rename` puts under their final names
         self._leases: list[Lease] = []
-        self._writes = False  # who only reads may remember: in a checkpoint no name is written twice
-        self._in_doubt = False  # a document may still come to be in place, so what it names must stay
+        self._writes = False  # readers may cache: in a checkpoint no name is written twice
+        self._in_doubt = False  # a put may still take effect, so the data it refers to must stay
         self._listing = _Listing(self)
         self._documents: dict[str, bytes] = {}
-        self._inside: dict[str, list[str]] | None = None  # what was seen since this took the lock or changed anything
+        self._inside: dict[str, list[str]] | None = (
+            None  # children listed since the lock was taken and nothing was changed
+        )
         self._large = threading.Lock()
 
     def read(self, name: str) -> bytes:
@@ -73,7 +81,7 @@ class CloudStore(Objects):
         return data
 
     def size(self, name: str) -> int | None:
-        # Of exchange files only sizes are known that were asked for since their documents last changed.
+        # For exchange files, only sizes requested since the last change of their documents are cached.
         if name in self._listing.sizes and not (self._writes and self._whole):
             return self._listing.sizes[name]
         try:
@@ -84,21 +92,29 @@ class CloudStore(Objects):
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
         wanted = list(names)
         if self._whole and not self._writes:
+            if sum(name not in self._listing.sizes for name in wanted) > _FEW:
+                self._listing.all()
             return {name: self._listing.size(name) for name in wanted}
         if self._whole and len(wanted) > 2:
             listed = self._list("")
             return {name: listed.get(name) for name in wanted}
         return {name: self.size(name) for name in wanted}
 
+    def modified(self, name: str) -> float | None:
+        try:
+            return self.call(obstore.head, name)["last_modified"].timestamp()
+        except FileNotFoundError:
+            return None
+
     def identity(self, name: str) -> object:
         if not name:
-            return None  # there are no directories
+            return None  # a bucket has no directories
         found = None
         with suppress(FileNotFoundError):
             found = self.call(obstore.head, name)
         version = version_of(found) if found else None
         if self._versions.get(name, version) != version:
-            self._listing.sizes.clear()  # documents keep their names here, and so may what they speak of
+            self._listing.sizes.clear()  # the files that documents refer to may keep their names
         self._versions[name] = version
         if found:
             self._listing.sizes[name] = found["size"]
@@ -109,12 +125,12 @@ class CloudStore(Objects):
         if size is None:
             size = self.size(name)
         if size is None:
-            raise FileNotFoundError(f"{self.locate(name)} is not there")
+            raise FileNotFoundError(f"{self.locate(name)} does not exist")
         self._listing.sizes[name] = size
         return CloudFile(self, name, size)
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
-        """Put an object under a new name; one with a temporary name is sent by `rename`, whole and in one request."""
+        """Put an object under a new name. Data under a temporary name is kept in memory until `rename` sends it."""
         if self._is_temporary(name):
             self._unsent[name] = list(buffers)
             return
@@ -123,8 +139,8 @@ class CloudStore(Objects):
                 self.put(name, buffers, "create")
             except REFUSED as error:
                 raise ConflictError(
-                    f"{self.locate(name)} was put by another writer; nothing of theirs was touched, and this save "
-                    "was not committed"
+                    f"{self.locate(name)} was written by another program at the same time. Its data is untouched; this "
+                    "save was not committed"
                 ) from error
             return
         begun: list[bool] = []
@@ -138,29 +154,32 @@ class CloudStore(Objects):
             obstore.put(self.clients().writing, self.key(name), stream(), **parts)
 
         try:
-            with self._large:  # its parts go up at the same time: more of them would only take memory
+            with self._large:  # its parts are uploaded in parallel already
                 self.asking(name, put, again=lambda: not begun)
-        except (FileNotFoundError, StorageError):  # did only the answer get lost that all parts are together?
+        except (FileNotFoundError, StorageError):  # the upload may be complete, with only the response lost
             if self.size(name) != total:
                 raise
 
     def create(self, name: str, size: int, aligned: bool = False) -> Any:
-        raise NotImplementedError("objects are put whole")
+        raise NotImplementedError("an object can only be written as a whole")
 
     def write_into(self, name: str, offset: int, data: bytes) -> None:
-        raise NotImplementedError("objects are put whole")
+        raise NotImplementedError("an object can only be written as a whole")
+
+    def link(self, name: str, new: str) -> None:
+        raise NotImplementedError("an object has one name")
 
     def sync(self, names: Sequence[str]) -> None:
-        """What was put is durable."""
+        """Nothing to do: objects are durable once put."""
 
     def sync_directory(self, name: str) -> None:
-        """What was removed stays removed."""
+        """Nothing to do: a bucket has no directories."""
 
     def replace(self, name: str, data: bytes) -> None:
         self._commit(name, [memoryview(data)])
 
     def _commit(self, name: str, data: list[memoryview], telling: int | None = None) -> None:
-        """Put a document on condition that it still is the one that was read."""
+        """Put a document on the condition that it is still the version that was read."""
         self._writes = True
         self._confirm(leases.LEASE / 2)
         failures: list[Exception] = []
@@ -170,8 +189,8 @@ class CloudStore(Objects):
             self._versions[name] = self.put(name, data, mode, telling, failures)
         except REFUSED as error:
             raise ConflictError(
-                f"{self.locate(name)} was changed by another writer at the same moment; theirs is in place and "
-                "untouched, this one was not committed"
+                f"{self.locate(name)} was changed by another program at the same time. Its version is in place; this "
+                "save was not committed"
             ) from error
         except StorageError:
             self._in_doubt = not all(map(is_final, failures))
@@ -187,12 +206,12 @@ class CloudStore(Objects):
         return name.startswith(f"{self.control}/") and name.endswith(".tmp")
 
     def _confirm(self, age: float) -> None:
-        """`ConflictError` if this save, or its lock, may have been taken for dead."""
+        """Raise `ConflictError` if this save or its lock was taken over."""
         for lease in self._leases:
             lease.confirm(age)
 
     def rename(self, name: str, new: str) -> None:
-        """Send what was written under a temporary name, on condition that `new` still is what was read."""
+        """Put data written under a temporary name, on the condition that `new` is still the version that was read."""
         data = self._unsent[name]
         self._versions.setdefault(new, None)
         self._commit(new, data, telling=len(data[0]))
@@ -204,12 +223,13 @@ class CloudStore(Objects):
             return
         if self._in_doubt:
             raise StorageError(
-                f"{self.url}: objects that may be needed stay until the lease of {leases.LEASE:g} s is over"
+                f"{self.url}: a commit may still take effect, so its objects are kept until the lease of "
+                f"{leases.LEASE:g} s has expired"
             )
-        self._confirm(leases.LEASE / 2)  # taken for dead, this would remove what is now for others to decide about
+        self._confirm(leases.LEASE / 2)  # once declared dead, this process must not remove anything
         for name in wanted:
             self._forget(name)
-        if self.bucket.scheme == "gs":  # there is no deleting in bulk
+        if self.bucket.scheme == "gs":  # Google Cloud Storage has no bulk delete
             run_tasks((partial(self._remove_some, name, self.key(name)) for name in wanted), CONCURRENCY)
             return
         for start in range(0, len(wanted), 1000):
@@ -223,7 +243,7 @@ class CloudStore(Objects):
         self.remove([f"{self.control}/{name}" for name in self._list(self.control) if name not in ("lock", "")])
 
     def remove_if_empty(self) -> None:
-        """A prefix without objects is nothing."""
+        """Nothing to do: a prefix without objects does not exist."""
 
     def children(self, name: str) -> list[str]:
         if self._inside is None:
@@ -233,18 +253,26 @@ class CloudStore(Objects):
         return self._inside[name]
 
     def _children(self, name: str) -> list[str]:
+        directories, files = self._entries(name)
+        return sorted({*directories, *files})
+
+    def entries(self) -> tuple[list[str], list[str]]:
+        return self._entries("")
+
+    def _entries(self, name: str) -> tuple[list[str], list[str]]:
         found = self.call(obstore.list_with_delimiter, name)
         start = len(self.key(name)) + 1 if self.key(name) else 0
         if self._whole and not name:
             self._listing.sizes.update((each["path"][start:], each["size"]) for each in found["objects"])
-        # Some servers have directories, and show those that are empty.
+        # Some servers have directories, and list empty ones.
         if found["common_prefixes"] and not found["objects"] and not self._writes and not self._is_used(name):
-            return []
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return sorted({path[start:].strip("/") for path in paths} - {""})
+            return [], []
+        paths = found["common_prefixes"], [each["path"] for each in found["objects"]]
+        directories, files = (sorted({path[start:].strip("/") for path in some} - {""}) for some in paths)
+        return directories, files
 
     def is_empty(self) -> bool:
-        """Whether no object is below the prefix."""
+        """Whether there are no objects below the prefix."""
         return not self._is_used("")
 
     def _is_used(self, name: str) -> bool:
@@ -279,9 +307,10 @@ class CloudStore(Objects):
         return _Record(self, name)
 
     def try_hold(self, name: str, scope: Scope) -> Lease | None:
-        """Called with the lock held, whose own age tells the time as the server has it.
+        """Take over the record of a dead save; None if its owner is alive. Call this with the lock held.
 
-        A save that was only stopped must not go on: what is put in the place of its record tells it.
+        The lock was just renewed, so its timestamp tells the time of the server. The new record stops an owner that was
+        only suspended.
         """
         held = scope.add(Lease(self, name, renewed=False))
         try:
@@ -294,8 +323,16 @@ class CloudStore(Objects):
             return None
         return held
 
+    def is_held(self, name: str) -> bool:
+        """By this machine's clock: only a writer learns the server's time."""
+        try:
+            meta, data = self.get(name)
+        except FileNotFoundError:
+            return False
+        return not is_dead(data) and time.time() - meta["last_modified"].timestamp() <= leases.LEASE
+
     def watch(self, lease: Lease) -> None:
-        """From now on nothing is committed unless this lease is still ours."""
+        """Commit nothing from now on unless this lease is still ours."""
         self._leases.append(lease)
 
     def unlock(self, lease: Lease | None) -> None:
@@ -320,7 +357,7 @@ class CloudStore(Objects):
 
 
 class _Lock:
-    """The lock of a checkpoint, while a call needs it."""
+    """The lock of a checkpoint, held by one call."""
 
     def __init__(self, store: CloudStore, name: str, scope: Scope) -> None:
         self._store, self._name, self._scope = store, name, scope
@@ -328,7 +365,7 @@ class _Lock:
         self._place = store.locate(name)
 
     def take(self, deadline: float) -> None:
-        """Wait until the lock is free, or its owner does not renew it any more."""
+        """Wait until the lock is free or has expired."""
         seen: tuple[Any, float] = (None, 0.0)
         pause = 0.02
         _locks.add(self)
@@ -341,11 +378,14 @@ class _Lock:
                 if time.monotonic() - seen[1] > leases.LEASE and self._try(version):
                     break
             now = time.monotonic()
-            if now > deadline and now - seen[1] < leases.LEASE / 2:  # else its owner may be dead, which soon will show
-                raise ConflictError(f"another program holds the lock {self._place} for too long")
+            if now > deadline and now - seen[1] < leases.LEASE / 2:  # else the lock may soon expire
+                raise ConflictError(
+                    f"timed out waiting for the lock {self._place}, which another program holds. End that program if "
+                    "it hangs; the lock of a dead program expires by itself"
+                )
             time.sleep(pause)
             pause = min(pause * 2, 1.0)
-            sweep()  # it may be held by a call of this program whose clean-up was interrupted
+            sweep()  # a call of this program whose cleanup was interrupted may hold it
         assert self._lease is not None
         self._store.watch(self._lease)
         self._lease.check_conditions()
@@ -359,11 +399,12 @@ class _Lock:
         return True
 
     def _refuse_below(self) -> None:
-        """`ConflictError` if the lock is held by a call that this one interrupted, and which so cannot release it."""
+        """Raise `ConflictError` if the lock is held by a call that this one interrupted."""
         if any(o is not self and o._place == self._place and o._scope.is_below for o in tuple(_locks)):
             raise ConflictError(
-                f"the lock {self._place} is held by a call that this one has interrupted: it was made by a signal "
-                "handler, on the same thread. Nothing was done. In a handler, set a flag and act on it in the loop"
+                f"a signal handler made this call while a call on the same thread holds the lock {self._place}, so "
+                "waiting for it would never end. Nothing was changed. In a signal handler, set a flag and save from "
+                "the training loop"
             )
 
     def release(self) -> None:
@@ -372,7 +413,7 @@ class _Lock:
             if self._lease is not None:
                 self._lease.remove()
         except StorageError as error:
-            log.warning("shardkeep: the lock of %s stays until it expires (%s)", self._store.url, error)
+            log.warning("could not remove the lock of %s; it will expire (%s)", self._store.url, error)
         _locks.discard(self)
 
 
@@ -392,12 +433,12 @@ class _Record(Lease):
             super().take(line + b"\n", mode)
         except REFUSED as error:
             place = self._cloud.locate(self._name)
-            raise ConflictError(f"{place} is there already: another program does the same") from error
+            raise ConflictError(f"{place} already exists: another program is using the same save id") from error
         self._cloud.watch(self)
 
 
 class _Listing:
-    """The sizes of a checkpoint's objects for who only reads: listed as far as that is cheaper than asking."""
+    """Cached sizes of the objects of a checkpoint for readers, listed page by page where that saves requests."""
 
     def __init__(self, store: CloudStore) -> None:
         self.sizes: dict[str, int] = {}
@@ -408,7 +449,8 @@ class _Listing:
         self._lock = threading.Lock()
 
     def size(self, name: str) -> int | None:
-        """One page tells all of a small checkpoint. Of a large one, a few objects are cheaper to ask for."""
+        """The size of one object. A small checkpoint is listed in one request; in a large one, objects are requested
+        one by one until there are too many."""
         if name not in self.sizes and not self._complete:
             with self._lock:
                 if self._pages is None:
@@ -441,5 +483,5 @@ class _Listing:
 
 
 def _part_size(total: int) -> int:
-    """Uploads have at most 10,000 parts."""
+    """The size of a part: an upload can have at most 10,000 parts."""
     return max(_PART, -(-total // 9000))

@@ -1,4 +1,4 @@
-"""Leases: what a disk does by locks is done in a bucket by objects that their owner puts again while it lives."""
+"""Leases: the replacement for file locks in a bucket, objects that their owner renews while it is alive."""
 
 import logging
 import os
@@ -20,28 +20,32 @@ LEASE = float(os.environ.get("SHARDKEEP_LEASE", "60"))  # seconds
 
 log = logging.getLogger("shardkeep")
 
-_checked: weakref.WeakSet[Clients] = weakref.WeakSet()  # it is known whether their server keeps conditions
+_checked: weakref.WeakSet[Clients] = weakref.WeakSet()  # clients whose server was tested for conditional puts
 _DEAD = b', "dead": true'
 
 
 def is_dead(data: bytes) -> bool:
-    """Whether somebody has found out before that the owner of this died."""
+    """Whether the owner was already found to be dead."""
     return data.partition(b"\n")[0].endswith(_DEAD + b"}")
 
 
 def condemned(data: bytes) -> bytes:
-    """A record as it is put in the place of one whose owner shall not go on."""
+    """A replacement for a record that stops its owner from continuing."""
     return b'{"owner": "%b"%b}\n' % (os.urandom(16).hex().encode(), _DEAD) + data.partition(b"\n")[2]
 
 
 class Lease:
-    """An object that its owner renews while it lives: the lock, or the record of a save.
+    """An object that its owner renews while it is alive: the lock, or the record of a save.
 
-    Its first line says who and how often, so that no two puts are the same; S3 tells objects apart by their bytes.
+    The first line contains the owner and a counter, so that no two puts are equal: S3 identifies versions by content.
+
+    Args:
+        store: The store that contains the object.
+        name: The name of the object.
+        renewed: Whether to renew it. False if it was taken over from a dead owner, and so counts as dead for others.
     """
 
     def __init__(self, store: Objects, name: str, renewed: bool = True) -> None:
-        """Not `renewed`: taken from an owner who died, and so dead for whoever comes next."""
         self._store, self._name, self._lines = store, name, b""
         self._owner = b'{"owner": "%b"' % os.urandom(16).hex().encode()
         self._is_renewed, self._end = renewed, b"" if renewed else _DEAD
@@ -52,11 +56,11 @@ class Lease:
         self._version: dict[str, Any] | None = None
 
     def take(self, line: bytes, mode: Any = "create") -> None:
-        """Put the object, on a condition, and go on renewing it; one of `REFUSED` is raised if that does not hold."""
+        """Put the object and start renewing it. Raises one of `REFUSED` if the condition does not hold."""
         self._lines, self._renewed = line, time.monotonic()
         self._version = self._store.put(self._name, self._signed(line), mode)
         if self._is_renewed:
-            with suppress(RuntimeError):  # at the end of the program no thread can be started any more
+            with suppress(RuntimeError):  # no thread can be started at the end of the program
                 threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()
 
     def _signed(self, lines: bytes) -> bytes:
@@ -67,7 +71,7 @@ class Lease:
         while not self._over.wait(LEASE / 4):
             try:
                 self._put(self._lines)
-            except ConflictError:  # told to whoever needs it by `confirm`
+            except ConflictError:  # `confirm` reports it
                 return
             except StorageError:
                 continue
@@ -76,20 +80,21 @@ class Lease:
         with self._lock:
             if self._over.is_set:
                 return
-            began = time.monotonic()  # the server counts from when it is done, which is later
+            began = time.monotonic()  # the server counts from the end of the request, which is later
             try:
                 self._version = self._put_over(lines)
             except REFUSED as error:
                 raise ConflictError(
-                    f"{self._store.locate(self._name)} was taken over: this save gave no sign of life for "
-                    f"{LEASE:g} s and was taken for dead. Nothing was committed"
+                    f"{self._store.locate(self._name)} was taken over: this save did not renew its lease for "
+                    f"{LEASE:g} s, so another program assumed that it had died. Nothing was committed. If the program "
+                    "was only suspended, save again; a longer lease can be set with SHARDKEEP_LEASE"
                 ) from error
             self._lines, self._renewed = lines, began
 
     def _put_over(self, lines: bytes) -> dict[str, Any]:
         try:
             return self._store.put(self._name, self._signed(lines), self._version or "create")
-        except REFUSED:  # by another, or by a put of ours whose answer never came
+        except REFUSED:  # by another program, or by our own put whose response was lost
             with suppress(FileNotFoundError):
                 meta, data = self._store.get(self._name)
                 if data.startswith(self._owner):
@@ -100,12 +105,12 @@ class Lease:
         self._put(self._lines + line + b"\n")
 
     def confirm(self, age: float) -> None:
-        """`ConflictError` if it was taken over, which can only be if it is older than `age`."""
+        """Renew the lease if it is older than `age` seconds. Raises `ConflictError` if it was taken over."""
         if time.monotonic() - self._renewed > age:
             self._put(self._lines)
 
     def check_conditions(self) -> None:
-        """Warn, once for a bucket, if the server takes no notice of conditions: nothing keeps writers apart there."""
+        """Warn once per bucket if the server ignores conditional puts, so that concurrent writers are not detected."""
         clients = self._store.clients()
         if clients in _checked:
             return
@@ -116,21 +121,21 @@ class Lease:
             with suppress(FileNotFoundError, BaseError):
                 obstore.put(clients.once, self._store.key(self._name), data, mode=mode, use_multipart=False)
                 log.warning(
-                    "shardkeep: the server of %s ignores the conditions of puts: let only one program at a time "
-                    "save to a checkpoint there, for of two one could lose what it saved",
+                    "the server of %s ignores conditional puts, so concurrent saves to one checkpoint can overwrite "
+                    "each other: save from one program at a time",
                     self._store.bucket.url,
                 )
                 return
 
     def remove(self) -> None:
-        """Stop renewing the object, and remove it."""
+        """Stop renewing the object and remove it."""
         self.release()
-        # After so long without renewing it may be another's by now, who will remove it.
+        # After a longer time another program may have taken it over, and will remove it.
         if self._count and time.monotonic() - self._renewed < LEASE:
-            # A put that was interrupted may have been done: then it is looked at before it is removed.
+            # After an interrupted put it is not known whether the object is ours, so it is read first.
             self._store.remove_own(self._name, self._owner, sure=self._version is not None)
 
     def release(self) -> None:
-        """Stop renewing the object. It stays until somebody finds it dead."""
+        """Stop renewing the object. It stays until another program finds it expired."""
         with self._lock:
             self._over.set()

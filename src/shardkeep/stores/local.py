@@ -18,17 +18,20 @@ from shardkeep.stores.newfile import DIRECT, LocalNewFile, write_at
 
 CONTROL = ".shardkeep"
 _FEW_FILES = 8
-_LARGE = 1 << 20  # room is made for files from this size on, before they are written
-_SMALL = 256 << 10  # files below stay in the page cache until they are synced together
+_LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
+_SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together
 _MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
+_COPIED = 8 << 20  # bytes read at a time when a file is copied
+# What os.link raises where there are no hard links, or no more of this file.
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-_locks: "set[_LockFile]" = set()  # held, or about to be
+_locks: "set[_LockFile]" = set()  # locked, or about to be
 
 
 class _LockFile:
-    """A file that is locked while a call needs it. The lock goes with the process, however it ends."""
+    """A file that is locked while a call needs it. The kernel releases the lock when the process ends."""
 
     def __init__(self, path: str, scope: Scope | None = None) -> None:
         self.path, self.scope = path, scope
@@ -48,22 +51,22 @@ class _LockFile:
         return True
 
     def refuse_below(self) -> None:
-        """`ConflictError` if the lock is held by a call that this one interrupted, and which so cannot release it."""
+        """`ConflictError` if the lock is held by a call that this one interrupted, and so is never released."""
         if any(o is not self and o.path == self.path and o.scope and o.scope.is_below for o in tuple(_locks)):
             raise ConflictError(
-                f"the lock {self.path} is held by a call that this one has interrupted: it was made by a signal "
-                "handler, on the same thread. Nothing was done. In a handler, set a flag and act on it in the loop"
+                f"the lock {self.path} is held by a call that this one interrupted: this call was made by a signal "
+                "handler on the same thread. Nothing was done. In the handler, set a flag, and save in the loop"
             )
 
     def release(self) -> None:
         if self.file is not None and self.file.is_open:
-            fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing alone leaves it to a child that was just forked
+            fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
             self.file.close()
         _locks.discard(self)
 
 
 def _let_go() -> None:
-    """In a forked child, which must not keep the parent's locks alive."""
+    """Close the parent's locks in a forked child, which must not keep them alive."""
     for lock in _locks:
         if lock.file is not None:
             lock.file.close()
@@ -74,9 +77,16 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class LocalStore:
-    """Files below one directory. `confined`: a symbolic link that leads out of it is not followed."""
+    """Files below one directory."""
 
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
+        """A store for the directory `root`.
+
+        Args:
+            root: The directory, which need not exist.
+            control: The name of the control directory in it.
+            confined: Whether symbolic links that lead out of it are refused.
+        """
         self.url = root
         self.control = control
         self.saves = f"{control}/saves"
@@ -94,19 +104,27 @@ class LocalStore:
         path = self._checked(name)
         with _open_plain(path) as file:
             if os.fstat(file.number).st_size > _MAX_DOCUMENT:
-                raise IntegrityError(f"{path} is too large to be a document of a checkpoint")
+                raise IntegrityError(f"{path} is too large for a manifest or index")
             with open(file.number, "rb", closefd=False) as content:
                 return content.read()
 
     def size(self, name: str) -> int | None:
         try:
             found = os.stat(self.locate(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
         return {name: self.size(name) for name in names}
+
+    def modified(self, name: str) -> float | None:
+        try:
+            return os.stat(self.locate(name)).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def identity(self, name: str) -> tuple[int, int, int] | None:
         try:
@@ -124,11 +142,11 @@ class LocalStore:
         if "/" not in name and not os.path.islink(path):
             return path
         if self._confined and not self._is_inside(path):
-            raise IntegrityError(f"{path} is a symbolic link, or lies behind one, that leads out of {self._root}")
+            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}")
         return path
 
     def _is_inside(self, path: str) -> bool:
-        """Whether a path stays below the root when links are followed; directories are looked at once."""
+        """Whether a path stays below the root when links are followed. Each directory is checked once."""
         inside = self._holds(os.path.dirname(path))
         return inside and (not os.path.islink(path) or os.path.realpath(path).startswith(self._real_root))
 
@@ -160,11 +178,11 @@ class LocalStore:
         return LocalNewFile(self._place_for(name), size if able else 0, aligned and able)
 
     def _place_for(self, name: str) -> str:
-        """Where a new file goes, its directory made; never behind a link that leads out of the checkpoint."""
+        """The path for a new file, its directory created; never below a link that leads out of the checkpoint."""
         path = self.locate(name)
         if "/" in name and not self._is_inside(path):
-            raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
-        make_directories(os.path.dirname(path), durable=False)  # `sync` comes later
+            raise IntegrityError(f"{path} is below a symbolic link that leads out of {self._root}; remove the link")
+        make_directories(os.path.dirname(path), durable=False)  # `sync` follows
         return path
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> LocalNewFile | None:
@@ -189,7 +207,7 @@ class LocalStore:
             sync_path(path)
         directories: set[str] = set()
         for name in names:
-            while name:  # all those above it, the root last: any of them may be new
+            while name:  # all parents up to the root: any of them may be new
                 name = os.path.dirname(name)
                 directories.add(self.locate(name))
         for directory in directories:
@@ -214,7 +232,7 @@ class LocalStore:
         for name in names:
             path = self.locate(name)
             if not self._is_inside(os.path.join(os.path.dirname(path), "x")):
-                continue  # behind a link that leads out: not ours to remove
+                continue  # below a link that leads out: not part of the checkpoint
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
             directories.add(os.path.dirname(path))
@@ -227,7 +245,7 @@ class LocalStore:
                     os.rmdir(directory)
                 except FileNotFoundError:
                     pass
-                except OSError:  # not empty, or not ours to remove
+                except OSError:  # not empty, or no permission
                     break
                 directory = os.path.dirname(directory)
 
@@ -238,6 +256,31 @@ class LocalStore:
     def rename(self, name: str, new: str) -> None:
         os.rename(self.locate(name), self.locate(new))
         sync_path(os.path.dirname(self.locate(new)))
+
+    def link(self, name: str, new: str) -> None:
+        old, path = self.locate(name), self.locate(new)
+        directory = os.path.dirname(path)
+        if not self._holds(directory):
+            raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
+        for _ in range(3):
+            try:
+                return os.link(old, path)
+            except FileNotFoundError:
+                if os.path.isdir(directory):
+                    raise
+                make_directories(directory, durable=False)  # `sync` comes later
+            except FileExistsError:
+                if os.path.samestat(os.stat(old), os.lstat(path)):
+                    return
+                os.unlink(path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                make_directories(directory, durable=False)
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                return _copy(old, path)
+        raise FileExistsError(errno.EEXIST, "another program makes files here", path)
 
     def sync_directory(self, name: str) -> None:
         sync_path(self.locate(name))
@@ -261,6 +304,13 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def entries(self) -> tuple[list[str], list[str]]:
+        directories: list[str] = []
+        files: list[str] = []
+        for name in self.children(""):
+            (directories if os.path.isdir(self.locate(name)) else files).append(name)
+        return directories, files
+
     def is_taken(self, names: Iterable[str]) -> bool:
         directories: set[str] = set()
         for name in names:
@@ -282,8 +332,10 @@ class LocalStore:
     @contextmanager
     def lock(self, seconds: float) -> Generator[None]:
         for part in (self.control, self.saves, f"{self.control}/claims", f"{self.control}/lock"):
-            if os.path.islink(self.locate(part)):  # files are made and removed there: it must be there
-                raise IntegrityError(f"{self.locate(part)} is a symbolic link, which shardkeep never makes; remove it")
+            if os.path.islink(self.locate(part)):  # files are created and removed there
+                raise IntegrityError(
+                    f"{self.locate(part)} is a symbolic link, which shardkeep never creates; remove it"
+                )
         path = self.locate(f"{self.control}/lock")
         with Scope(f"locking {path}", frame_above(2)) as scope:
             self._take_lock(path, time.monotonic() + seconds, scope)
@@ -295,12 +347,12 @@ class LocalStore:
             lock = scope.add(_LockFile(path, scope))
             try:
                 number = lock.open(os.O_CREAT)
-            except FileNotFoundError:  # a delete was faster
+            except FileNotFoundError:  # a delete removed the directory
                 continue
             if not lock.try_lock():
                 lock.refuse_below()
                 wait_for_lock(number, path, deadline)
-            # Removed while we waited? Then the lock is another file now.
+            # If the file was removed while we waited, the lock is a different file now.
             if os.path.exists(path) and os.fstat(number).st_nlink:
                 return
             lock.release()
@@ -311,6 +363,20 @@ class LocalStore:
     def try_hold(self, name: str, scope: Scope) -> "LocalHeld | None":
         held = scope.add(LocalHeld(self.locate(name)))
         return held if held.take_over() else None
+
+    def is_held(self, name: str) -> bool:
+        try:
+            with _open_plain(self._checked(name)) as record:
+                try:
+                    fcntl.flock(record.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                fcntl.flock(record.number, fcntl.LOCK_UN)
+        except (FileNotFoundError, NotADirectoryError, IntegrityError):
+            return False
+        except OSError:  # unreadable, or no locks here: it may be alive
+            return True
+        return False
 
     def claim(self, name: str) -> bool:
         path = self.locate(name)
@@ -324,14 +390,14 @@ class LocalStore:
 
     def free_bytes(self) -> int:
         place = self._root
-        while not os.path.isdir(place):  # not even the directory could be made
+        while not os.path.isdir(place):  # the directory could not be created
             place = os.path.dirname(place)
         stats = os.statvfs(place)
         return stats.f_bavail * stats.f_frsize
 
 
 class LocalHeld(_LockFile):
-    """A record file, locked as long as its save lives."""
+    """A record file, locked as long as its save is alive."""
 
     def take(self, line: bytes) -> None:
         make_directories(os.path.dirname(self.path))
@@ -342,7 +408,7 @@ class LocalHeld(_LockFile):
         sync_path(os.path.dirname(self.path))
 
     def take_over(self) -> bool:
-        """Lock the record of a save that has died; False if it lives, or the record is gone."""
+        """Lock the record of a dead save; False if the save is alive or the record is gone."""
         try:
             self.open(0)
         except FileNotFoundError:
@@ -353,7 +419,7 @@ class LocalHeld(_LockFile):
         return taken
 
     def append(self, line: bytes) -> None:
-        # A line torn by a crash is the last one and is ignored; what was there before stays readable.
+        # A line that a crash cut short is the last one, and is ignored.
         assert self.file is not None
         end = os.fstat(self.file.number).st_size
         write_at(self.file.number, end, [memoryview(line + b"\n")], self.path)
@@ -366,22 +432,31 @@ class LocalHeld(_LockFile):
 
 
 def _open_plain(path: str) -> Descriptor:
-    """Open a file to read; what is no plain file (and could block, or never end) is an `IntegrityError`."""
+    """Open a file for reading; `IntegrityError` for anything that is not a regular file, which could block."""
     try:
         file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise IntegrityError(f"{path} is a symbolic link that leads nowhere") from None
+            raise IntegrityError(f"{path} is a broken symbolic link") from None
         raise
     if not stat.S_ISREG(os.fstat(file.number).st_mode):
         file.close()
-        raise IntegrityError(f"{path} is not a plain file")
+        raise IntegrityError(f"{path} is not a regular file")
     return file
 
 
+def _copy(old: str, new: str) -> None:
+    """Copy a file to a new name."""
+    with Descriptor(old, os.O_RDONLY) as source, Descriptor(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as copy:
+        at = 0
+        while data := os.pread(source.number, _COPIED, at):
+            write_at(copy.number, at, [memoryview(data)], new)
+            at += len(data)
+
+
 def make_directories(path: str, durable: bool = True) -> None:
-    """Like `os.makedirs`, and if it is to be durable the new names survive a power cut."""
-    if len(os.fsencode(path)) >= _MAX_PATH:  # before the first levels of it are made
+    """Like `os.makedirs`; with `durable`, the new directories survive a power cut."""
+    if len(os.fsencode(path)) >= _MAX_PATH:  # checked before the first levels are created
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
     missing: list[str] = []
     while not os.path.isdir(path):
@@ -399,7 +474,7 @@ def make_directories(path: str, durable: bool = True) -> None:
 
 
 def sync_path(path: str) -> None:
-    """Make a file or a directory durable."""
+    """Make a file or a directory survive a power cut."""
     with Descriptor(path, os.O_RDONLY) as opened:
         try:
             os.fsync(opened.number)
@@ -409,7 +484,7 @@ def sync_path(path: str) -> None:
 
 
 def sync_file_system(path: str) -> bool:
-    """Make everything on the file system of `path` durable in one call; False where there is no such call."""
+    """Sync the whole file system of `path` in one call; False where there is no such call."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
     if call is None:
         return False
@@ -421,7 +496,7 @@ def sync_file_system(path: str) -> bool:
 
 
 def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
-    """Take the lock of an open file, or `ConflictError` when the deadline has passed."""
+    """Lock an open file; `ConflictError` once the deadline has passed."""
     pause = 0.001
     while True:
         try:
@@ -429,8 +504,9 @@ def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ConflictError(
-                    f"another program holds the lock {path} for too long; if it is stuck, end it and try again"
+                    f"timed out waiting for the lock {path}, which another program holds; if that program hangs, end "
+                    "it and try again"
                 ) from None
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
-        sweep()  # it may be held by a call of this program whose clean-up was interrupted
+        sweep()  # the holder may be a call in this program whose clean-up was interrupted

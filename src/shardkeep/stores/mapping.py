@@ -1,4 +1,4 @@
-"""Local files being read: into memory, or as memory."""
+"""Reads local files, into memory or by mapping them."""
 
 import ctypes
 import errno
@@ -13,15 +13,15 @@ import numpy as np
 from shardkeep.stores.descriptors import Descriptor
 
 _MAX_READ = 1 << 30
-_HUGEPAGE = 14  # MADV_HUGEPAGE: a file comes into the page cache in huge pages, as fast as past it, and is mapped so
+_HUGEPAGE = 14  # MADV_HUGEPAGE: the page cache uses huge pages, which is as fast as O_DIRECT and faster to map
 _HUGE = 2 << 20
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: fails with an error where touching the page would be a SIGBUS
-# Where another machine cannot change files that are mapped.
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: returns an error where touching the page would raise SIGBUS
+# File systems on which no other machine can change a mapped file.
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 
 
 class LocalFile:
-    """An open file; its mappings stay valid after it is closed."""
+    """An open file. Its mappings stay valid after it is closed."""
 
     def __init__(self, file: Descriptor, path: str) -> None:
         self._path, self._file = path, file
@@ -32,13 +32,13 @@ class LocalFile:
         while len(target):
             count = os.preadv(self._file.number, [target[:_MAX_READ]], offset)
             if count == 0:
-                raise EOFError(f"{self._path} ends before byte {offset + len(target)}")
+                raise EOFError(f"{self._path} is truncated: it ends before byte {offset + len(target)}")
             target = target[count:]
             offset += count
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
         if offset + length > self.size:
-            raise EOFError(f"{self._path} ends before byte {offset + length}")
+            raise EOFError(f"{self._path} is truncated: it ends before byte {offset + length}")
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         return LocalMapping(Pages(self._file.number, start, offset + length - start), offset - start, self._path)
 
@@ -53,18 +53,18 @@ class LocalFile:
 
 
 class LocalMapping:
-    """A part of a file as memory."""
+    """A mapped part of a file."""
 
     def __init__(self, pages: "Pages", skip: int, path: str) -> None:
         self._pages, self._skip, self._path = pages, skip, path
         self.data: np.ndarray[Any, Any] = np.asarray(pages)[skip:]
 
     def bring_in(self, start: int, end: int) -> None:
-        if end - start >= _HUGE or 2 * (end - start) >= self.data.size:  # else only what is asked for is read
+        if end - start >= _HUGE or 2 * (end - start) >= self.data.size:  # else huge pages would read more than needed
             self._pages.make_huge(self._skip + start, self._skip + end)
         low = (self._skip + start) // mmap.PAGESIZE * mmap.PAGESIZE
         error = self._pages.populate(low, self._skip + end - low)
-        if error not in (0, errno.EINVAL):  # EINVAL: a kernel before 5.14, where pages come in as they are touched
+        if error not in (0, errno.EINVAL):  # EINVAL: Linux before 5.14, which reads pages when they are touched
             raise OSError(errno.EIO, "Input/output error", self._path)
 
 
@@ -77,19 +77,19 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Pages:
-    """Pages of a file, for NumPy to make an array of; they are there as long as any array of them is.
+    """Mapped pages of a file with NumPy's array interface. They stay mapped while any array uses them.
 
-    Python's own `mmap` keeps a descriptor open for each, of which a process has few, and holds all other threads up
-    while pages come from the disk.
+    Python's `mmap` keeps a file descriptor open for each mapping, and blocks all other threads while pages are read
+    from the disk.
     """
 
-    most = 30_000  # of the 65,530 mappings that Linux gives a process
+    most = 30_000  # of the 65,530 mappings that Linux allows a process
     addresses: set[int] = set()
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._address, self._length = None, length
         if len(Pages.addresses) >= Pages.most:
-            raise OSError(errno.ENOMEM, "there are as many mapped files as a process should have")
+            raise OSError(errno.ENOMEM, "too many mapped files in this process")
         self._address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
         if self._address == _FAILED:
             self._address = None
@@ -101,25 +101,25 @@ class Pages:
         return {"version": 3, "shape": (self._length,), "typestr": "|u1", "data": (self._address, True)}
 
     def make_huge(self, start: int, end: int) -> None:
-        """Have a part come in as huge pages; where that is refused, they are small."""
+        """Ask for huge pages for a part of the mapping. If the system refuses, small pages are used."""
         address = self._address or 0
         low = max((address + start) // _HUGE * _HUGE, address)
         high = min(-(-(address + end) // _HUGE) * _HUGE, address + self._length)
         _libc.madvise(low, high - low, _HUGEPAGE)
 
     def populate(self, start: int, length: int) -> int:
-        """Bring pages in; 0, or the number of the error."""
+        """Read pages from the disk. Returns 0, or the errno."""
         failed = _libc.madvise((self._address or 0) + start, length, _POPULATE_READ) != 0
         return ctypes.get_errno() if failed else 0
 
     def __del__(self, unmap: Any = _libc.munmap, failed: Any = _FAILED) -> None:
         if self._address not in (None, failed):
-            type(self).addresses.discard(self._address)  # first: the next mapping may be given the same one
+            type(self).addresses.discard(self._address)  # before unmapping: the next mapping may get the same address
             unmap(self._address, self._length)
 
 
 def file_system(directory: str) -> str:
-    """The kind of file system a directory is on; nothing if nobody knows."""
+    """The type of the file system that contains a directory; empty if it is unknown."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:

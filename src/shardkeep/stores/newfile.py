@@ -1,8 +1,8 @@
-"""Local files being written, so that they are on the disk soon and do not fill the page cache.
+"""Writes local files so that the data reaches the disk early and does not fill the page cache.
 
-What goes through the page cache is sent to the disk at once, not when it is synced, and leaves the cache when it is
-there: the memory is used again for what comes next. What lies in memory as it will in the file goes past the cache: the
-disk takes blocks from aligned memory to aligned places, and only the ends, less than a block each, go through it.
+Data that goes through the page cache is written back immediately instead of at the sync, and then dropped from the
+cache, so that the memory is reused. Data whose alignment in memory matches its offset in the file bypasses the cache
+(O_DIRECT). Only its first and last bytes, less than a block each, go through the cache.
 """
 
 import errno
@@ -13,16 +13,21 @@ from typing import Any, cast
 from shardkeep.memory import PAGE, Array
 from shardkeep.stores.descriptors import Descriptor
 
-DIRECT = frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()  # file systems that gain by it
+DIRECT = (
+    frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()
+)  # file systems on which this is faster
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
 _MAX_BUFFERS = 1024
-_LARGE = 256 << 10  # what is written of this size is sent to the disk at once
+_LARGE = 256 << 10  # writes of at least this size start writeback immediately
 
 
 class LocalNewFile:
-    """A file being written at its final name, which nothing else uses.
+    """A new file, written under its final name.
 
-    `size`: there is room for so many bytes before the first is written. `direct`: `write_aligned` goes past the cache.
+    Args:
+        path: The path; it must not exist.
+        size: The number of bytes to allocate before the first write.
+        direct: Whether `write_aligned` bypasses the page cache.
     """
 
     def __init__(self, path: str, size: int = 0, direct: bool = False) -> None:
@@ -33,7 +38,7 @@ class LocalNewFile:
             if direct:
                 self._direct = Descriptor(path, os.O_WRONLY | os.O_DIRECT)
             if size:
-                os.posix_fallocate(self._file.number, 0, size)  # several threads write best where there is room already
+                os.posix_fallocate(self._file.number, 0, size)  # parallel writes are faster into allocated space
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 error.filename = error.filename or path
@@ -45,12 +50,12 @@ class LocalNewFile:
             self._send()
 
     def _send(self) -> None:
-        """What is in the page cache is sent to the disk; what is there already leaves the cache."""
+        """Start writeback of this file, and drop clean pages from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write_aligned(self, offset: int, memory: Array) -> None:
-        """Put `memory` at `offset`; both lie equally far from the start of a block."""
+        """Write `memory` at `offset`; both must have the same distance from a block boundary."""
         end = offset + memory.size
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         if self._direct is None or first >= last:
@@ -61,7 +66,7 @@ class LocalNewFile:
         try:
             write_at(self._direct.number, first, [_view(memory[head:tail])], self.path)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a disk with larger blocks
+            if error.errno != errno.EINVAL:  # the disk has larger blocks
                 raise
             self.write(first, [_view(memory[head:tail])])
         self.write(last, [_view(memory[tail:])])
@@ -92,7 +97,7 @@ def _view(memory: Array) -> memoryview:
 
 
 def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> int:
-    """Write all of `buffers` at `offset`, however little the system takes at a time; says how much it was."""
+    """Write all of `buffers` at `offset`, with as many system calls as needed; returns the number of bytes."""
     pending = [b for b in buffers if len(b)]
     start = offset
     while pending:

@@ -1,4 +1,4 @@
-"""Objects read in ranges: one by one, or as memory that is filled as it is asked for."""
+"""Reads ranges of objects, directly or through memory that is filled on demand."""
 
 import mmap
 import threading
@@ -12,13 +12,13 @@ from shardkeep.errors import IntegrityError, StorageError
 from shardkeep.memory import aligned_empty
 from shardkeep.stores.objects import Objects
 
-GAP = 64 << 10  # reading so much too much is cheaper than another request
+GAP = 64 << 10  # reading this many bytes too much is cheaper than another request
 _RUN = 16 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class CloudFile:
-    """An object being read, in ranges."""
+    """An object that is read in ranges."""
 
     def __init__(self, store: Objects, name: str, size: int) -> None:
         self._store, self._name, self.size = store, name, size
@@ -27,8 +27,8 @@ class CloudFile:
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
         end = offset + buffer.size
         if end > self.size:
-            raise IntegrityError(f"{self._store.locate(self._name)} ends before byte {end}")
-        if offset == 0 and 0 < end <= 8:  # a length, and what has it comes next
+            raise IntegrityError(f"{self._store.locate(self._name)} is truncated: it ends before byte {end}")
+        if offset == 0 and 0 < end <= 8:  # the length of a header: the header is read next
             self._start = bytes(self._read(0, min(GAP, self.size)))
         if end <= len(self._start):
             buffer[...] = np.frombuffer(self._start, np.uint8)[offset:end]
@@ -39,7 +39,7 @@ class CloudFile:
         data = self._store.call(obstore.get_range, self._name, start=offset, length=length)
         if len(data) != length:
             raise StorageError(
-                f"{self._store.locate(self._name)}: {length:,} bytes from {offset:,} on were asked for, and the server "
+                f"{self._store.locate(self._name)}: requested {length:,} bytes at offset {offset:,}, but the server "
                 f"sent {len(data):,}"
             )
         return memoryview(data)
@@ -56,11 +56,11 @@ class CloudFile:
 
 
 class CloudMapping:
-    """A part of an object as memory that is filled as it is asked for, neighbours in one request."""
+    """A part of an object in memory that is filled on demand; adjacent ranges share a request."""
 
     def __init__(self, file: CloudFile, offset: int, length: int, needed: Sequence[tuple[int, int]]) -> None:
         self._file, self._offset = file, offset
-        skip = offset % 64  # what is aligned in the file is aligned in memory
+        skip = offset % 64  # so that memory has the alignment of the file
         sparse = 2 * sum(size for _, size in needed) < length
         self.data = (_small_pages if sparse else aligned_empty)(length + skip)[skip:]
         self._runs = [_Run(start, end) for start, end in merged(needed)]
@@ -76,7 +76,7 @@ class CloudMapping:
 
 
 class _Run:
-    """Bytes that are fetched together."""
+    """Bytes that are fetched in one request."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end, self.there = start, end, False
@@ -84,7 +84,7 @@ class _Run:
 
 
 def merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(offset, length) ranges as (start, end) of requests: neighbours together, none too large.
+    """Combine (offset, length) ranges into (start, end) requests: adjacent ones merged, large ones split.
 
     >>> merged([(0, 10), (20, 10), (1 << 30, 5)])
     [(0, 30), (1073741824, 1073741829)]
@@ -99,7 +99,7 @@ def merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _small_pages(nbytes: int) -> "np.ndarray[Any, Any]":
-    """Memory that counts only where it is filled: arrays that lie in it keep all of it."""
+    """Memory of which only the filled pages are used, for sparse reads."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)

@@ -1,0 +1,89 @@
+"""Telling our own files from those of other programs, and naming the programs. Pure functions of names and bytes."""
+
+import json
+import re
+from collections.abc import Iterable
+
+_START = b'{"shardkeep":'
+_ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
+_MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
+_DATA_FILE = re.compile(r"[0-9a-f]{32}-[0-9]{5}\.safetensors")
+_TORCH = (".pt", ".pth", ".distcp")
+_TORCH_BIN = re.compile(r"(pytorch_model|adapter_model|optimizer|training_args|model).*\.bin")
+_FLAX_LEGACY = re.compile(r"checkpoint_[0-9]+")
+_ORBAX = {"_CHECKPOINT_METADATA", "_METADATA"}
+_ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def is_foreign_manifest(document: bytes) -> bool:
+    """Whether a `manifest.json` was certainly not written by shardkeep, for example the manifest of a web app.
+
+    Damage does not make one of ours foreign: what is empty, or has any mark of ours in it, is not.
+
+    >>> is_foreign_manifest(b'{"name": "my app", "icons": []}'), is_foreign_manifest(b'{"shardkeep":1,"dig')
+    (True, False)
+    """
+    if document.startswith(_START) or _START.startswith(document) or not document.strip(b"\0 \t\r\n"):
+        return False
+    try:
+        body = json.loads(document)
+    except (ValueError, RecursionError):
+        return b"\0" not in document and not any(mark in document for mark in _MARKS)
+    if not isinstance(body, dict):
+        return True
+    return "shardkeep" not in body and len(_ROOT_FIELDS & body.keys()) < 2
+
+
+def has_our_data(names: Iterable[str]) -> bool:
+    """Whether one of the names in a directory is that of a data file that only shardkeep writes."""
+    return any(_DATA_FILE.fullmatch(name) for name in names)
+
+
+def name_foreign(names: Iterable[str], directory: str = "") -> str | None:
+    """What another library's checkpoint is called, from the names in its directory; None if they do not tell.
+
+    Args:
+        names: The names in the directory; also those one level below (`100/_METADATA`), which show a directory of
+            checkpoints. For a single file, its name.
+        directory: The name of the directory.
+
+    >>> name_foreign(["pytreedef.json", "array_store"])
+    'a checkpoint of jax.experimental.array_serialization.pytree_serialization'
+    >>> name_foreign(["notes.txt"])
+    """
+    found = set(names)
+    here = {name for name in found if "/" not in name}
+    return _orbax(found, here, directory) or _jax(here) or _other(here)
+
+
+def _orbax(found: set[str], here: set[str], directory: str) -> str | None:
+    if _ORBAX_TEMPORARY in directory:
+        return "an unfinished Orbax checkpoint"
+    if "orbax.checkpoint" in here:
+        return "an Orbax checkpoint (v1)"
+    if here & _ORBAX or "manifest.ocdbt" in here:
+        return "an Orbax checkpoint"
+    below = {name.partition("/")[2] for name in found}
+    if below & {*_ORBAX, "_ROOT_METADATA"}:
+        return "a directory of Orbax checkpoints (of an Orbax CheckpointManager)"
+    if any(_ORBAX_TEMPORARY in name.partition("/")[0] for name in found):
+        return "an unfinished Orbax checkpoint"
+    return None
+
+
+def _jax(here: set[str]) -> str | None:
+    if "pytreedef.json" in here and here & {"array_store", "archive.zip"}:
+        return "a checkpoint of jax.experimental.array_serialization.pytree_serialization"
+    return None
+
+
+def _other(here: set[str]) -> str | None:
+    if ".metadata" in here and any(name.endswith(".distcp") for name in here):
+        return "a PyTorch distributed checkpoint"
+    if any(name.endswith(_TORCH) or _TORCH_BIN.fullmatch(name) for name in here):
+        return "a PyTorch checkpoint"
+    if any(name.endswith(".msgpack") or _FLAX_LEGACY.fullmatch(name) for name in here):
+        return "a Flax msgpack checkpoint"
+    if any(name.endswith(".npz") for name in here):
+        return "a NumPy archive (.npz)"
+    return None

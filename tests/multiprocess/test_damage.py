@@ -1,0 +1,42 @@
+"""A damaged checkpoint, a running save and a missing checkpoint, seen by several processes."""
+
+from pathlib import Path
+
+from multiprocess.cluster import Kept
+
+CODE = """
+save_async = lambda *a, **k: shardkeep.save_async(*a, **k).wait()
+tree = {"w": spread(pattern("float32", (512, 512)), P("a")), "n": np.arange(5)}
+new = {"w": spread(pattern("float32", (512, 512), 1), P("a")), "n": np.arange(5)}
+found = {}
+for number, (save, kind) in enumerate((s, k) for s in (shardkeep.save, save_async) for k in ("safetensors", "zarr")):
+    path = root / str(number)
+    shardkeep.save(path, tree, format=kind, step=number)
+    found[f"{number} complete"] = caught(save, path, new, format=kind)["kind"]
+    if index == 0:
+        data = [p for p in sorted(path.rglob("*")) if p.is_file() and p.stat().st_size > 100_000]
+        data[-1].unlink()
+    meet(root, f"damaged {number}", index, size)
+    found[f"{number} exists"] = shardkeep.exists(path)
+    meet(root, f"seen {number}", index, size)
+    save(path, new, format=kind, step=number + 1)
+    loaded = shardkeep.load(path, mesh=mesh)
+    found[f"{number} replaced"] = [shardkeep.exists(path), shardkeep.inspect(path).step]
+    found[f"{number} differs"] = differences(loaded, {"w": pattern("float32", (512, 512), 1), "n": np.arange(5)})
+found["nothing"] = caught(shardkeep.load, root / "nothing", mesh=mesh, dtype="float99")["kind"]
+found["no path"] = caught(shardkeep.save, tree, root / "swapped")["kind"]
+say(found=found)
+"""
+
+
+def test_a_damaged_checkpoint_is_replaced_by_all_processes_without_overwrite(pair: Kept, tmp_path: Path) -> None:
+    """The first of them decides; what is complete is refused on all."""
+    for process in pair.run(CODE, tmp_path):
+        found = process["found"]
+        for number in range(4):
+            assert found[f"{number} complete"] == "CheckpointExistsError"
+            assert found[f"{number} exists"] is False
+            assert found[f"{number} replaced"] == [True, number + 1]
+            assert not found[f"{number} differs"]
+        assert found["nothing"] == "CheckpointNotFoundError"
+        assert found["no path"] == "PathTypeError"
