@@ -5,6 +5,7 @@ from pathlib import Path
 from multiprocess.cluster import Kept
 
 CODE = """
+mesh = mesh_over()
 save_async = lambda *a, **k: shardkeep.save_async(*a, **k).wait()
 tree = {"w": spread(pattern("float32", (512, 512)), P("a")), "n": np.arange(5)}
 new = {"w": spread(pattern("float32", (512, 512), 1), P("a")), "n": np.arange(5)}
