@@ -32,8 +32,8 @@ import shardkeep
 from servers.gcs import gcs_process
 from servers.proxy import Proxy
 from servers.s3 import S3Server
-from shardkeep.stores.cloud import CONCURRENCY, OBJECT_LIMIT
-from shardkeep.stores.places import store_at
+from shardkeep.stores.bucket.store import CONCURRENCY, OBJECT_LIMIT
+from shardkeep.stores.location import store_at
 
 ROUNDS = 3
 MIB = 1 << 20

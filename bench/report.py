@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from targets import Row, rows
 from trees import WORKLOADS, nbytes_of, shapes_of
+
+from targets import Row, rows
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

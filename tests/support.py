@@ -22,9 +22,9 @@ from jax import tree_util
 from jax.sharding import Mesh
 
 import shardkeep
-from shardkeep.scopes import Scope, frame_above
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import Held, Store
-from shardkeep.workers import Crew
 from signals import START
 
 TESTS = Path(__file__).parent

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardkeep
-from shardkeep.manifest import VERSION
+from shardkeep.model.manifest import VERSION
 
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPT = GOLDEN / "make_golden.py"

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkeep
-from shardkeep.manager import AsyncCheckpointManager
+from shardkeep.eformer.manager import AsyncCheckpointManager
 from shardkeep.serialization.serialization import tree_deserialize_leaves
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
 from support import mesh_of

@@ -11,6 +11,7 @@ import typing as _typing
 from shardkeep._version import __version__
 
 if _typing.TYPE_CHECKING:
+    from shardkeep.catalog import delete, exists, inspect, latest
     from shardkeep.errors import (
         AccessError,
         CallbackError,
@@ -38,16 +39,15 @@ if _typing.TYPE_CHECKING:
         TreeError,
         UnsupportedLeafError,
     )
-    from shardkeep.loading import abstract, load
-    from shardkeep.manifest import Manifest, StoredLeaf, Tree
-    from shardkeep.memory import set_memory_budget
-    from shardkeep.nodes import OpaqueNode
-    from shardkeep.opening import delete, exists, inspect, latest
-    from shardkeep.pending import PendingSave
-    from shardkeep.perprocess import PerProcess
-    from shardkeep.reports import Problem, SaveReport, VerifyReport
-    from shardkeep.saving import save, save_async
-    from shardkeep.verifying import verify
+    from shardkeep.loading.load import abstract, load
+    from shardkeep.loading.verify import verify
+    from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+    from shardkeep.model.nodes import OpaqueNode
+    from shardkeep.model.perprocess import PerProcess
+    from shardkeep.model.reports import Problem, SaveReport, VerifyReport
+    from shardkeep.runtime.memory import set_memory_budget
+    from shardkeep.saving.pending import PendingSave
+    from shardkeep.saving.save import save, save_async
 
 __all__ = [
     "AccessError",
@@ -107,7 +107,7 @@ _HOMES = {
     "IncompleteCheckpointError": "errors",
     "IntegrityError": "errors",
     "KeyCollisionError": "errors",
-    "Manifest": "manifest",
+    "Manifest": "model.manifest",
     "MetadataError": "errors",
     "MissingDataError": "errors",
     "MissingLeafError": "errors",
@@ -116,32 +116,32 @@ _HOMES = {
     "NotEnoughSpaceError": "errors",
     "PathError": "errors",
     "PathTypeError": "errors",
-    "PendingSave": "pending",
-    "PerProcess": "perprocess",
+    "PendingSave": "saving.pending",
+    "PerProcess": "model.perprocess",
     "PrefixError": "errors",
-    "Problem": "reports",
+    "Problem": "model.reports",
     "ProcessError": "errors",
-    "SaveReport": "reports",
+    "SaveReport": "model.reports",
     "ShardingError": "errors",
     "ShardkeepError": "errors",
-    "OpaqueNode": "nodes",
+    "OpaqueNode": "model.nodes",
     "StorageError": "errors",
-    "StoredLeaf": "manifest",
+    "StoredLeaf": "model.manifest",
     "TemplateMismatchError": "errors",
-    "Tree": "manifest",
+    "Tree": "model.manifest",
     "TreeError": "errors",
     "UnsupportedLeafError": "errors",
-    "VerifyReport": "reports",
-    "abstract": "loading",
-    "delete": "opening",
-    "exists": "opening",
-    "inspect": "opening",
-    "latest": "opening",
-    "load": "loading",
-    "save": "saving",
-    "save_async": "saving",
-    "set_memory_budget": "memory",
-    "verify": "verifying",
+    "VerifyReport": "model.reports",
+    "abstract": "loading.load",
+    "delete": "catalog",
+    "exists": "catalog",
+    "inspect": "catalog",
+    "latest": "catalog",
+    "load": "loading.load",
+    "save": "saving.save",
+    "save_async": "saving.save",
+    "set_memory_budget": "runtime.memory",
+    "verify": "loading.verify",
 }
 
 

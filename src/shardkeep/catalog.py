@@ -1,242 +1,281 @@
-"""The checkpoints at a place and in a directory: which kind they are, whether complete, and which is the newest."""
+"""From a path to a target or a checkpoint; inspect, exists, latest, delete."""
 
-import datetime
+import errno
 import logging
-import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Generator
+from contextlib import contextmanager
 
-from shardkeep.damage import find_damage
-from shardkeep.directory import Directory
-from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError, NewerFormatError
-from shardkeep.exchange import INDEX, SUFFIX, exchange_at, exchange_bases, exchange_in
-from shardkeep.manifest import MANIFEST, Manifest
-from shardkeep.ordering import Saved, newest_first
-from shardkeep.recognizing import name_foreign
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    NewerFormatError,
+    NotADirectoryPathError,
+    ProcessError,
+    ShardkeepError,
+    StorageError,
+    storage_error,
+)
+from shardkeep.layouts.base import Format
+from shardkeep.layouts.safetensors import SafetensorsFormat
+from shardkeep.layouts.zarr import TensorstoreFormat
+from shardkeep.model.manifest import Manifest
+from shardkeep.model.naming import base_of_shard
 from shardkeep.stores.base import Store
-from shardkeep.stores.local import CONTROL
-from shardkeep.stores.places import URLS, exists, is_directory, location, parent_and_name, sibling, store_at
-from shardkeep.targets import Target
-from shardkeep.workers import run_tasks
+from shardkeep.stores.location import URLS, is_directory, location, parent_and_name, path_text, sibling, store_at
+from shardkeep.stores.location import exists as exists_at
+from shardkeep.targets.base import Target
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, parse_size
+from shardkeep.targets.resolve import TooManyError, find, find_complete, find_newest, look
+from shardkeep.targets.transaction import delete as delete_target
 
 log = logging.getLogger("shardkeep")
 
-_MOST_KEPT = 12  # manifests that are kept in memory while the newest checkpoint is searched for
-_TRIES = 100  # how often sizes are checked again because writers keep replacing the checkpoint
+# For a hint about a wrong path
+_MOST_LOOKED_INTO = 50  # directories
+_MOST_LOOKED_AT = 100  # names in one of them
 
-T = TypeVar("T")
 
+def new_target(
+    path: object, format: str, compression: str | None, max_shard_size: int | str | None, directory: bool = False
+) -> Target:
+    """Where a save to `path` goes: exchange files if it ends in .safetensors, else a checkpoint directory.
 
-def find(path: object) -> Target:
-    """What is at `path`: a checkpoint directory, exchange files, or another program's safetensors files."""
+    Args:
+        path: The path or URL.
+        format: `safetensors`, or `zarr` (also called `tensorstore`).
+        compression: None or `zstd`.
+        max_shard_size: For exchange files, the size above which they are split.
+        directory: Whether it is a directory, whatever its name.
+    """
     place = location(path)
+    whole_bucket = place.startswith(URLS) and place.count("/") == 2
+    if place.endswith(SUFFIX) and not directory and not whole_bucket and not is_directory(place):
+        if _format(format, compression, None).name != "safetensors":
+            raise ValueError("a path that ends in .safetensors needs format='safetensors', not 'zarr'")
+        whole = base_of_shard(place)
+        if whole + SUFFIX != place and exists_at(sibling(place, whole + INDEX)):
+            raise ValueError(f"{place} is a shard of {whole}{INDEX}; save to {whole}{SUFFIX} to replace all shards")
+        return exchange_at(place, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
+    if max_shard_size is not None:
+        raise ValueError("max_shard_size is only for exchange files; pass a path that ends in .safetensors")
+    if not place.startswith(URLS) and os.path.lexists(place) and not os.path.isdir(place):
+        raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
     store = store_at(place)
-    inside = store.children("")
-    if inside or (not place.startswith(URLS) and is_directory(place)):
-        return _find_inside(place, store, inside)
-    if place.startswith(URLS) and place.count("/") == 2:  # an empty bucket
-        return Directory(store)
-    if place.endswith(f"/{MANIFEST}") and exists(place):
-        return Directory(store_at(parent_and_name(place)[0]))
-    if place.endswith((SUFFIX, INDEX)) or any(exists(sibling(place, place + end)) for end in (SUFFIX, INDEX)):
-        return exchange_at(place)
-    if exists(place):
-        what = name_foreign([os.path.basename(place)])
-        known = f"it is {what}, which this version of shardkeep cannot read" if what else "it is not a safetensors file"
-        raise CheckpointNotFoundError(f"no checkpoint at {place}: {known}")
-    return Directory(store)
+    return Directory(store, _format(format, compression, store.object_limit))
 
 
-def _find_inside(place: str, store: Store, inside: Sequence[str]) -> Target:
-    """What is in a directory that has these names in it."""
-    directory = Directory(store)
-    ours = CONTROL in inside or (MANIFEST in inside and directory.foreign_document(inside) is None)
-    return (None if ours else exchange_in(place, inside)) or directory
+def _format(name: str, compression: str | None, limit: int | None) -> Format:
+    if compression not in (None, "zstd"):
+        raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
+    if name in ("zarr", "tensorstore"):  # the second is the name on disk, and eFormer's
+        return TensorstoreFormat(compression, limit)
+    if name != "safetensors":
+        raise ValueError(f"format must be 'safetensors' or 'zarr', not {name!r}")
+    if compression is not None:
+        raise ValueError("format='safetensors' has no compression; use format='zarr'")
+    return SafetensorsFormat(limit)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint that was found.
-
-    `described`: whether the `.zarray` files of other programs' arrays were read to find out what it holds.
-    """
-
-    target: Target
-    manifest: Manifest
-    described: bool = True
-
-    def damage(self) -> str | None:
-        """What the sizes of its files show to be damaged."""
-        return find_damage(self.target.store, self.manifest.trees.values(), self.described)
-
-
-def look(place: str, search: bool = True) -> Found:
-    """The checkpoint at a place; an error if there is none.
-
-    In a bucket, our manifest is asked for by name before anything is listed.
-
-    Args:
-        place: A path or URL as `location` returns it.
-        search: Whether a directory without any document is searched for arrays of other programs.
-    """
-    if place.startswith(URLS) and not place.endswith((SUFFIX, INDEX, MANIFEST)):
-        directory = Directory(store_at(place))
-        manifest = directory.read_manifest()
-        if manifest is not None and manifest.trees:
-            return Found(directory, manifest, described=False)
-    target = find(place)
-    if isinstance(target, Directory) and not search:
-        return _look_inside(target, target.store.children(""))
-    return Found(target, target.read())
-
-
-def _look_at_documents(place: str) -> Found:
-    return look(place, search=False)
-
-
-def _look_inside(target: Target, inside: Sequence[str]) -> Found:
-    """The checkpoint of a target, if one of its documents is among the names in its directory."""
-    if isinstance(target, Directory) and {*target.documents, *target.companions}.isdisjoint(inside):
-        raise CheckpointNotFoundError(f"no checkpoint at {target.where}")
-    return Found(target, target.read())
-
-
-def find_complete(looking: Callable[[], Found]) -> tuple[Found, str | None]:
-    """A checkpoint, and what the sizes of its files show to be damaged.
-
-    If they show damage, the checkpoint is looked at again: a writer may have replaced it meanwhile.
-    """
-    found, damage = looking(), None
-    for _ in range(_TRIES):
-        damage = found.damage()
-        before, found = found, found if damage is None else looking()
-        if found.manifest.save_id == before.manifest.save_id:
-            break
-    return found, damage
-
-
-class TooManyError(Exception):
-    """More manifests would have to be read than was allowed."""
-
-
-def find_newest(place: str, warn: Callable[..., None], most: float = math.inf) -> str | None:
-    """The newest complete checkpoint in a directory, or the place itself; None if there is none.
-
-    Args:
-        place: A path or URL as `location` returns it.
-        warn: Called, like a method of a logger, for what is damaged or unreadable and so skipped.
-        most: How many of the names in the directory may be looked at before this raises `TooManyError`.
-    """
-    search = _Search(place, warn, most)
-    directories, files = search.store.entries()
-    itself = search.look_at_root([*directories, *files])
-    if itself is not None and not itself.manifest.trees:  # of a later version: which names are its own is unknown
-        return place
-    # Data files of a checkpoint directory belong to it. Exchange files may be one checkpoint of several.
-    owner = itself if itself is not None and isinstance(itself.target, Directory) else None
-    taken = (
-        {file.name.partition("/")[0] for tree in owner.manifest.trees.values() for file in tree.files} if owner else ()
-    )
-    names = {name: name.removesuffix(SUFFIX) for name in directories if name not in taken and not name.startswith(".")}
-    exchange = {base + SUFFIX: base for base in exchange_bases([name for name in files if name not in taken])}
-    for name in newest_first(names | exchange, search.read):
-        if search.is_complete(name):
-            hugging_face = itself is not None and owner is None and name == f"model{SUFFIX}"
-            return place if hugging_face else search.locate(name)
-    alone = owner is not None or not (directories or files)
-    return place if itself is not None and alone and search.is_complete("") else None
-
-
-class _Search:
-    """Looks at the checkpoints in one directory."""
-
-    def __init__(self, place: str, warn: Callable[..., None], most: float) -> None:
-        self._place, self._warn, self._most = place, warn, most
-        self.store = store_at(place)
-        self._found: dict[str, Found] = {}
-
-    def locate(self, name: str) -> str:
-        return sibling(self._place, f"{self._place}/{name}" if name else self._place)
-
-    def look_at_root(self, inside: Sequence[str]) -> Found | None:
-        """The directory itself if it is a checkpoint, or what is at a path that is not a directory."""
-        if inside:
-            self._keep("", lambda place: _look_inside(_find_inside(place, self.store, inside), inside))
-        else:
-            self._keep("", _look_at_documents)
-        return self._found.get("")
-
-    def read(self, names: Sequence[str]) -> dict[str, Saved | None]:
-        """What checkpoints say about themselves; None for what is not one. In a bucket, requests run concurrently."""
-        self._most -= len(names)
-        if self._most < 0:
-            raise TooManyError
-        told: dict[str, Saved | None] = {}
-
-        def read(name: str) -> None:
-            self._keep(name, _look_at_documents)
-            found = self._found.get(name)
-            told[name] = None if found is None else _saved(found)
-            if len(names) > _MOST_KEPT:
-                self._found.pop(name, None)
-
-        if self.store.remote:
-            run_tasks([lambda name=name: read(name) for name in names], self.store.concurrency)
-        else:
-            for name in names:
-                read(name)
-        return told
-
-    def is_complete(self, name: str) -> bool:
-        """Whether all files of a checkpoint are there with their sizes; warns if not."""
-
-        def again(place: str) -> Found:
-            return self._found.pop(name, None) or _look_at_documents(place)
-
-        checked = self._try(name, lambda place: find_complete(lambda: again(place)))
-        if checked is not None and checked[1] is not None:
-            self._warn("skipping %s, which is damaged: %s", self.locate(name), checked[1])
-        return checked is not None and checked[1] is None
-
-    def _keep(self, name: str, looking: Callable[[str], Found]) -> None:
-        try:
-            found = self._try(name, looking)
-        except NewerFormatError:  # it counts: `load` says what to do
-            found = Found(Directory(store_at(self.locate(name))), Manifest(self.locate(name), "", {}))
-        if found is not None:
-            self._found[name] = found
-
-    def _try(self, name: str, action: Callable[[str], T]) -> T | None:
-        """What an action gives for a checkpoint; None, and perhaps a warning, for what is not one."""
-        place = self.locate(name)
-        try:
-            return action(place)
-        except IncompleteCheckpointError:
-            pass  # a save that is running, or never finished
-        except (IntegrityError, PermissionError) as error:
-            self._warn("skipping %s: %s", place, error)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        return None
-
-
-def _saved(found: Found) -> Saved:
-    """What a checkpoint says about itself. Where it has no time, that of its first file is taken."""
-    trees = found.manifest.trees.values()
-    times = [_timestamp(tree.created or tree.metadata.get("timestamp")) for tree in trees]
-    known = [time for time in times if time is not None]
-    if not known:
-        names = [file.name for tree in trees for file in tree.files[:1]] or [*found.target.documents]
-        known = [time for name in names[:1] if (time := found.target.store.modified(name)) is not None]
-    return Saved(found.manifest.step, max(known)) if known else Saved(found.manifest.step)
-
-
-def _timestamp(text: object) -> float | None:
-    """A recorded time as a number; one without a time zone is UTC."""
+def open_checkpoint(path: object) -> tuple[Store, Manifest]:
+    """The store and the manifest of the checkpoint at `path`. If there is none, the error names the nearest one."""
     try:
-        moment = datetime.datetime.fromisoformat(str(text))
-        return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
+        with _explained(path):
+            target = find(path)
+            return target.store, target.read()
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(_with_hint(location(path), str(error))) from None
+
+
+@contextmanager
+def _explained(path: object) -> Generator[None]:
+    """What the operating system refuses becomes a `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        raise storage_error(error, f"reading {path}", "Check the path and its permissions") from error
+
+
+@contextmanager
+def missing_first(path: object) -> Generator[None]:
+    """Whatever is wrong with the arguments of a load: if there is no checkpoint, that is what is raised."""
+    try:
+        yield
+    except (OSError, IntegrityError, ProcessError):
+        raise
+    except Exception:
+        try:
+            open_checkpoint(path)
+        except CheckpointNotFoundError as missing:
+            raise missing from None
+        except (ShardkeepError, OSError):
+            pass  # there is something, and the caller's error is about that
+        raise
+
+
+def _with_hint(place: str, message: str) -> str:
+    """The message, and which checkpoint may have been meant. If finding one fails or takes long, just the message."""
+    try:
+        if is_directory(place):
+            newest = find_newest(place, log.debug, _MOST_LOOKED_AT)
+            if newest is not None:
+                return (
+                    f"no checkpoint at {place}: this is a directory of checkpoints; pass one of them, for example the "
+                    f"newest, {newest}"
+                )
+            deeper = None if place.startswith(URLS) else _deeper(place)
+            return f"{message}. There is a checkpoint below it: {deeper}" if deeper else message
+        parent, _ = parent_and_name(place)
+        beside = (
+            find_newest(parent, log.debug, _MOST_LOOKED_AT) if not exists_at(place) and is_directory(parent) else None
+        )
+        return f"{message}. The newest checkpoint in {parent} is {beside}" if beside not in (None, parent) else message
+    except (OSError, ValueError, TooManyError):
+        return message
+
+
+def _deeper(place: str) -> str | None:
+    """A checkpoint two levels below a local directory. Only some of its directories are searched."""
+    names = (name for name in os.listdir(place) if not name.startswith("."))
+    below = [path for path in (f"{place}/{name}" for name in sorted(names)) if os.path.isdir(path)]
+    return next(
+        (
+            found
+            for path in below[:_MOST_LOOKED_INTO]
+            if (found := find_newest(path, log.debug, _MOST_LOOKED_AT)) is not None
+        ),
+        None,
+    )
+
+
+def inspect(path: object) -> Manifest:
+    """What a checkpoint holds, without reading any array: leaves, shapes, dtypes, sizes, metadata, step.
+
+    Args:
+        path: A checkpoint: its directory, a `.safetensors` file or its index, or a `gs://` or `s3://` URL.
+
+    Returns:
+        The `Manifest`. Its `leaves` maps keys to `StoredLeaf`s, `trees` maps prefixes to `Tree`s.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        IntegrityError: The checkpoint's manifest is damaged, or a save to the path has not been committed.
+
+    >>> import numpy as np, shardkeep
+    >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros((2, 3), np.float32)}, step=1, metadata={"loss": 0.5})
+    >>> manifest = shardkeep.inspect(tmp / "step_1")
+    >>> manifest.leaves["w"].shape, manifest.leaves["w"].dtype, manifest.step, manifest.metadata["loss"]
+    ((2, 3), 'float32', 1, 0.5)
+    """
+    return open_checkpoint(path_text(path, "inspect(path)"))[1]
+
+
+def exists(path: object) -> bool:
+    """Whether there is a committed checkpoint whose files are all there and have the sizes that were saved.
+
+    Contents are not read: `verify` and `load` find changed bytes. This costs the manifest and one `stat` per file; in a
+    bucket, one LIST request per 1,000 objects of the checkpoint. For files of other programs, sizes are checked as far
+    as they are known. A checkpoint in a later format version counts as existing, and `load` says what to do.
+
+    Args:
+        path: A path or URL as `load` takes it.
+
+    Returns:
+        False if there is nothing, if no save was committed (or the first one is still running), if the manifest is
+        damaged, or if a file is missing or has another size.
+
+    Raises:
+        PathError: It cannot be the path of a checkpoint.
+        StorageError: The file system or bucket refused to answer.
+
+    >>> import numpy as np, shardkeep
+    >>> shardkeep.exists(tmp / "step_1")
+    False
+    >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros(3)})
+    >>> shardkeep.exists(tmp / "step_1")
+    True
+    """
+    place = location(path_text(path, "exists(path)"))
+    try:
+        with _explained(place):
+            return find_complete(lambda: look(place))[1] is None
+    except NewerFormatError:
+        return True
+    except StorageError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
+    except (FileNotFoundError, IntegrityError):
+        return False
+
+
+def latest(path: object) -> str | None:
+    """The newest complete checkpoint in a directory or below a URL; None if there is none.
+
+    Complete means what `exists` checks: committed, and all files there with their sizes. Others are skipped, with a
+    warning if they are damaged. The order is:
+
+    1. Checkpoints with a recorded step (`save(..., step=...)`) are ordered by it. If it is the last number in the
+       name, that number also stands for the step in names that differ only in numbers.
+    2. Checkpoints without a step whose names differ only in their last number (`step_90`, `step_100`) are ordered by
+       that number.
+    3. Otherwise, and between these groups, the time of the save decides.
+
+    Only checkpoints directly in the directory are considered. If there are none and `path` is a complete checkpoint
+    itself, it is returned.
+
+    Cost: of names that differ only in numbers, the manifests of the three with the highest last number are read. All
+    are read only if a recorded step is not the last number in its name, or if the names differ in more than the last
+    number and no step is recorded. Sizes are checked from the newest on, until a checkpoint is complete.
+
+    Args:
+        path: A directory of checkpoints, or its `gs://` or `s3://` URL.
+
+    Returns:
+        The path of the checkpoint, to pass to `load`.
+
+    >>> import numpy as np, shardkeep
+    >>> for step in (9, 10):
+    ...     _ = shardkeep.save(tmp / f"run/step_{step}", {"w": np.zeros(3)}, step=step)
+    >>> shardkeep.latest(tmp / "run") == str(tmp / "run" / "step_10")
+    True
+    >>> print(shardkeep.latest(tmp / "elsewhere"))
+    None
+    """
+    place = location(path_text(path, "latest(path)"))
+    with _explained(place):
+        return find_newest(place, log.warning)
+
+
+def delete(path: object) -> None:
+    """Remove a checkpoint, first its manifest, so that no reader ever sees half of it. Other files there stay.
+
+    What an unfinished save left is removed too. Arrays that a running program has mapped from the files stay valid.
+
+    Args:
+        path: A path or URL as `load` takes it.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint, or another program wrote it. Nothing was deleted.
+        ConflictError: A save to the path is running. Nothing was deleted.
+
+    >>> import numpy as np, shardkeep
+    >>> _ = shardkeep.save(tmp / "old", {"w": np.zeros(3)})
+    >>> shardkeep.delete(tmp / "old")
+    >>> shardkeep.exists(tmp / "old")
+    False
+    """
+    target = find(path_text(path, "delete(path)"))
+    try:
+        delete_target(target)
+        if isinstance(target, Directory):
+            target.store.remove_if_empty()
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        left = any(target.store.size(name) is not None for name in target.documents)
+        then = "The checkpoint is still there" if left else "It is no longer a checkpoint, but some of its files remain"
+        raise storage_error(error, f"deleting {target.where}", then) from error

@@ -9,8 +9,8 @@ import pytest
 import shardkeep
 from buckets.fixtures import Place
 from cli.commands import DEAD, Run
-from shardkeep.stores import leases
-from shardkeep.stores.places import store_at
+from shardkeep.stores.bucket import leases
+from shardkeep.stores.location import store_at
 from support import assert_same, pattern, record
 
 

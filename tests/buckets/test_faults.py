@@ -14,8 +14,9 @@ from buckets.fixtures import Both, Place
 from buckets.writers import Keeper, number_at, tree
 from servers.gcs import GCSServer
 from servers.proxy import Fault
-from shardkeep.stores import cloud, credentials, leases, objects
-from shardkeep.stores.places import store_at
+from shardkeep.stores.bucket import credentials, leases, objects
+from shardkeep.stores.bucket import store as cloud
+from shardkeep.stores.location import store_at
 from support import assert_same, pattern
 
 # Kinds of requests: method and a part of the path and query. S3 deletes by POST.

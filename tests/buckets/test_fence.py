@@ -14,12 +14,12 @@ from buckets.fixtures import Place, gcs_server, make_place, s3_server
 from buckets.writers import Keeper, Writer, number_at, tree, until
 from servers.gcs import GCSServer
 from servers.proxy import Fault, Proxy
-from shardkeep.cli.survey import survey
-from shardkeep.commit import fence
-from shardkeep.exchange import Exchange
-from shardkeep.opening import find, new_target
-from shardkeep.stores import credentials, leases, objects
-from shardkeep.stores.places import store_at
+from shardkeep.catalog import find, new_target
+from shardkeep.converting.survey import survey
+from shardkeep.stores.bucket import credentials, leases, objects
+from shardkeep.stores.location import store_at
+from shardkeep.targets.exchange import Exchange
+from shardkeep.targets.transaction import fence
 from support import hold
 
 FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf

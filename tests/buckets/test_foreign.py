@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkeep
 from buckets.fixtures import EFORMER, Place
-from shardkeep import directory
 from shardkeep.serialization import AsyncCheckpointManager
+from shardkeep.targets import directory
 from support import assert_same, mesh_of, pattern
 
 WHOLE = [

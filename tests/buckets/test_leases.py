@@ -17,7 +17,8 @@ import pytest
 import shardkeep
 from buckets.fixtures import Place, gcs_server, make_place, s3_server
 from buckets.writers import Keeper, Writer, number_at, tree, until
-from shardkeep.stores import cloud, leases
+from shardkeep.stores.bucket import leases
+from shardkeep.stores.bucket import store as cloud
 from support import hold
 
 FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf

@@ -6,7 +6,7 @@ import pytest
 
 import shardkeep
 from buckets.fixtures import Place, make_place
-from shardkeep.stores import cloud
+from shardkeep.stores.bucket import store as cloud
 from support import run_python
 
 MIB = 1 << 20

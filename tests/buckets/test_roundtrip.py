@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkeep
 from buckets.fixtures import Place
-from shardkeep import exchange
-from shardkeep.stores import cloud
-from shardkeep.stores.cloud import CloudStore
+from shardkeep.stores.bucket import store as cloud
+from shardkeep.stores.bucket.store import CloudStore
+from shardkeep.targets import exchange
 from support import FORMATS, Dense, Point, assert_same, mesh_of, pattern
 
 KINDS = sorted(FORMATS)

@@ -9,7 +9,7 @@ import pytest
 import shardkeep
 from buckets.fixtures import Both, Place
 from buckets.writers import Careless, Writer, number_at, tree
-from shardkeep.stores.places import store_at
+from shardkeep.stores.location import store_at
 
 FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf
 

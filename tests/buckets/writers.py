@@ -31,7 +31,7 @@ usual_signals()
 import json, os, sys
 import numpy as np, shardkeep
 from buckets.writers import tree
-from shardkeep.stores import cloud
+from shardkeep.stores.bucket import store as cloud
 shardkeep.save
 print("ready", flush=True)
 for line in sys.stdin:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from shardkeep.catalog import find
 from shardkeep.cli.main import main
-from shardkeep.opening import find
 from support import record
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
@@ -106,7 +106,7 @@ _KILLED = """
 import os, signal, sys
 import numpy as np
 import shardkeep
-from shardkeep import saving
+from shardkeep.saving import save as saving
 saving.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 shardkeep.save(sys.argv[1], {"a": np.ones(1000), "b": np.ones(10)}, format=sys.argv[2])
 """

@@ -10,7 +10,7 @@ from commands import FIXTURES, Run, data_file, flip, leave_dead_save
 from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, record, save_as
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from commands import DEAD, Run, data_file, kill_save, leave_dead_save
 
 import shardkeep
-from shardkeep.opening import find
+from shardkeep.catalog import find
 from support import assert_same, record
 
 TREE = {"w": np.ones((2, 3), np.float32)}

@@ -10,7 +10,7 @@ import safetensors.numpy
 from commands import FIXTURES, GOLDEN, Run, data_file, kill_save, leave_dead_save
 
 import shardkeep
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.local.store import LocalStore
 from support import record
 
 TREE = {"w": np.ones((2, 3), np.float32), "step": 1}

@@ -211,7 +211,7 @@ def test_help_comes_without_jax() -> None:
 # Bars are shown after half a second: here from the start.
 _AT_ONCE = """
 import sys
-from shardkeep import progress
+from shardkeep.runtime import progress
 from shardkeep.cli.main import main
 progress.DELAY = 0
 sys.exit(main())

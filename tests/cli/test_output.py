@@ -6,19 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from shardkeep.cli.output import (
-    Output,
-    age,
-    counted,
-    human,
-    json_number,
-    json_value,
-    message_of,
-    moment_of,
-    natural,
-    plain,
-    short,
-)
+from shardkeep.cli.output import Output, age, counted, human, json_number, json_value, message_of, plain, short
+from shardkeep.converting.survey import moment_of, natural
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import shardkeep
 from cli.commands import Run
 from shardkeep import PerProcess
-from shardkeep.digests import seal
-from shardkeep.perprocess import Rows, encode_value
+from shardkeep.model.digests import seal
+from shardkeep.model.perprocess import Rows, encode_value
 from support import FORMATS, assert_same, save_as
 
 

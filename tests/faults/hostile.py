@@ -20,15 +20,15 @@ import zstandard
 
 import shardkeep
 from faults.mutate import NASTY, PICKLED
-from shardkeep.digests import digest, seal
-from shardkeep.directory import Directory
-from shardkeep.exchange import Exchange
-from shardkeep.formats import eformer, zarr
-from shardkeep.formats.pickles import decode_pickle, plain_value
-from shardkeep.formats.zarr import describe
-from shardkeep.memory import aligned_empty
-from shardkeep.perprocess import Rows
-from shardkeep.reading import Source, unpack
+from shardkeep.foreign import eformer, zarr
+from shardkeep.foreign.pickles import decode_pickle, plain_value
+from shardkeep.foreign.zarr import describe
+from shardkeep.loading.read import Source, unpack
+from shardkeep.model.digests import digest, seal
+from shardkeep.model.perprocess import Rows
+from shardkeep.runtime.memory import aligned_empty
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.exchange import Exchange
 from support import Dense, Keyed, Point
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"

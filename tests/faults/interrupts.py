@@ -208,9 +208,11 @@ shutil.rmtree(room)
 
 def leaks(seconds: float = 5.0) -> list[str]:
     """What calls that are over still hold, once threads that are ending have ended."""
-    from shardkeep import callbacks, save_queue, scopes, workers
-    from shardkeep.memory import budget
-    from shardkeep.stores import local
+    from shardkeep.runtime import save_queue, scopes
+    from shardkeep.runtime.collector import collector
+    from shardkeep.runtime.memory import budget
+    from shardkeep.saving import callbacks
+    from shardkeep.stores.local import store as local
 
     def look() -> list[str]:
         found = [f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("shardkeep-")]
@@ -220,7 +222,7 @@ def leaks(seconds: float = 5.0) -> list[str]:
         found += ["a place in the queue"] * len(save_queue._queue)
         found += ["a callback's turn"] * len(callbacks._entered)
         found += [f"{budget.used} bytes of the budget"] if budget.used else []
-        found += ["a pause of the collector"] if workers.collector._pauses or not gc.isenabled() else []
+        found += ["a pause of the collector"] if collector._pauses or not gc.isenabled() else []
         return found
 
     until = time.monotonic() + seconds

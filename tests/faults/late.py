@@ -21,8 +21,8 @@ from buckets.writers import Keeper, Writer, number_at, tree
 from faults.result import Result
 from faults.sweep import Violation
 from shardkeep.cli.cleaning import _look, _remove
-from shardkeep.cli.survey import survey
-from shardkeep.stores import leases
+from shardkeep.converting.survey import survey
+from shardkeep.stores.bucket import leases
 
 LEASE = 2.0
 _AT_ONCE = 10  # points mostly wait

@@ -87,7 +87,7 @@ class Peer:
 
 
 PEERS = {
-    "shardkeep": Peer("shardkeep", ("shardkeep.saving", "shardkeep.loading"), _our_save, _our_load),
+    "shardkeep": Peer("shardkeep", ("shardkeep.saving.save", "shardkeep.loading.load"), _our_save, _our_load),
     "Orbax": Peer("orbax-checkpoint", ("orbax.checkpoint",), _orbax_save, _orbax_load),
     "eFormer": Peer("eformer", ("eformer.serialization",), _eformer_save, _eformer_load),
 }

@@ -26,7 +26,7 @@ from faults.parallel import Hang, spread, within
 from faults.result import Result
 from faults.states import same
 from shardkeep.cli.main import main as command
-from shardkeep.manifest import Manifest
+from shardkeep.model.manifest import Manifest
 
 SEED = 20261116
 PAGE = 4096

@@ -17,9 +17,9 @@ import numpy as np
 
 import shardkeep
 from multiprocess.inside import arrays_of, mesh_over, values_of
-from shardkeep import processes
 from shardkeep.cli.main import main
-from shardkeep.memory import budget
+from shardkeep.processes import operation as processes
+from shardkeep.runtime.memory import budget
 
 for _name in shardkeep.__all__:  # imported now: children are under fault, or another user
     getattr(shardkeep, _name)

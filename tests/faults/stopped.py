@@ -21,7 +21,7 @@ from faults.spawner import Spawner
 from faults.sweep import Violation, left_overs
 from multiprocess.cluster import Outcome, run_cluster
 from servers.gcs import GCSServer
-from shardkeep.stores import leases
+from shardkeep.stores.bucket import leases
 
 _LEASE = 2.0  # seconds, in this process, which looks after what the others left
 _WORKERS = 3
@@ -60,9 +60,9 @@ def strike_before(owner, name):
 
 def look():
     # Alone: the other process may be dead.
-    store, manifest = shardkeep.opening.open_checkpoint(path)
-    request = shardkeep.choosing.Request(include=shardkeep.loading._pattern("^(n|step)$"))
-    skeleton, leaves, _ = shardkeep.loading._load(store, manifest, request, shardkeep.processes.ALONE)
+    store, manifest = shardkeep.catalog.open_checkpoint(path)
+    request = shardkeep.loading.select.Request(include=shardkeep.loading.load._pattern("^(n|step)$"))
+    skeleton, leaves, _ = shardkeep.loading.load._load(store, manifest, request, shardkeep.processes.operation.ALONE)
     found = skeleton.rebuild(leaves)
     return int(found["step"]) if (found["n"] == np.arange(9) + found["step"]).all() else -1
 
@@ -75,7 +75,9 @@ shardkeep.save(path, tree(0))
 shardkeep.load(path)
 meet(root, "saved", index, size)
 if index == VICTIM:
-    from shardkeep import directory, loading, saving
+    from shardkeep.targets import directory
+    from shardkeep.loading import load as loading
+    from shardkeep.saving import save as saving
     strike_before(*{
         "before it begins": (saving, "begin"),
         "while it begins": (directory.Directory, "plan"),

@@ -21,11 +21,11 @@ import tensorstore
 import shardkeep
 from faults.spawner import CHANGES, Fault, Outcome, Spawner
 from faults.states import make, same
-from shardkeep import publishing
-from shardkeep.commit import clean_up
-from shardkeep.directory import Directory
-from shardkeep.formats.eformer import INDEX
-from shardkeep.stores.local import LocalStore
+from shardkeep.foreign.eformer import INDEX
+from shardkeep.stores.local.store import LocalStore
+from shardkeep.targets import publishing
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.transaction import clean_up
 
 Step = tuple[str, dict[str, Any]]  # an action of faults.states, and its arguments
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import shardkeep.shards
+import shardkeep.targets.shards
 from faults.fuzz import Fuzzer, Tally
 from faults.guard import Guard
 from faults.hostile import cases
 from faults.mutate import mutate_bytes, mutate_json, scan
-from shardkeep.formats import pickles
+from shardkeep.foreign import pickles
 
 
 def _fuzz(fuzzer: Fuzzer, count: int, load_every: int) -> Tally:
@@ -34,7 +34,7 @@ def test_hostile_files_give_our_errors_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_fuzzer_notices_names_that_leave_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fuzzer = Fuzzer(tmp_path, 3, "safetensors index")
-    monkeypatch.setattr(shardkeep.shards, "check_name", lambda name: name)
+    monkeypatch.setattr(shardkeep.targets.shards, "check_name", lambda name: name)
     told = _fuzz(fuzzer, 1000, 1).violations
     assert any("Escape" in text for text in told), told
     assert any("open outside" in text for text in told), told

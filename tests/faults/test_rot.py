@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import shardkeep.reading
-import shardkeep.verifying
+import shardkeep.loading.read
+import shardkeep.loading.verify
 from faults import rot
 
 
@@ -35,9 +35,9 @@ def test_the_sweep_notices_a_library_that_checks_nothing(
     def accept(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(shardkeep.reading, "check_blocks", accept)
+    monkeypatch.setattr(shardkeep.loading.read, "check_blocks", accept)
     assert any("WRONG NUMBERS" in text for text in rot.strike(subject, damage, {}, None))
-    monkeypatch.setattr(shardkeep.verifying, "check_blocks", accept)
+    monkeypatch.setattr(shardkeep.loading.verify, "check_blocks", accept)
     assert any("verify does not notice" in text for text in rot.strike(subject, damage, {}, None))
 
 

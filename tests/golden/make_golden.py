@@ -193,7 +193,7 @@ def hexed(array: np.ndarray[Any, Any]) -> str:
 def checkpoints(root: Path) -> dict[str, Any]:
     """Write every golden checkpoint below `root`; gives the trees by path and prefix."""
     import shardkeep
-    from shardkeep import planning
+    from shardkeep.layouts import plan as planning
 
     # From which size an array is stored in pieces is the writer's choice; readers take what the manifest says. Here
     # it is small, so that a few KB hold several pieces.
@@ -229,9 +229,9 @@ def checkpoints(root: Path) -> dict[str, Any]:
 def fenced(root: Path) -> dict[str, Any]:
     """Documents with a nonce, as a clean-up in a bucket leaves them: over a checkpoint, and where nothing is."""
     import shardkeep
-    from shardkeep.directory import Directory
-    from shardkeep.exchange import exchange_at
-    from shardkeep.stores.places import store_at
+    from shardkeep.stores.location import store_at
+    from shardkeep.targets.directory import Directory
+    from shardkeep.targets.exchange import exchange_at
 
     tree = {"w": jnp.arange(6, dtype=jnp.float32), "v": jnp.ones(3)}
     shardkeep.save(root / "fenced" / "run", tree)
@@ -294,7 +294,7 @@ for name, more in {kinds!r}.items():
 
 
 def main(arguments: list[str]) -> None:
-    from shardkeep.manifest import VERSION
+    from shardkeep.model.manifest import VERSION
 
     root = Path(arguments[0]) if arguments else HERE / f"v{VERSION}"
     if not arguments:

@@ -10,8 +10,8 @@ from typing import Any
 from jax._src.lib import _jax
 
 from multiprocess.cluster import free_port, service_process
-from shardkeep.group import Group
-from shardkeep.processes import Operation
+from shardkeep.processes.group import Group
+from shardkeep.processes.operation import Operation
 
 
 @contextlib.contextmanager

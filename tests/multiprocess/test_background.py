@@ -101,7 +101,7 @@ from jax._src import distributed
 tree = {"w": spread(np.ones((8, 8), np.float32), P("a"))}
 keys = lambda: len(distributed.global_state.client.key_value_dir_get("shardkeep/"))
 counts = []
-shardkeep.group._KEPT_SECONDS = 0.5
+shardkeep.processes.group._KEPT_SECONDS = 0.5
 for number in range(100):
     shardkeep.save(root / "x", tree, overwrite=True)
     if number % 10 == 0:
@@ -110,7 +110,7 @@ first = [shardkeep.save_async(root / "y", {**tree, "n": number}, overwrite=True)
 done_early = sum(p.done() for p in first)
 for p in first:
     p.wait()
-shardkeep.group._KEPT_SECONDS = 5
+shardkeep.processes.group._KEPT_SECONDS = 5
 say(counts=counts, last=keys(), done_early=done_early, n=shardkeep.load(root / "y")["n"])
 """,
         tmp_path,

@@ -18,9 +18,9 @@ from multiprocess.inside import differences, pattern, values_of
 SAVE = """
 def load_alone(path):
     # After a process died nothing can be done together any more: the others look for themselves what is there.
-    store, manifest = shardkeep.opening.open_checkpoint(path)
-    request = shardkeep.choosing.Request()
-    skeleton, leaves, _ = shardkeep.loading._load(store, manifest, request, shardkeep.processes.ALONE)
+    store, manifest = shardkeep.catalog.open_checkpoint(path)
+    request = shardkeep.loading.select.Request()
+    skeleton, leaves, _ = shardkeep.loading.load._load(store, manifest, request, shardkeep.processes.operation.ALONE)
     return skeleton.rebuild(leaves)
 
 path = root / "x"
@@ -39,13 +39,13 @@ os._exit(0)
 
 # What a process does to itself, before or while it saves.
 TOLD = """
-gather = shardkeep.processes.Operation.gather
+gather = shardkeep.processes.operation.Operation.gather
 def gather_and_die(self, value):
     brought = gather(self, value)
     if self._round == 4:
         os.kill(os.getpid(), signal.SIGKILL)
     return brought
-shardkeep.processes.Operation.gather = gather_and_die
+shardkeep.processes.operation.Operation.gather = gather_and_die
 """
 STOPPED = """
 import subprocess

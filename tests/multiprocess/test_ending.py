@@ -87,7 +87,7 @@ if child == 0:
         calls = [lambda: shardkeep.save(root / "z", tree), lambda: shardkeep.save_async(root / "z", tree),
                  lambda: shardkeep.load(root / "x")]
         (root / f"said.{index}").write_text(json.dumps([caught(call) for call in calls]))
-        shardkeep.processes._end()
+        shardkeep.processes.operation._end()
     finally:
         os._exit(0)
 os.waitpid(child, 0)

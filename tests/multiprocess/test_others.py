@@ -59,7 +59,7 @@ while len(steps) < 60:
     loaded = shardkeep.load(path, mesh=mesh_over((2, 2)), mmap=[True, False][len(steps) % 2])
     wrong += differences(loaded, values[loaded["step"]])
     steps.append(loaded["step"])
-    if shardkeep.processes.join("time").share(time.monotonic() > until):
+    if shardkeep.processes.operation.join("time").share(time.monotonic() > until):
         break
 say(wrong=wrong, steps=steps)
 """,

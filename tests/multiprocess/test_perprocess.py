@@ -238,16 +238,16 @@ os._exit(0)
 """
 )
 TELLING = """
-share = shardkeep.processes.Operation.share
+share = shardkeep.processes.operation.Operation.share
 def die(self, value=None):
     if self._round == 3:  # its lengths are handed in, those of the others not read yet
         os.kill(os.getpid(), signal.SIGKILL)
     return share(self, value)
-shardkeep.processes.Operation.share = die
+shardkeep.processes.operation.Operation.share = die
 """
 GATHERING = """
-import shardkeep.staging
-shardkeep.staging._gather_value = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+import shardkeep.saving.snapshot
+shardkeep.saving.snapshot._gather_value = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 

@@ -23,9 +23,10 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep import PendingSave, progress
-from shardkeep.memory import Claim, budget
-from shardkeep.scopes import Scope
+from shardkeep import PendingSave
+from shardkeep.runtime import progress
+from shardkeep.runtime.memory import Claim, budget
+from shardkeep.runtime.scopes import Scope
 from shardkeep.serialization import AsyncCheckpointManager
 from support import Dense, Keyed, Point, Unkeyed, assert_same, bits, mesh_of, run_python
 

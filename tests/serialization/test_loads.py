@@ -732,7 +732,7 @@ def test_a_checkpoint_may_be_moved_and_copied(tmp_path: Path, manager: AsyncChec
 def test_settings_changed_later_count_for_later_loads(
     tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkeep.progress.DELAY", 0)
+    monkeypatch.setattr("shardkeep.runtime.progress.DELAY", 0)
     save({"w": jnp.ones(1 << 18)}, tmp_path)
     manager = AsyncCheckpointManager(verbose=True)
     manager.load(tmp_path, None)

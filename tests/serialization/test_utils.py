@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardkeep import progress
+from shardkeep.runtime import progress
 from shardkeep.serialization import AsyncCheckpointManager, utils
 from support import Point, assert_same, mesh_of
 

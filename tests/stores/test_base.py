@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.scopes import Scope
+from shardkeep.runtime.scopes import Scope
 from shardkeep.stores import base
 from shardkeep.stores.base import Store
-from shardkeep.stores.local import LocalStore
-from shardkeep.stores.places import location
+from shardkeep.stores.local.store import LocalStore
+from shardkeep.stores.location import location
 from support import hold
 
 # A store that is added goes in here, and everything below is asked of it too.

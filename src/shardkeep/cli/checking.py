@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardkeep.catalog import find
 from shardkeep.cli.output import Output, counted, human, message_of, plain, shows_progress
 from shardkeep.cli.parser import ERROR, FINDINGS
-from shardkeep.cli.survey import Found, State, look, survey
+from shardkeep.converting.survey import Found, State, look, survey
 from shardkeep.errors import ShardkeepError
-from shardkeep.opening import find
-from shardkeep.reports import Problem, VerifyReport
-from shardkeep.stores.places import URLS
-from shardkeep.verifying import verify as verify_checkpoint
+from shardkeep.loading.verify import verify as verify_checkpoint
+from shardkeep.model.reports import Problem, VerifyReport
+from shardkeep.stores.location import URLS
 
 _LABELS: dict[State | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING"}
 

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkeep.cli.output import Output, UsageError, ask, counted, human, plain
+from shardkeep.cli.output import Output, ask, counted, human, plain
 from shardkeep.cli.parser import FINDINGS
-from shardkeep.cli.survey import Found, survey
-from shardkeep.commit import Target, clean_up, leave, left_overs
-from shardkeep.directory import Directory
+from shardkeep.converting.survey import Found, survey
+from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ShardkeepError
-from shardkeep.scopes import Scope
+from shardkeep.runtime.scopes import Scope
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.transaction import Target, clean_up, leave, left_overs
 
 _LOCK_SECONDS = 20.0
 _SHOWN = 20

@@ -5,20 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardkeep.arrays import Region
-from shardkeep.cli.arithmetic import Difference, difference_of
-from shardkeep.cli.blocks import (
-    Opened,
-    choose_trees,
-    compile_include,
-    logical,
-    matches,
-    no_match,
-    open_at,
-    read_region,
-    regions_of,
-    steady,
-)
 from shardkeep.cli.output import (
     Cell,
     Output,
@@ -32,11 +18,25 @@ from shardkeep.cli.output import (
     short,
 )
 from shardkeep.cli.parser import FINDINGS
-from shardkeep.manifest import StoredLeaf, Tree
-from shardkeep.progress import Progress
-from shardkeep.tree import name_leaf
-from shardkeep.values import encode
-from shardkeep.workers import Task, run_tasks
+from shardkeep.converting.arithmetic import Difference, difference_of
+from shardkeep.converting.blocks import (
+    Opened,
+    choose_trees,
+    compile_include,
+    logical,
+    matches,
+    no_match,
+    open_at,
+    read_region,
+    regions_of,
+    steady,
+)
+from shardkeep.model.arrays import Region
+from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.tree import name_leaf
+from shardkeep.model.values import encode
+from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.progress import Progress
 
 # How a leaf was compared: by digests, by reading both arrays, as plain values, or not at all.
 How = Literal["digests", "read", "value", "not_compared"]

@@ -15,20 +15,21 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from shardkeep.arrays import parse_dtype
-from shardkeep.cli.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
-from shardkeep.cli.making import cast_spec, make
-from shardkeep.cli.output import Output, UsageError, bar, counted, human, name_prefix, plain, shows_progress
-from shardkeep.cli.renaming import renamed, subtrees
-from shardkeep.cli.restoring import RestoringTarget, recorded_leaf
-from shardkeep.commit import Target, refuse_existing
-from shardkeep.exchange import Exchange, parse_size
-from shardkeep.manifest import StoredLeaf, Tree
-from shardkeep.metadata import dotted_names
-from shardkeep.opening import new_target
-from shardkeep.reports import SaveReport
-from shardkeep.saving import SaveRequest, run_save
-from shardkeep.tree import Path, name_leaf, show_key
+from shardkeep.catalog import new_target
+from shardkeep.cli.output import Output, bar, counted, human, name_prefix, plain, shows_progress
+from shardkeep.converting.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
+from shardkeep.converting.making import cast_spec, make
+from shardkeep.converting.rename import renamed, subtrees
+from shardkeep.converting.restoring import RestoringTarget, recorded_leaf
+from shardkeep.converting.usage import UsageError
+from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.naming import dotted_names
+from shardkeep.model.reports import SaveReport
+from shardkeep.model.tree import Path, name_leaf, show_key
+from shardkeep.saving.save import SaveRequest, run_save
+from shardkeep.targets.exchange import Exchange, parse_size
+from shardkeep.targets.transaction import Target, refuse_existing
 
 
 @dataclass(frozen=True)

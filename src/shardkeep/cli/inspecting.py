@@ -5,25 +5,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkeep.cli.blocks import choose_trees, compile_include, logical, matches, no_match, open_at
 from shardkeep.cli.listing import format_of
-from shardkeep.cli.output import (
-    Cell,
-    Output,
-    age,
-    counted,
-    human,
-    json_value,
-    layout,
-    moment_of,
-    name_prefix,
-    natural,
-    plain,
-    short,
-)
-from shardkeep.manifest import StoredLeaf, Tree
-from shardkeep.tree import name_leaf
-from shardkeep.user_metadata import untagged
+from shardkeep.cli.output import Cell, Output, age, counted, human, json_value, layout, name_prefix, plain, short
+from shardkeep.converting.blocks import choose_trees, compile_include, logical, matches, no_match, open_at
+from shardkeep.converting.survey import moment_of, natural
+from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.metadata import untagged
+from shardkeep.model.tree import name_leaf
 
 
 @dataclass

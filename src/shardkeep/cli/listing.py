@@ -3,8 +3,8 @@
 from typing import Any
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, name_prefix, plain
-from shardkeep.cli.survey import Found, survey
-from shardkeep.manifest import Tree
+from shardkeep.converting.survey import Found, survey
+from shardkeep.model.manifest import Tree
 
 _STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unindexed": "yellow"}
 

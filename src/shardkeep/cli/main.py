@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from shardkeep.cli.output import Output, UsageError
+    from shardkeep.cli.output import Output
+    from shardkeep.converting.usage import UsageError
 
     output = Output(arguments.json)
     debug = arguments.debug or bool(os.environ.get("SHARDKEEP_DEBUG"))

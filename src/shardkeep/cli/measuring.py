@@ -8,20 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import Region
-from shardkeep.cli.arithmetic import Numbers, numbers_of
-from shardkeep.cli.blocks import (
-    Opened,
-    choose_trees,
-    compile_include,
-    logical,
-    matches,
-    no_match,
-    open_at,
-    read_region,
-    regions_of,
-    steady,
-)
 from shardkeep.cli.output import (
     Cell,
     Output,
@@ -35,11 +21,25 @@ from shardkeep.cli.output import (
     short,
 )
 from shardkeep.cli.parser import FINDINGS
-from shardkeep.manifest import StoredLeaf, Tree
-from shardkeep.progress import Progress
-from shardkeep.reading import Source
-from shardkeep.tree import name_leaf
-from shardkeep.workers import Task, run_tasks
+from shardkeep.converting.arithmetic import Numbers, numbers_of
+from shardkeep.converting.blocks import (
+    Opened,
+    choose_trees,
+    compile_include,
+    logical,
+    matches,
+    no_match,
+    open_at,
+    read_region,
+    regions_of,
+    steady,
+)
+from shardkeep.loading.read import Source
+from shardkeep.model.arrays import Region
+from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.tree import name_leaf
+from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.progress import Progress
 
 _MEANS = {"all_nan": "nan"}  # a flag that is a special case of another
 

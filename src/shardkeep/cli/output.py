@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shardkeep.errors import counted as counted
-from shardkeep.progress import Bar, Progress
-from shardkeep.values import show
+from shardkeep.model.values import show
+from shardkeep.runtime.progress import Bar, Progress
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
@@ -21,10 +21,6 @@ _SPANS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _LONGEST = 60  # characters of a plain value in a table
 
 Cell = str | tuple[str, str]  # text, or text and its style
-
-
-class UsageError(Exception):
-    """A command line that cannot be carried out. The message says what to change."""
 
 
 class Output:
@@ -135,21 +131,6 @@ def age(moment: datetime.datetime | None, now: datetime.datetime | None = None) 
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"
     return "now"
-
-
-def moment_of(text: object) -> datetime.datetime | None:
-    """A recorded ISO timestamp, read as UTC if it names no time zone; None if it is not a timestamp."""
-    try:
-        moment = datetime.datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
-
-
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """A sorting key that compares numbers by value: step_9 comes before step_10."""
-    parts = re.split(r"([0-9]+)", text)
-    return [(0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in parts if p]
 
 
 def json_number(value: Any) -> Any:

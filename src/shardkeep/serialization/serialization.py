@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from shardkeep.callbacks import callback_error
-from shardkeep.choosing import Request
+from shardkeep.catalog import missing_first, new_target
+from shardkeep.eformer.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
 from shardkeep.errors import an
-from shardkeep.loading import load_request
-from shardkeep.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
-from shardkeep.opening import missing_first, new_target
-from shardkeep.pending import BackgroundSave
-from shardkeep.saving import SaveRequest, run_save, start_save
-from shardkeep.sharding import Rules
-from shardkeep.stores.places import any_path_text
-from shardkeep.tree import flatten
+from shardkeep.loading.load import load_request
+from shardkeep.loading.select import Request
+from shardkeep.loading.shardings import Rules
+from shardkeep.model.tree import flatten
+from shardkeep.saving.callbacks import callback_error
+from shardkeep.saving.pending import BackgroundSave
+from shardkeep.saving.save import SaveRequest, run_save, start_save
+from shardkeep.stores.location import any_path_text
 
 log = logging.getLogger("shardkeep")
 

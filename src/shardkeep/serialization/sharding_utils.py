@@ -8,15 +8,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.tree_util import Partial
 
-from shardkeep.choosing import logical_shape
+from shardkeep.catalog import open_checkpoint
+from shardkeep.eformer.gathering import reshard
 from shardkeep.errors import ShardingError, TreeError
-from shardkeep.gathering import reshard
-from shardkeep.manifest import StoredLeaf
-from shardkeep.opening import open_checkpoint
-from shardkeep.placing import apply_function
-from shardkeep.sharding import ShapedLeaf, resolve_shardings
-from shardkeep.stores.places import any_path_text
-from shardkeep.tree import flatten, nest
+from shardkeep.loading.place import apply_function
+from shardkeep.loading.select import logical_shape
+from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
+from shardkeep.model.manifest import StoredLeaf
+from shardkeep.model.tree import flatten, nest
+from shardkeep.stores.location import any_path_text
 
 log = logging.getLogger("shardkeep")
 

@@ -6,9 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from shardkeep.arrays import parse_dtype
-from shardkeep.formats.safetensors import group_by_size
-from shardkeep.gathering import (
+from shardkeep.eformer.gathering import (
     apply_gather_functions,
     broadcast_tensor,
     chunk_tensor_by_memory,
@@ -16,12 +14,13 @@ from shardkeep.gathering import (
     reshard,
     to_host,
 )
-from shardkeep.memory import available_memory
-from shardkeep.metadata import dotted_names
-from shardkeep.naming import base_of_shard, index_filename, shard_filename
-from shardkeep.placing import apply_function, cast_array
-from shardkeep.stores.places import any_path_text
-from shardkeep.tree import flatten
+from shardkeep.layouts.safetensors import group_by_size
+from shardkeep.loading.place import apply_function, cast_array
+from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.naming import base_of_shard, dotted_names, index_filename, shard_filename
+from shardkeep.model.tree import flatten
+from shardkeep.runtime.memory import available_memory
+from shardkeep.stores.location import any_path_text
 
 __all__ = [
     "apply_gather_functions",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardkeep.scopes import Scope
+from shardkeep.runtime.scopes import Scope
 
 
 class StoredFile(AbstractContextManager["StoredFile"], Protocol):

@@ -1,0 +1,194 @@
+"""Arrays of any checkpoint, read block by block into host memory: bounded, verified, and without a device."""
+
+import os
+import re
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardkeep.catalog import open_checkpoint
+from shardkeep.converting.usage import UsageError
+from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.foreign.zarr import describe, read_zarr
+from shardkeep.loading.plan import plan_read
+from shardkeep.loading.read import Source, Target, read_targets
+from shardkeep.model.arrays import Region
+from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.model.tree import name_leaf
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.progress import Progress
+from shardkeep.stores.base import Store
+from shardkeep.stores.local.store import CONTROL
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 16 << 20  # bytes that each thread reads at once
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that is being read."""
+
+    path: str
+    store: Store
+    manifest: Manifest
+
+    def source(self, tree: Tree) -> Source:
+        return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
+
+    def was_replaced(self) -> bool:
+        return open_checkpoint(self.path)[1].save_id != self.manifest.save_id
+
+
+def open_at(path: str) -> Opened:
+    """The checkpoint at `path`, whichever program wrote it."""
+    return Opened(path, *open_checkpoint(path))
+
+
+@contextmanager
+def steady(*checkpoints: Opened) -> Generator[None]:
+    """Read a single version of each checkpoint inside this context.
+
+    Raises:
+        ConflictError: A writer replaced one of them in the meantime.
+    """
+    try:
+        yield
+    except (IntegrityError, FileNotFoundError) as error:
+        for checkpoint in checkpoints:
+            if checkpoint.was_replaced():
+                raise ConflictError(_replaced(checkpoint)) from error
+        raise
+    for checkpoint in checkpoints:
+        # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
+        foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
+        if (foreign or os.path.basename(checkpoint.store.control) != CONTROL) and checkpoint.was_replaced():
+            raise ConflictError(_replaced(checkpoint))
+
+
+def _replaced(checkpoint: Opened) -> str:
+    return f"{checkpoint.path} was replaced while it was being read; run the command again"
+
+
+def compile_include(include: str | None) -> re.Pattern[str] | None:
+    """The pattern that `--include` gives; None without the option."""
+    try:
+        return None if include is None else re.compile(include)
+    except re.error as error:
+        raise UsageError(f"--include {include!r} is not a valid regular expression: {error}") from None
+
+
+def no_match(include: str, trees: Iterable[Tree], where: str) -> UsageError:
+    """The error for an `--include` that matches no leaf."""
+    keys = list(dict.fromkeys(name_leaf(leaf.path) for tree in trees for leaf in tree.leaves))
+    more = ", …" if len(keys) > _EXAMPLES else ""
+    found = f"the keys are {', '.join(keys[:_EXAMPLES])}{more}" if keys else "there are no leaves"
+    return UsageError(f"--include {include!r} matches no leaf in {where}; {found}")
+
+
+def choose_trees(manifest: Manifest, prefix: str | None) -> dict[str, Tree]:
+    """The trees of a checkpoint by prefix: all of them, or the one with the given prefix."""
+    if prefix is None:
+        return dict(manifest.trees)
+    tree = manifest.tree(prefix)
+    names = [name for name, candidate in manifest.trees.items() if candidate is tree]
+    return {names[0] if names else prefix: tree}
+
+
+def matches(leaf: StoredLeaf, include: re.Pattern[str] | None) -> bool:
+    """Whether `include` matches a leaf's key, as in `shardkeep.load`: `re.search` on the names joined with `/`."""
+    return include is None or include.search("/".join(leaf.path)) is not None
+
+
+def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Region]:
+    """Regions of at most `limit` bytes that cover an array, chosen so that every stored piece is read once.
+
+    A compressed piece can only be decompressed as a whole, so it is one region, whatever its size.
+    """
+    assert leaf.spec is not None
+    itemsize = leaf.spec.dtype.itemsize
+    if leaf.kind == "zarr":
+        cells = _zarr_bands(opened, leaf, limit)
+        return [cell for cell in cells if cell.size]
+    found: list[Region] = []
+    for piece in leaf.pieces:
+        found += [piece.region] if piece.stored is not None else split_region(piece.region, itemsize, limit)
+    return [region for region in found if region.size]
+
+
+def _zarr_bands(opened: Opened, leaf: StoredLeaf, limit: int) -> list[Region]:
+    """Rows of chunks as long as they stay within the limit, else single chunks."""
+    assert leaf.spec is not None
+    chunks = describe(opened.store, leaf.extra["directory"]).chunks
+    shape = leaf.spec.shape
+    if not shape or leaf.spec.nbytes <= limit:
+        return [Region.whole(shape)]
+    row = leaf.spec.nbytes // shape[0] * chunks[0]
+    steps = (chunks[0] * max(limit // max(row, 1), 1), *(shape[1:] if row <= limit else chunks[1:]))
+    counts = [-(-n // step) for n, step in zip(shape, steps, strict=True)]
+    cells: list[Region] = []
+    for index in np.ndindex(*counts):
+        start = tuple(i * step for i, step in zip(index, steps, strict=True))
+        ends = [min(a + step, n) for a, step, n in zip(start, steps, shape, strict=True)]
+        cells.append(Region(start, tuple(b - a for a, b in zip(start, ends, strict=True))))
+    return cells
+
+
+def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
+    """Parts of at most `limit` bytes, but at least one element, each contiguous in the C order of the region.
+
+    >>> [part.start for part in split_region(Region((0, 0), (4, 4)), itemsize=1, limit=8)]
+    [(0, 0), (2, 0)]
+    """
+    axis = next((i for i, n in enumerate(region.shape) if n > 1), None)
+    nbytes = region.size * itemsize
+    if nbytes <= limit or axis is None:
+        yield region
+        return
+    row = nbytes // region.shape[axis]
+    step = max(limit // row, 1)
+    for first in range(0, region.shape[axis], step):
+        start = tuple(a + first if i == axis else a for i, a in enumerate(region.start))
+        count = min(step, region.shape[axis] - first)
+        band = Region(start, tuple(count if i == axis else n for i, n in enumerate(region.shape)))
+        yield from split_region(band, itemsize, limit)
+
+
+def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
+    """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
+    if leaf.kind == "zarr":
+        (found,) = read_zarr(opened.store, leaf, [region])
+        progress(region.size * _itemsize(leaf))
+        return found
+    target = Target(leaf, [region], own=False, arrays=[None])
+    # One thread, because the caller runs several of these at once.
+    read_targets(source, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
+    array = target.arrays[0]
+    assert array is not None
+    return array
+
+
+def _itemsize(leaf: StoredLeaf) -> int:
+    assert leaf.spec is not None
+    return leaf.spec.dtype.itemsize
+
+
+def logical(leaf: StoredLeaf) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape as the user knows them: of PRNG keys and values of processes, not of their data."""
+    assert leaf.spec is not None
+    if leaf.kind == "prng":
+        return f"key<{leaf.extra.get('impl')}>", leaf.spec.shape[:-1]
+    if leaf.processes is not None:
+        return "PerProcess", (leaf.processes,)
+    return leaf.spec.dtype.name, leaf.spec.shape
+
+
+def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:
+    """An array as flat runs, short enough that the results of computing with one stay in the CPU's cache."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, count):
+        yield flat[start : start + count]

@@ -1,0 +1,209 @@
+"""The arrays of a saved tree, backed by files: memory-mapped from the source, or prepared in an unnamed scratch file.
+
+Either way the operating system can evict the pages when memory is short, so that a tree of any size can be passed to
+a save at once. Arrays that must be decompressed, cast or assembled go through the scratch file, block by block.
+"""
+
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.converting.blocks import BLOCK, Array, Opened, read_region, regions_of
+from shardkeep.converting.usage import UsageError
+from shardkeep.errors import storage_error
+from shardkeep.loading.place import check_fits
+from shardkeep.loading.read import Source, check_blocks
+from shardkeep.model.arrays import ArraySpec, Region, kind_of
+from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
+from shardkeep.model.digests import block_count
+from shardkeep.model.manifest import Piece, StoredLeaf, Tree
+from shardkeep.model.tree import Path
+from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.progress import Progress
+from shardkeep.stores.base import Mapping
+
+_ALIGN = 64
+_MOST_MAPPINGS = 30_000  # Linux allows 65,530 per process
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of a leaf (given by its number) that is saved as one shard."""
+
+    leaf: int
+    region: Region
+
+
+@dataclass
+class Made:
+    """The parts of a tree, their arrays in the same order, and what `convert` reports about them."""
+
+    parts: list[Part]
+    arrays: list[Array]
+    scratch: int  # bytes of the scratch file
+    lost: dict[Path, int]  # by leaf, the number of values that a cast made infinite or NaN
+
+
+def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
+    """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
+    spec = leaf.spec
+    if (
+        spec is None
+        or dtype is None
+        or leaf.kind in ("prng", "per_process")
+        or kind_of(spec.dtype) in ("other", "bool")
+    ):
+        return spec
+    return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
+
+
+def make(
+    opened: Opened, tree: Tree, specs: Sequence[ArraySpec | None], whole: bool, directory: str, progress: Progress
+) -> Made:
+    """All arrays of a tree, every byte verified.
+
+    Args:
+        opened: The checkpoint.
+        tree: The tree in it.
+        specs: The shape and dtype that each leaf gets; None for plain values.
+        whole: Whether to assemble arrays that are stored in several pieces.
+        directory: Where to create the scratch file.
+        progress: Called with the number of bytes read.
+    """
+    maker = _Maker(opened, opened.source(tree), progress)
+    mapped = maker.source.mapped and len(tree.files) <= _MOST_MAPPINGS
+    made = Made([], [], 0, maker.lost)
+    scratch: list[tuple[int, int]] = []  # (part, where it begins)
+    for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
+        if spec is None:
+            continue
+        regions = _regions(leaf, whole)
+        direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
+        for i, region in enumerate(regions):
+            made.parts.append(Part(number, region))
+            made.arrays.append(maker.mapped(leaf, leaf.pieces[i]) if direct else np.empty(0, spec.dtype))
+            if not direct:
+                scratch.append((len(made.parts) - 1, made.scratch))
+                made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
+    rooms = _allot(made, scratch, directory)
+    tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
+    run_tasks([*maker.checks, *tasks])
+    return made
+
+
+def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> dict[int, list[tuple[Region, Array]]]:
+    """Give parts that go through the scratch file their memory; returns the regions to fill, by leaf."""
+    memory = _scratch(made.scratch, directory)
+    rooms: dict[int, list[tuple[Region, Array]]] = {}
+    for number, start in scratch:
+        part, dtype = made.parts[number], made.arrays[number].dtype
+        end = start + part.region.size * dtype.itemsize
+        made.arrays[number] = memory[start:end].view(dtype).reshape(part.region.shape)
+        rooms.setdefault(part.leaf, []).append((part.region, made.arrays[number]))
+    return rooms
+
+
+def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
+    """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
+    assert leaf.spec is not None
+    even = len({piece.region.shape for piece in leaf.pieces}) == 1
+    if whole or leaf.kind == "zarr" or not even:
+        return [Region.whole(leaf.spec.shape)]
+    return [piece.region for piece in leaf.pieces]
+
+
+def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+    """Whether the stored bytes of each part are the bytes to save."""
+    pieces = leaf.pieces
+    return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
+
+
+class _Maker:
+    """Maps files, and collects the verification of what was mapped and the values that casts lost."""
+
+    def __init__(self, opened: Opened, source: Source, progress: Progress) -> None:
+        self.source = source
+        self.checks: list[Task] = []
+        self.lost: dict[Path, int] = {}
+        self._opened, self._progress = opened, progress
+        self._maps: dict[int, Mapping] = {}
+        self._lock = threading.Lock()
+
+    def mapped(self, leaf: StoredLeaf, piece: Piece) -> Array:
+        """A piece, memory-mapped from its file; it is verified later, by one of `checks`."""
+        assert leaf.spec is not None
+        if piece.length == 0:
+            return np.empty(piece.region.shape, leaf.spec.dtype)
+        if piece.file not in self._maps:
+            with self.source.open(piece.file, leaf.key) as file:
+                self._maps[piece.file] = file.map(0, file.size)
+        mapping = self._maps[piece.file]
+        step = BLOCK // DIGEST_BLOCK
+        for first in range(0, block_count(piece.length), step):
+            self.checks.append(lambda a=first: self._check(leaf, piece, mapping, a, a + step))
+        return (
+            mapping.data[piece.offset : piece.offset + piece.length].view(leaf.spec.dtype).reshape(piece.region.shape)
+        )
+
+    def _check(self, leaf: StoredLeaf, piece: Piece, mapping: Mapping, first: int, last: int) -> None:
+        last = min(last, block_count(piece.length))
+        start = piece.offset + first * DIGEST_BLOCK
+        end = piece.offset + min(last * DIGEST_BLOCK, piece.length)
+        mapping.bring_in(start, end)
+        where = self._opened.store.locate(self.source.files[piece.file].name)
+        check_blocks(piece, first, last, mapping.data[start:end], leaf.key, where)
+        self._progress(end - start)
+
+    def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
+        """Tasks that read a leaf into its memory, block by block."""
+
+        def fill(region: Region) -> None:
+            data = read_region(self._opened, self.source, leaf, region, self._progress)
+            for outer, room in rooms:
+                common = outer.intersect(region)
+                if common is not None:
+                    part = data[(*common.within(region).slices, ...)]
+                    room[(*common.within(outer).slices, ...)] = self._cast(part, room.dtype, leaf)
+
+        return [lambda r=region: fill(r) for region in regions_of(self._opened, leaf)]
+
+    def _cast(self, data: Array, dtype: "np.dtype[Any]", leaf: StoredLeaf) -> Array:
+        """The values as another dtype. Integers out of range are an error; floats that become infinite are counted."""
+        if data.dtype == dtype:
+            return data
+        if kind_of(dtype) == "int":
+            try:
+                check_fits(int(data.min()), int(data.max()), dtype, leaf.key)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            return data.astype(dtype)
+        with np.errstate(all="ignore"):
+            made = data.astype(dtype)
+            lost = int(np.count_nonzero(np.isfinite(data))) - int(np.count_nonzero(np.isfinite(made)))
+        if lost:
+            with self._lock:
+                self.lost[leaf.path] = self.lost.get(leaf.path, 0) + lost
+        return made
+
+
+def _scratch(nbytes: int, directory: str) -> Array:
+    """Memory backed by an unnamed file, which disappears with the last reference to it, however the program ends.
+
+    Disk space is allocated at once: if the disk filled up later, the program would be killed when it uses the memory.
+    """
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+    except OSError as error:
+        raise storage_error(
+            error, f"allocating a scratch file of {nbytes:,} bytes in {directory}", "Nothing was written"
+        ) from error

@@ -1,0 +1,231 @@
+"""The checkpoints at and below a path, complete or not. Reads their manifests and lists their files, no more."""
+
+import datetime
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from shardkeep.catalog import find
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    NewerFormatError,
+    ShardkeepError,
+)
+from shardkeep.foreign.eformer import INDEX as EFORMER_INDEX
+from shardkeep.foreign.zarr import ZARRAY
+from shardkeep.model.manifest import MANIFEST, Manifest
+from shardkeep.stores.base import Store
+from shardkeep.stores.local.store import CONTROL, LocalStore
+from shardkeep.stores.location import location, sibling, store_at
+from shardkeep.targets.damage import find_damage
+from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
+from shardkeep.targets.running import recorded_names, unfinished_saves
+from shardkeep.targets.transaction import Target
+
+State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
+Kind = Literal["directory", "exchange", "eformer", "safetensors"]
+
+_DEEPEST = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, or what is left of one. `path` is what other commands take, `name` is relative to the survey."""
+
+    path: str
+    name: str
+    state: State
+    kind: Kind
+    target: Target | None = None
+    manifest: Manifest | None = None
+    problem: str | None = None
+    absent: bool = False  # it looked like a checkpoint, but is not one
+
+    @property
+    def store(self) -> Store | None:
+        return None if self.target is None else self.target.store
+
+    @property
+    def size(self) -> int:
+        """Bytes in its files; for an unfinished one, in the files that its saves recorded."""
+        if self.manifest is not None:
+            return sum({f.name: f.size for tree in self.manifest.trees.values() for f in tree.files}.values())
+        store = self.store
+        if store is None or self.state not in ("unfinished", "saving"):
+            return 0
+        names = {name for save in store.children(store.saves) for name in recorded_names(store, save)}
+        return sum(size or 0 for size in store.sizes(names).values())
+
+    @property
+    def created(self) -> datetime.datetime | None:
+        """When it was saved: the recorded time, or the modification time of a file."""
+        if self.manifest is None or self.target is None:
+            return None
+        trees = self.manifest.trees.values()
+        recorded = [moment_of(tree.created or tree.metadata.get("timestamp")) for tree in trees]
+        known = [moment for moment in recorded if moment is not None]
+        if known:
+            return max(known)
+        return _changed(self.target.store, [f.name for tree in trees for f in tree.files[:1]])
+
+
+def _changed(store: Store, names: list[str]) -> datetime.datetime | None:
+    if not isinstance(store, LocalStore) or not names:
+        return None
+    try:
+        return datetime.datetime.fromtimestamp(os.stat(store.locate(names[0])).st_mtime, datetime.UTC)
+    except OSError:
+        return None
+
+
+def survey(path: str) -> list[Found]:
+    """Every checkpoint at and below a path, sorted by name.
+
+    Raises:
+        CheckpointNotFoundError: The path does not exist.
+    """
+    where = location(path)
+    store = store_at(where)
+    if not store.children(""):
+        return _survey_one(path, store)
+    walk = _Walk()
+    found = list(walk.visit(where, "", 0, frozenset()))
+    if not found and walk.has_arrays:
+        found = [look(where, ".", unindexed=True)]
+    return sorted(found, key=lambda f: natural(f.name))
+
+
+def _survey_one(path: str, store: Store) -> list[Found]:
+    """The checkpoint at a path that is not a directory with files: a file, the stem of several files, or nothing."""
+    target = find(path)
+    if not isinstance(target, Exchange):
+        if isinstance(store, LocalStore) and store.identity("") is None:
+            raise CheckpointNotFoundError(f"{location(path)} does not exist")
+        return []
+    found = look(target.where, os.path.basename(target.where))
+    if found.state == "unreadable":
+        raise CheckpointNotFoundError(found.problem or "")
+    return [found]
+
+
+@dataclass
+class _Walk:
+    """Walks a directory. `has_arrays`: it came across zarr arrays that belong to no checkpoint found so far."""
+
+    has_arrays: bool = False
+
+    def visit(self, where: str, name: str, depth: int, above: frozenset[object]) -> Iterator[Found]:
+        store = store_at(where)
+        try:
+            inside = store.children("")
+        except OSError as error:
+            yield Found(where, name, "unreadable", "directory", problem=str(error))
+            return
+        identity = store.identity("")  # None in a bucket, which has no links that could lead back up
+        if depth > _DEEPEST or (identity is not None and identity in above):
+            return
+        if ZARRAY in inside:
+            self.has_arrays = True
+            return
+        taken: set[str] = set()
+        if not {MANIFEST, CONTROL, EFORMER_INDEX}.isdisjoint(inside):
+            found = look(where, name or ".")
+            if not found.absent:
+                yield found
+                if found.manifest is None:
+                    return
+            trees = found.manifest.trees.values() if found.manifest else ()
+            taken = {name.partition("/")[0] for tree in trees for name in tree.names}
+        yield from _exchange_files(where, name, [n for n in inside if n not in taken])
+        yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
+
+    def _below(self, where: str, name: str, inside: list[str], depth: int, above: frozenset[object]) -> Iterator[Found]:
+        """Walk the subdirectories. Arrays without an index belong to the topmost directory that has nothing else."""
+        any_found = False
+        bare: list[str] = []
+        before, self.has_arrays = self.has_arrays, False
+        for child in inside:
+            if child.startswith("."):
+                continue
+            for found in self.visit(
+                sibling(where, f"{where}/{child}"), f"{name}/{child}" if name else child, depth + 1, above
+            ):
+                any_found = True
+                yield found
+            if self.has_arrays:
+                bare.append(child)
+                self.has_arrays = False
+        if any_found:
+            for child in bare:
+                yield look(sibling(where, f"{where}/{child}"), f"{name}/{child}" if name else child, unindexed=True)
+            self.has_arrays = before
+        else:
+            self.has_arrays = before or bool(bare)
+
+
+def _exchange_files(where: str, name: str, inside: list[str]) -> Iterator[Found]:
+    """Safetensors files, shards of one checkpoint together, and saves of such files that left only control files."""
+    control = f"{SUFFIX}.shardkeep"
+    left = [child[1 : -len(control)] for child in inside if child.startswith(".") and child.endswith(control)]
+    for base in dict.fromkeys([*left, *exchange_bases(inside)]):
+        file = base + SUFFIX
+        found = look(sibling(where, f"{where}/{file}"), f"{name}/{file}" if name else file)
+        if not found.absent:
+            yield found
+
+
+def look(path: str, name: str, unindexed: bool = False) -> Found:
+    """The checkpoint at one path. A problem with it is a state, not an error."""
+    target: Target | None = None
+    manifest: Manifest | None = None
+    kind: Kind = "exchange" if path.endswith(SUFFIX) else "directory"
+    try:
+        target = find(path)
+        manifest = target.read()
+        if all(tree.format == "foreign" for tree in manifest.trees.values()):
+            kind = "safetensors" if isinstance(target, Exchange) else "eformer"
+        _check_files(target.store, manifest)
+    except (ShardkeepError, OSError) as error:
+        absent = isinstance(error, CheckpointNotFoundError)
+        return Found(path, name, _state(error, target), kind, target, manifest, str(error), absent)
+    return Found(path, name, "unindexed" if unindexed else "complete", kind, target, manifest)
+
+
+def _state(error: Exception, target: Target | None) -> State:
+    if isinstance(error, IncompleteCheckpointError):
+        return _unfinished(target)
+    if isinstance(error, NewerFormatError):
+        return "newer"
+    return "damaged" if isinstance(error, IntegrityError) else "unreadable"
+
+
+def _check_files(store: Store, manifest: Manifest) -> None:
+    """`IntegrityError` unless all files are there and have their size; what is in them is for `verify`."""
+    damage = find_damage(store, manifest.trees.values())
+    if damage is not None:
+        raise IntegrityError(damage)
+
+
+def _unfinished(target: Target | None) -> State:
+    """Whether a save is still at work there."""
+    running = target is not None and any(save.is_running for save in unfinished_saves(target.store))
+    return "saving" if running else "unfinished"
+
+
+def moment_of(text: object) -> datetime.datetime | None:
+    """A recorded ISO timestamp, read as UTC if it names no time zone; None if it is not a timestamp."""
+    try:
+        moment = datetime.datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+
+
+def natural(text: str) -> list[tuple[int, int, str]]:
+    """A sorting key that compares numbers by value: step_9 comes before step_10."""
+    parts = re.split(r"([0-9]+)", text)
+    return [(0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in parts if p]

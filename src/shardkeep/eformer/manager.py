@@ -1,0 +1,560 @@
+"""AsyncCheckpointManager: eFormer's documented manager on shardkeep's one save path and one load path."""
+
+import logging
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardkeep.catalog import missing_first, new_target, open_checkpoint
+from shardkeep.eformer.gathering import apply_gather_functions, move_tree
+from shardkeep.eformer.metadata import checker, checksums_of_parts, compute_checksum, describe_arrays, metadata_of
+from shardkeep.eformer.paths import LoadPath
+from shardkeep.errors import CallbackError, PrefixError, ShardingError
+from shardkeep.foreign.eformer import INDEX
+from shardkeep.loading.load import load_request
+from shardkeep.loading.select import Request
+from shardkeep.loading.shardings import Rules
+from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.metadata import check_metadata
+from shardkeep.model.naming import dotted_names
+from shardkeep.model.reports import rate_of
+from shardkeep.model.tree import Skeleton, flatten, nest
+from shardkeep.processes.operation import announced
+from shardkeep.saving.pending import BackgroundSave, PendingSave
+from shardkeep.saving.save import SaveRequest, run_save, start_save
+from shardkeep.stores.location import BucketPath, any_path_text, name_path
+from shardkeep.targets.transaction import Target
+
+if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+log = logging.getLogger("shardkeep")
+
+Callback = Callable[[Any, str], Any]
+
+
+class AsyncCheckpointManager:
+    """Saves and loads trees with the API that eFormer documents.
+
+    Every argument is also an attribute; setting it affects later calls. Use the manager as a context manager, or call
+    `close`, to wait for pending saves.
+
+    Args:
+        enable: False turns saving off: saves write nothing and log one line. None or True: on.
+        float_dtype: What floats are cast to when a save gathers (`do_all_gather=True`) and names no dtype itself.
+        verbose: Whether to show progress bars and log a summary of each save and load.
+        gcs_bucket: A Google Cloud Storage bucket that relative paths are taken to be in.
+        gcs_credentials_path: A service-account file for that bucket.
+        enable_validation: Whether saves record a SHA-256 of each array, and loads check it.
+        enable_compression: Whether arrays in the TensorStore format are compressed with zstd.
+        use_tensorstore: Whether to save in the TensorStore format, one zarr array for each leaf. False saves
+            safetensors: plain files for a path that ends in `.safetensors`, a checkpoint directory for any other.
+
+    >>> import jax.numpy as jnp
+    >>> with AsyncCheckpointManager() as manager:
+    ...     _ = manager.save({"w": jnp.ones(3)}, str(tmp / "run"), mesh=None, metadata={"step": 1})
+    ...     tree, metadata = manager.load(str(tmp / "run"), mesh=None)
+    >>> tree["w"].shape, metadata["custom_metadata"]
+    ((3,), {'step': 1})
+    """
+
+    def __init__(
+        self,
+        enable: bool | None = None,
+        float_dtype: Any = jnp.bfloat16,
+        verbose: bool = False,
+        gcs_bucket: str | None = None,
+        gcs_credentials_path: str | None = None,
+        enable_validation: bool = False,
+        enable_compression: bool = False,
+        use_tensorstore: bool = True,
+    ) -> None:
+        self.enable = enable
+        self.float_dtype = float_dtype
+        self.verbose = verbose
+        self.gcs_bucket = gcs_bucket
+        self.gcs_credentials_path = gcs_credentials_path
+        self.enable_validation = enable_validation
+        self.enable_compression = enable_compression
+        self.use_tensorstore = use_tensorstore
+        self._global_manager: GlobalAsyncCheckpointManager | None = None
+        self._pending: list[BackgroundSave] = []
+        self._lock = threading.RLock()
+
+    def save(
+        self,
+        tree: Any,
+        path: Any,
+        mesh: Mesh | None = None,
+        gather_fns: bool | Mapping[str, Any] | None = None,
+        float_dtype: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        callback: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+        do_all_gather: bool = False,
+        cpu_offload: bool = False,
+    ) -> str:
+        """Save a tree and return its path once the checkpoint is committed. An older tree there is replaced.
+
+        Args:
+            tree: The PyTree to save.
+            path: Where to save it.
+            mesh: The mesh on which arrays are gathered. None gathers on the CPU, with a warning.
+            gather_fns: What to apply to leaves before saving: True takes every array to the host; a dict, nested or
+                with dotted keys, has a function for each key. None or False changes nothing.
+            float_dtype: The dtype to cast floats to. None keeps them, unless `do_all_gather` is set.
+            metadata: A dict to store with the tree; see `shardkeep.save` for what it may contain.
+            callback: Called with the path after the commit, on process 0. The callbacks of one manager start in the
+                order in which its saves were called. If it raises, this raises `CallbackError`; the save is committed.
+            prefix: The name of this tree, if several trees share one directory.
+            do_all_gather: Whether to gather arrays before saving, and to cast floats to the manager's `float_dtype`.
+            cpu_offload: Whether to move arrays to host memory one by one before writing.
+
+        Returns:
+            The path.
+        """
+        if self._is_off(path, call := "save(tree, path)"):
+            return any_path_text(path)
+        failure = None
+        with announced(f"saving to {name_path(path)}"):
+            path = any_path_text(path, call)
+            prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
+            request = self._request(prepared, path, metadata, callback, prefix)
+            try:
+                self._tell("saved", run_save(request))
+            except CallbackError as raised:
+                failure = raised  # raised below: the other processes have nothing to do with it
+        if failure is not None:
+            raise failure
+        return path
+
+    save_tree = save
+
+    def save_async(
+        self,
+        tree: Any,
+        path: Any,
+        mesh: Mesh | None = None,
+        gather_fns: bool | Mapping[str, Any] | None = None,
+        float_dtype: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        callback: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+        do_all_gather: bool = False,
+        cpu_offload: bool = False,
+    ) -> PendingSave:
+        """Like `save`, with the same arguments, but return after the snapshot and write in the background.
+
+        Returns:
+            A `PendingSave`. Its `wait`, or `wait_until_finished`, raises what went wrong.
+        """
+        if self._is_off(path, call := "save_async(tree, path)"):
+            return PendingSave(BackgroundSave.nothing(any_path_text(path)))
+        with announced(f"saving to {name_path(path)}"):
+            path = any_path_text(path, call)
+            prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
+            return self.follow(self._request(prepared, path, metadata, callback, prefix))
+
+    def save_pytree(
+        self,
+        pytree: Any,
+        path: Any,
+        mesh: Mesh | None = None,
+        *,
+        prefix: str,
+        do_all_gather: bool = False,
+        cpu_offload: bool = True,
+        dtype: Any = None,
+        extras: Mapping[str, Any] | None = None,
+        write_index: bool = True,
+    ) -> str:
+        """Save a tree with its exact structure to a directory, its data below `<path>/<prefix>/`.
+
+        Args:
+            pytree: The PyTree to save.
+            path: The directory.
+            mesh: See `save`.
+            prefix: The name of this tree in the directory; must not be empty.
+            do_all_gather: See `save`.
+            cpu_offload: See `save`.
+            dtype: The dtype to cast floats to. None keeps them, unless `do_all_gather` is set.
+            extras: A dict to store with the tree; `load_pytree` returns it.
+            write_index: Whether eFormer may find the tree, through `tensorstore_index.json`.
+
+        Returns:
+            The path.
+        """
+        if self._is_off(path, call := "save_pytree(pytree, path)"):
+            return any_path_text(path)
+        with announced(f"saving to {name_path(path)}"):
+            path = any_path_text(path, call)
+            if not isinstance(prefix, str) or not prefix:
+                raise PrefixError(f"save_pytree needs a prefix that is a non-empty string, not {prefix!r}")
+            prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
+            request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
+            self._tell("saved", run_save(request))
+        return path
+
+    def load(
+        self,
+        path: Any,
+        mesh: Mesh | None,
+        shardings: Any = None,
+        mismatch_allowed: bool = True,
+        callback: Callback | None = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        validate: bool | None = None,
+        prefix_filter: str | None = None,
+        prefix: str | None = None,
+        use_async: bool = True,
+        chunk_size: int | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a tree as nested dicts with string keys, and its metadata.
+
+        Args:
+            path: A checkpoint directory, a Hugging Face folder, a safetensors file with or without its suffix, an index
+                or a shard of one, or the `tensorstore_index.json` of a directory.
+            mesh: The mesh to place arrays on. None: the default device. A mesh with several axes needs
+                `partition_rules` or `shardings`.
+            shardings: A PyTree, or a dict with dotted keys, of shardings, `PartitionSpec`s or functions.
+            mismatch_allowed: Whether arrays that no rule matches are replicated, with a warning. If False, they are a
+                `ValueError`.
+            callback: Called as `callback(array, key)` for each array, with its dotted key; its result is returned.
+            partition_rules: Pairs of a regular expression and a `PartitionSpec`; the first that matches the key, joined
+                with `/`, wins. Rules come before `shardings`.
+            dtype: The dtype to cast arrays of its kind to: a float dtype casts floats, an integer dtype integers.
+            validate: Whether to check the recorded SHA-256 of each array. None: the manager's setting. False skips all
+                checks, the digests too.
+            prefix_filter: Deprecated; use `prefix`.
+            prefix: The tree to load, if the directory has several.
+            use_async: Whether to read several arrays at once.
+            chunk_size: The most arrays to read at once. None: no limit but the memory budget.
+
+        Returns:
+            The tree, and the `CheckpointMetadata` as a dict, with the user's metadata under `custom_metadata`.
+        """
+        if prefix_filter is not None:
+            warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
+            prefix = prefix_filter if prefix is None else prefix
+        with announced(f"loading {name_path(path)}"), missing_first(path := self._located(path, "load(path, mesh)")):
+            request = Request(
+                prefix=prefix,
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                dtype=None if dtype is None else parse_dtype(dtype),
+                strict_rules=not mismatch_allowed,
+                follow_saved=False,
+                all_jax=True,
+                in_flight=checked_chunk_size(chunk_size) if use_async else 1,
+                callback=_by_name(callback),
+                verbose=self.verbose,
+            )
+            refuse_unsaid_layout(mesh, partition_rules, shardings)
+            return self._load_dict(path, request, validate)
+
+    def load_pytree(
+        self,
+        path: Any,
+        mesh: Mesh | None,
+        *,
+        prefix: str,
+        shardings: Any = None,
+        partition_rules: Rules | None = None,
+        dtype: Any = None,
+        template: Any = None,
+        strict_shapes: bool = True,
+        callback: Callback | None = None,
+        chunk_size: int | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Load a tree in its own structure, or the template's, and the `extras` it was saved with.
+
+        Args:
+            path: The directory.
+            mesh: See `load`. Without rules or shardings, arrays are replicated on it.
+            prefix: The tree to load.
+            shardings: See `load`.
+            partition_rules: See `load`. Keys begin with the prefix.
+            dtype: See `load`.
+            template: A PyTree of arrays or `jax.ShapeDtypeStruct`s whose structure, float dtypes and shardings the
+                result has.
+            strict_shapes: Whether a shape that differs from the template's is a `ValueError`, and a missing leaf a
+                `KeyError`. If False, arrays of the same size are reshaped, and others come from the template, with a
+                warning.
+            callback: See `load`.
+            chunk_size: See `load`.
+
+        Returns:
+            The tree, and the extras.
+        """
+        call = "load_pytree(path, mesh)"
+        with announced(f"loading {name_path(path)}"), missing_first(path := self._located(path, call)):
+            request = Request(
+                template=template,
+                prefix=prefix,
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                dtype=None if dtype is None else parse_dtype(dtype),
+                strict_shapes=strict_shapes,
+                follow_saved=False,
+                prefix_first=True,
+                all_jax=True,
+                in_flight=checked_chunk_size(chunk_size),
+                callback=_by_name(callback),
+                verbose=self.verbose,
+            )
+            skeleton, leaves, tree = self._load(path, request, None)
+        return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
+
+    def load_tree_parallel(
+        self,
+        path: Any,
+        shardings: Any = None,
+        mismatch_allowed: bool = True,
+        callback: Callback | None = None,
+        dtype: Any = None,
+        validate: bool | None = None,
+        prefix_filter: str | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a tree with several threads, as nested dicts with string keys, and its metadata.
+
+        Args:
+            path: See `load`.
+            shardings: See `load`.
+            mismatch_allowed: See `load`.
+            callback: See `load`.
+            dtype: See `load`.
+            validate: See `load`.
+            prefix_filter: Load only the leaves whose key is this or below it; or, if several trees share the directory,
+                the tree with this prefix.
+
+        Returns:
+            The tree, and the `CheckpointMetadata` as a dict.
+        """
+        with missing_first(path := self._located(path, "load_tree_parallel(path)")):
+            name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
+            prefix = None if name is None else self._prefix_named(path, name)
+            request = Request(
+                prefix=prefix,
+                include=None if name is None or prefix is not None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
+                shardings=shardings,
+                dtype=None if dtype is None else parse_dtype(dtype),
+                strict_rules=not mismatch_allowed,
+                follow_saved=False,
+                all_jax=True,
+                callback=_by_name(callback),
+                verbose=self.verbose,
+            )
+            return self._load_dict(path, request, validate)
+
+    @staticmethod
+    def compute_checksum(array: Any) -> str:
+        """The SHA-256 of an array's bytes in C order, as hexadecimal digits."""
+        return compute_checksum(array)
+
+    @staticmethod
+    def is_tensorstore(path: Any) -> bool:
+        """Whether there is a checkpoint in the TensorStore format at `path`. Never raises."""
+        try:
+            _, manifest = open_checkpoint(AsyncCheckpointManager.safe_loadpath(path))
+        except (OSError, ValueError):
+            return False
+        return any(
+            tree.format == "zarr" or any(leaf.kind == "zarr" for leaf in tree.leaves)
+            for tree in manifest.trees.values()
+        )
+
+    @staticmethod
+    def safe_loadpath(path: Any) -> "LoadPath":
+        """The path without the name of the index file, as an object with `/`, `str()` and `exists()`."""
+        text = any_path_text(path, "safe_loadpath(path)")
+        if text == INDEX:
+            return LoadPath(".")
+        return LoadPath(text[: -len(INDEX)].rstrip("/") or "/" if text.endswith("/" + INDEX) else text)
+
+    @property
+    def global_manager(self) -> "GlobalAsyncCheckpointManager":
+        """A JAX `GlobalAsyncCheckpointManager`, always the same one."""
+        from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+        with self._lock:
+            if self._global_manager is None:
+                self._global_manager = GlobalAsyncCheckpointManager()
+        return self._global_manager
+
+    def wait_until_finished(self) -> None:
+        """Wait for every pending save, then raise the first failure.
+
+        A failed save comes before a callback that raised something. Called inside a commit callback, it waits for
+        commits only.
+        """
+        with self._lock:
+            pending, self._pending = self._pending, []
+        failures: list[Exception] = []
+        unsettled: list[BackgroundSave] = []
+        for save in pending:
+            try:
+                report = save.wait()
+            except Exception as error:  # noqa: BLE001  (the first is raised below, the others were logged)
+                failures.append(error)
+                continue
+            if save.is_settled:
+                self._tell("saved", report)
+            else:  # this is a callback: what others raise is for the next wait outside
+                unsettled.append(save)
+        with self._lock:
+            self._pending = unsettled + self._pending
+        if self._global_manager is not None:
+            self._global_manager.wait_until_finished()
+        if failures:
+            raise min(failures, key=lambda error: isinstance(error, CallbackError))
+
+    check_for_errors = wait_until_finished
+
+    def close(self) -> None:
+        """Wait for pending saves and raise what failed: the same as `wait_until_finished`."""
+        self.wait_until_finished()
+
+    def __enter__(self) -> "AsyncCheckpointManager":
+        return self
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if raised is None:
+                raise
+            # The exception that ended the block must not be hidden.
+            log.error("a pending save failed too, besides the %s: %s", raised.__name__, error)
+
+    def follow(self, request: SaveRequest) -> PendingSave:
+        """Start a save that `wait_until_finished` covers, with its callback in the order of this manager's."""
+        save = start_save(replace(request, order=self))
+        with self._lock:
+            settled = [earlier for earlier in self._pending if earlier.is_settled]
+            self._pending = [earlier for earlier in self._pending if earlier not in settled] + [save]
+        for earlier in settled:
+            self._tell("saved", earlier.report)
+        return PendingSave(save)
+
+    def _tell(self, what: str, report: object) -> None:
+        if self.verbose:
+            log.warning("%s %s", what, report)
+
+    def _is_off(self, path: Any, call: str) -> bool:
+        if self.enable is not False:
+            return False
+        log.warning("saving is disabled (enable=False): nothing was written to %s", any_path_text(path, call))
+        return True
+
+    def _located(self, path: Any, call: str = "") -> str:
+        text = str(self.safe_loadpath(any_path_text(path, call)))
+        if self.gcs_bucket is not None and text and "://" not in text and not os.path.isabs(text):
+            return BucketPath(f"gs://{self.gcs_bucket}/{text}", self.gcs_credentials_path)
+        return BucketPath(text, self.gcs_credentials_path) if text.startswith("gs://") else text
+
+    def _prefix_named(self, path: Any, name: str) -> str | None:
+        """`name` as a prefix, if it is one and a load without it would be ambiguous."""
+        trees = open_checkpoint(self._located(path))[1].trees
+        prefix = name.replace("/", ".")
+        return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
+
+    def _target(self, path: Any, directory: bool) -> Target:
+        format = "zarr" if self.use_tensorstore else "safetensors"
+        compression = "zstd" if self.use_tensorstore and self.enable_compression else None
+        return new_target(self._located(path), format, compression, None, directory or self.use_tensorstore)
+
+    def _prepared(
+        self, tree: Any, mesh: Mesh | None, gather_fns: Any, float_dtype: Any, do_all_gather: bool, cpu_offload: bool
+    ) -> Any:
+        """The tree as it will be stored: gathered, cast and moved to the host as requested."""
+        if mesh is None:
+            log.warning("no mesh given: arrays are gathered on the CPU if at all, and keep their sharding otherwise")
+        tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
+        dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
+        return move_tree(tree, dtype, mesh, do_all_gather, cpu_offload)
+
+    def _request(
+        self,
+        tree: Any,
+        path: Any,
+        metadata: Mapping[str, Any] | None,
+        callback: Callable[[str], None] | None,
+        prefix: str | None,
+        directory: bool = False,
+        indexed: bool = True,
+    ) -> SaveRequest:
+        leaves = [leaf for leaf in flatten(tree)[1] if isinstance(leaf.value, jax.Array | np.ndarray)]
+        names = dotted_names([leaf.path for leaf in leaves])
+        arrays = {name: leaf.value for name, leaf in zip(names, leaves, strict=True)}
+        return SaveRequest(
+            target=self._target(path, directory),
+            tree=tree,
+            prefix=prefix,
+            metadata=describe_arrays(arrays, check_metadata(metadata), self.enable_validation),
+            checksums=checksums_of_parts(arrays) if self.enable_validation else {},
+            overwrite=True,
+            indexed=indexed,
+            on_commit=None if callback is None else lambda: callback(path),
+            order=self,
+            verbose=self.verbose,
+        )
+
+    def _load_dict(self, path: Any, request: Request, validate: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        skeleton, leaves, tree = self._load(path, request, validate)
+        return as_dict(skeleton, leaves), metadata_of(tree)
+
+    def _load(self, path: Any, request: Request, validate: bool | None) -> tuple[Skeleton, list[Any], Tree]:
+        started = time.perf_counter()
+        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
+        seconds = time.perf_counter() - started
+        rate = rate_of(tree.nbytes, seconds)
+        self._tell("loaded", f"{path}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
+        return skeleton, leaves, tree
+
+    def _validated(self, path: Any, request: Request, validate: bool | None) -> Request:
+        """The request with the checks that `validate` asks for."""
+        if validate is False:
+            return replace(request, verify=False)
+        if not (self.enable_validation if validate is None else validate):
+            return request
+        _, manifest = open_checkpoint(self._located(path))
+        return replace(request, check=checker(manifest, manifest.tree(request.prefix), validate is True))
+
+
+def as_dict(skeleton: Skeleton, leaves: list[Any]) -> dict[str, Any]:
+    """Leaves as nested dicts with string keys."""
+    return nest(list(zip(skeleton.paths(), leaves, strict=True)))
+
+
+def refuse_unsaid_layout(mesh: Mesh | None, rules: Rules | None, shardings: Any) -> None:
+    """A mesh with several axes does not say which of them shards what."""
+    if mesh is not None and len(mesh.axis_names) > 1 and not rules and shardings is None:
+        raise ShardingError(
+            f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: pass partition_rules= or shardings= to say "
+            "how arrays are sharded over them"
+        )
+
+
+def checked_chunk_size(chunk_size: int | None) -> int | None:
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    return chunk_size
+
+
+def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
+    """A callback on (array, dotted key) as a callback on (array, leaf)."""
+    return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))

@@ -1,0 +1,357 @@
+"""eFormer's checkpoint directories, read in place, and the index that lets eFormer read ours.
+
+Version 1.0 of the index has no prefixes; 2.0 has them, and so have later versions, which are named after the package.
+Without an index, the directory is searched for zarr arrays. Tree structures come from `<prefix>_structure.json`; the
+pickles in it are decoded without running anything.
+"""
+
+import base64
+import binascii
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from shardkeep.errors import IncompleteCheckpointError, IntegrityError
+from shardkeep.foreign.pickles import Record, decode_pickle, is_plain_within, plain_value
+from shardkeep.foreign.zarr import ZARRAY, describe, file_names
+from shardkeep.layouts.zarr import zarr_dtype
+from shardkeep.model.digests import digest
+from shardkeep.model.manifest import (
+    MANIFEST,
+    DataFile,
+    Manifest,
+    StoredLeaf,
+    Tree,
+    check_name,
+    check_prefix,
+    no_duplicates,
+)
+from shardkeep.model.metadata import untagged
+from shardkeep.model.naming import prefix_directory
+from shardkeep.model.nodes import LEAF, Node, find_class
+from shardkeep.model.tree import Path, Skeleton, flatten, name_children, nest
+from shardkeep.model.values import is_plain
+from shardkeep.stores.base import Store
+from shardkeep.stores.local.store import CONTROL
+
+log = logging.getLogger("shardkeep")
+
+INDEX = "tensorstore_index.json"
+METADATA = "checkpoint_metadata.json"
+_MARK = "shardkeep"
+_MOST_AUX = 10_000  # plain values allowed in the aux data of one node
+_FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without a name
+_FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
+
+
+def read_eformer(store: Store, search: bool) -> Manifest | None:
+    """Another program's checkpoint in a directory, described as a Manifest; None if there is none.
+
+    Args:
+        store: The directory or bucket prefix.
+        search: Whether to search for zarr arrays if there is no index.
+    """
+    index = _read_json(store, INDEX)
+    if index is None:
+        return _discover(store) if search else None
+    where = store.locate(INDEX)
+    if _MARK in index and not search:
+        return None  # next to our own control directory: left by a save or delete that did not finish
+    if _MARK in index:
+        raise IncompleteCheckpointError(
+            f"{where} was written by shardkeep, but {MANIFEST} is missing from that directory. Copy {MANIFEST} there "
+            "from the original checkpoint, or save again"
+        )
+    if index.get("format") != "tensorstore":
+        raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' is supported")
+    try:
+        grouped = {p: _paths(entries) for p, entries in index.get("prefixes", {}).items() if check_prefix(p)}
+        if "arrays" in index or not grouped:
+            grouped = {"": _paths(index["arrays"]), **grouped}
+    except (TypeError, AttributeError, KeyError) as error:
+        raise IntegrityError(f"{where} is malformed: {error}") from error
+    if len(grouped) > 1 and not grouped.get("", True):
+        del grouped[""]
+    return _manifest(store, grouped, digest(store.read(INDEX)))
+
+
+def _discover(store: Store) -> Manifest | None:
+    found = store.find_directories_with(ZARRAY)
+    if not found:
+        return None
+    above = {name[:i] for name in found for i, c in enumerate(name) if c == "/"}
+    # Arrays in a subdirectory with a checkpoint of its own, finished or not, do not belong to this one.
+    if any(not {MANIFEST, CONTROL, INDEX}.isdisjoint(store.children(name)) for name in sorted(above)):
+        return None
+    log.warning("%s has no %s; a search found %d zarr arrays", store.url, INDEX, len(found))
+    return _manifest(store, {"": found}, digest("\n".join(found).encode()))
+
+
+def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> Manifest:
+    metadata = _read_json(store, METADATA) or {}
+    for key in ("checksum", "array_metadata", "custom_metadata"):
+        if not isinstance(metadata.get(key, {}), dict | None):
+            raise IntegrityError(f"{store.locate(METADATA)} is malformed: {key!r} is not a JSON object")
+    trees: dict[str, Tree] = {}
+    for prefix, directories in grouped.items():
+        name = check_prefix(prefix)
+        if name in trees:
+            raise IntegrityError(f"{store.locate(INDEX)} is malformed: it lists the prefix {name!r} twice")
+        structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
+        trees[name] = _tree(store, prefix, directories, metadata, structure, identity)
+    return Manifest(store.url, identity, trees)
+
+
+def _tree(
+    store: Store,
+    prefix: str,
+    directories: Sequence[str],
+    metadata: Mapping[str, Any],
+    structure: dict[str, Any] | None,
+    identity: str,
+) -> Tree:
+    leaves: list[StoredLeaf] = []
+    files: list[DataFile] = []
+    if structure is None:
+        skeleton, places = _nested(directories, prefix.replace(".", "/"), store.locate(INDEX))
+    else:
+        name = f"{prefix}_structure.json"
+        skeleton, places, extras = _structured(structure, store.locate(name))
+        metadata = {**metadata, "custom_metadata": extras}
+        files.append(DataFile(name, store.size(name) or 0))  # part of the tree, so it is removed with it
+    for path, place in zip(skeleton.paths(), places, strict=True):
+        if not isinstance(place, str):
+            leaves.append(StoredLeaf(path, "value", value=place.value))
+            continue
+        array = describe(store, place)
+        leaves.append(StoredLeaf(path, "zarr", array.spec, extra={"directory": place}))
+        files += [DataFile(name, store.size(name) or 0) for name in file_names(store, place, array)]
+    return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
+
+
+def _nested(directories: Sequence[str], prefix: str, where: str) -> tuple[Skeleton, list[Any]]:
+    """The nested dict implied by the names of arrays, and the directory of each leaf."""
+    start = f"{prefix}/" if prefix else ""
+    places = {tuple(d.removeprefix(start).split("/")): d for d in directories}
+    if len(places) < len(set(directories)):
+        raise IntegrityError(f"{where} is malformed: two arrays of prefix {prefix!r} have the same name")
+    skeleton, found = flatten(nest(list(places.items())))
+    return skeleton, [leaf.value for leaf in found]
+
+
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    StopIteration,
+    RecursionError,
+    binascii.Error,
+)
+
+
+class _Plain:
+    """A leaf that is not an array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[Any], dict[str, Any]]:
+    """The tree in a structure file, the directory or value of each leaf, and the user's metadata."""
+    try:
+        keys, mask = structure["leaf_keys_full"], structure["arr_mask"]
+        relpaths = iter(structure["array_relpaths"])
+        payload = structure["nonarray_payload"]
+        treedef = decode_pickle(base64.b64decode(structure["treedef_b64"]), where)
+        start = len(str(structure["prefix"]).split("."))
+        names: list[Path] = [tuple(_FLAT.sub(r"\1", part) for part in str(key).split("."))[start:] for key in keys]
+        places: list[Any] = []
+        no_leaves: dict[int, Any] = {}
+        for number, (is_array, _) in enumerate(zip(mask, keys, strict=True)):
+            if is_array:
+                places.append(check_name(next(relpaths)))
+                continue
+            value = plain_value(decode_pickle(base64.b64decode(payload[str(number)]), where))
+            if value is None:
+                no_leaves[number] = None
+            elif isinstance(value, Node):
+                no_leaves[number] = value
+            else:
+                places.append(_Plain(value))
+        return _skeleton(treedef, names, no_leaves), places, dict(structure.get("extras") or {})
+    except _MALFORMED as error:
+        if isinstance(error, IntegrityError):
+            raise
+        raise IntegrityError(f"{where} is malformed: {error!r}") from error
+
+
+def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any]) -> Skeleton:
+    """A pickled PyTreeDef (nodes in post-order) as a Skeleton.
+
+    `no_leaves` gives, by leaf number, the nodes that replace leaves which are neither arrays nor plain values.
+    """
+    if not isinstance(treedef, Record) or treedef.name != "PyTreeDef":
+        raise ValueError("not a pickled PyTreeDef")
+    nodes = cast(tuple[Any, list[Any]], treedef.state)[1]
+    stack: list[tuple[Any, int]] = []  # (child, its first leaf)
+    leaves = 0
+    for kind, arity, data, cls, *_ in nodes:
+        children = stack[len(stack) - arity :] if arity else []
+        del stack[len(stack) - len(children) :]
+        first = children[0][1] if children else leaves
+        if kind == 0:
+            stack.append((no_leaves.get(leaves, LEAF), leaves))
+            leaves += 1
+        else:
+            stack.append((_node(kind, data, cls, [c for c, _ in children], [f for _, f in children], names), first))
+    ((root, _),) = stack
+    skeleton = Skeleton(root)
+    if leaves != len(names) or len(skeleton.paths()) != len(names) - len(no_leaves):
+        raise ValueError("the structure does not match its list of leaves")
+    return skeleton
+
+
+def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int], names: Sequence[Path]) -> Any:
+    below = tuple(children)
+    numbers = tuple(str(i) for i in range(len(children)))
+    if kind == 1:
+        return None
+    if kind in (2, 4):
+        return Node("tuple" if kind == 2 else "list", numbers, below)
+    if kind == 5:
+        keys = tuple(_key(key) for key in data)
+        return Node("dict", name_children(keys), below, keys)
+    if kind == 3:
+        name = data.class_name()
+        loaded = find_class(name)
+        fields = getattr(loaded, "_fields", None) or _names_of(firsts, names) or numbers
+        return Node("namedtuple", tuple(fields) if len(fields) == len(children) else numbers, below, class_name=name)
+    return _custom(cls.class_name(), data, _names_of(firsts, names) or numbers, below)
+
+
+def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Any, ...]) -> Node:
+    """A node of a registered class. Aux data that is not plain is dropped: rebuilding then needs a template."""
+    if class_name == "collections:OrderedDict":
+        keys = tuple(_key(key) for key in aux)
+        return Node("odict", name_children(keys), below, keys)
+    if class_name == "collections:defaultdict":
+        factory, keys = aux[0], tuple(_key(key) for key in aux[1])
+        named = None if factory is None else factory.class_name().removeprefix("builtins:")
+        return Node("defaultdict", name_children(keys), below, keys, aux=_FACTORIES.get(str(named)))
+    plain = is_plain_within(aux, _MOST_AUX)
+    return Node("custom", names, below, class_name=class_name, aux=aux if plain else None, has_aux=plain)
+
+
+def _key(key: Any) -> Any:
+    """A dict key, if it is plain or a small tuple of plain values (deeper nesting could be endless)."""
+    if key is None or is_plain(key) or (type(key) is tuple and is_plain_within(key, 100)):
+        return key
+    raise ValueError("a dict key is not a plain value")
+
+
+def _names_of(firsts: list[int], names: Sequence[Path]) -> tuple[str, ...] | None:
+    """The names of sibling nodes, taken from leaf paths: the first position where their first leaves differ."""
+    paths = [names[i] for i in firsts if i < len(names)]
+    if len(paths) != len(firsts) or not paths:
+        return None
+    for depth in range(min(len(p) for p in paths)):
+        found = tuple(p[depth] for p in paths)
+        if len(set(found)) == len(found) and (len(found) > 1 or depth == len(paths[0]) - 1):
+            return found
+    return None
+
+
+def _paths(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [check_name(entry["path"]) for entry in entries]
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(store.read(name), object_pairs_hook=no_duplicates)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{store.locate(name)} is damaged: {error}") from error
+    if not isinstance(data, dict):
+        raise IntegrityError(f"{store.locate(name)} does not contain a JSON object")
+    return data
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `tensorstore_index.json` says: the save that wrote it, if we did, and the directories of its arrays.
+
+    `arrays` is None if the index cannot be parsed.
+    """
+
+    save_id: str | None
+    arrays: frozenset[str] | None
+
+
+def read_index(store: Store) -> Index | None:
+    """The index in a directory, ours or eFormer's; None if there is none."""
+    if store.size(INDEX) is None:
+        return None
+    try:
+        index = _read_json(store, INDEX) or {}
+        entries = [*index.get("arrays", ()), *(e for listed in index.get("prefixes", {}).values() for e in listed)]
+        save_id = index.get(_MARK)
+        return Index(save_id if isinstance(save_id, str) else None, frozenset(str(entry["path"]) for entry in entries))
+    except (IntegrityError, TypeError, AttributeError, KeyError):
+        return Index(None, None)
+
+
+def index_documents(manifest: Manifest, empty: bool = False) -> dict[str, bytes | None]:
+    """The files for eFormer that go with a manifest, in the order in which they must be written.
+
+    Args:
+        manifest: What is committed.
+        empty: If eFormer can read none of the trees, return an index without arrays instead of none.
+
+    Returns:
+        The content of each file by name; None for a file that must not exist.
+    """
+    trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
+    if not trees and not empty:
+        return {METADATA: None, INDEX: None}
+    index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
+    index["prefixes"] = {p: entries for p, entries in trees.items() if p}
+    if "" in trees or not trees:
+        index["arrays"] = trees.get("", [])
+    newest = next((tree for tree in manifest.trees.values() if tree.save_id == manifest.save_id), None)
+    metadata = {} if newest is None else untagged(dict(newest.metadata))
+    return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
+
+
+def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
+    """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
+    if not tree.indexed or not (tree.format == "zarr" or any(leaf.kind == "zarr" for leaf in tree.leaves)):
+        return None
+    directory = prefix_directory(prefix)
+    if directory != prefix.replace(".", "/"):
+        return None  # eFormer takes the prefix from the path
+    start = f"{directory}/" if directory else ""
+    present = tree.clean_names or {file.name for file in tree.files}
+    arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    entries: list[dict[str, Any]] = []
+    for leaf in arrays:
+        place = leaf.extra["directory"] if leaf.kind == "zarr" else start + "/".join(leaf.path)
+        assert leaf.spec is not None
+        if f"{place}/{ZARRAY}" in present and (leaf.kind == "zarr" or _same_type(leaf)):
+            entries.append({"path": place, "shape": list(leaf.spec.shape), "dtype": leaf.spec.dtype.name})
+    keys = Counter(entry["path"].replace("/", ".") for entry in entries)
+    entries = [entry for entry in entries if keys[entry["path"].replace("/", ".")] == 1]  # eFormer would mix them up
+    return entries if entries or not arrays else None
+
+
+def _same_type(leaf: StoredLeaf) -> bool:
+    """Whether zarr has the leaf's dtype, so that its bits are not stored under another one."""
+    assert leaf.spec is not None
+    name = zarr_dtype(leaf.spec.dtype)
+    return leaf.kind not in ("prng", "per_process") and (name == leaf.spec.dtype.name or name == leaf.spec.dtype.str)

@@ -1,0 +1,258 @@
+"""Zarr v2 arrays of other programs, read with TensorStore (any compressor, order or separator).
+
+They have no digests. TensorStore reads a missing chunk as zeros and decodes chunks of any size, so every chunk is
+checked first: it must exist and have exactly the size that `.zarray` declares.
+"""
+
+import io
+import itertools
+import json
+import math
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.layouts.zarr import ZARRAY
+from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
+from shardkeep.model.manifest import StoredLeaf, no_duplicates
+from shardkeep.stores.base import Store
+
+_MANY = 10_000  # above this number, chunks are listed instead of looked up one by one
+_MOST = 1 << 20  # limit on the names in the listing of one array
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """The content of `.zarray`. It may declare more chunks than any disk holds: count them before naming them."""
+
+    spec: ArraySpec
+    chunks: tuple[int, ...]
+    compressor: str | None
+    separator: str
+
+    def spans(self, region: Region) -> list[range]:
+        """For each axis, the range of chunks that contain data of a region."""
+        if region.size == 0:
+            return [range(0)]
+        return [
+            range(a // c, -(-(a + n) // c)) for a, n, c in zip(region.start, region.shape, self.chunks, strict=True)
+        ]
+
+    def chunk_count(self, region: Region) -> int:
+        """The number of chunks that contain data of a region."""
+        return math.prod(len(span) for span in self.spans(region))
+
+    def each_chunk(self, region: Region) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The name and start of each chunk that contains data of a region."""
+        for index in _indices(self.spans(region)):
+            start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
+            yield self.separator.join(map(str, index)) or "0", start
+
+    def chunk_names(self, region: Region) -> list[str]:
+        """The names of the chunks that contain data of a region."""
+        return [name for name, _ in self.each_chunk(region)]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunks) * self.spec.dtype.itemsize
+
+
+def _indices(spans: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """Like `itertools.product`, which would first store all numbers of all spans."""
+    if not spans:
+        yield ()
+        return
+    for number in spans[0]:
+        for rest in _indices(spans[1:]):
+            yield (number, *rest)
+
+
+def describe(store: Store, directory: str) -> ZarrArray:
+    """The content of an array's `.zarray`, checked."""
+    name = _join(directory, ZARRAY)
+    where = store.locate(name)
+    try:
+        data = json.loads(store.read(name), object_pairs_hook=no_duplicates)
+        shape, chunks = tuple(data["shape"]), tuple(data["chunks"])
+        dtype = _dtype(data["dtype"])
+        compressor = data["compressor"]["id"] if data.get("compressor") else None
+        separator = data.get("dimension_separator", ".")
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingDataError(f"{where} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
+        # SyntaxError: np.dtype evaluates shapes in the text of a dtype
+        raise IntegrityError(f"{where} is not a valid .zarray file: {error}") from error
+    whole = [n for n in (*shape, *chunks) if type(n) is not int or n < 0]
+    if (
+        whole
+        or not is_possible(shape, dtype.itemsize)
+        or len(shape) != len(chunks)
+        or len(shape) > 32
+        or 0 in chunks
+        or separator not in (".", "/")
+    ):
+        raise IntegrityError(f"{where} describes an impossible array")
+    return ZarrArray(ArraySpec(shape, dtype), chunks, compressor, separator)
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    if not isinstance(name, str):
+        raise TypeError("dtype is not a string")
+    if name[:1] in "<>|":
+        return dtype_from_name(dtype_name(np.dtype(name)))
+    return dtype_from_name(name)
+
+
+def read_zarr(store: Store, leaf: StoredLeaf, regions: Sequence[Region]) -> list[Array]:
+    """Regions of another program's zarr array."""
+    array = _described(store, leaf)
+    needed = {name for region in regions for name in _check_chunks(store, leaf, array, region)}
+    with _naming(store, leaf):
+        opened = _open(store, leaf.extra["directory"], needed)
+        return [_read(opened, array, region) for region in regions]
+
+
+def check_zarr(store: Store, leaf: StoredLeaf) -> None:
+    """Raise `IntegrityError` unless another program's array can be read: a valid `.zarray` and all chunks complete."""
+    array = _described(store, leaf)
+    whole = Region.whole(array.spec.shape)
+    _check_chunks(store, leaf, array, whole)
+    directory = leaf.extra["directory"]
+    with _naming(store, leaf):
+        _open(store, directory, ())  # TensorStore checks the rest of .zarray
+        if array.compressor in (None, "zstd"):
+            return
+        for name, start in array.each_chunk(whole):  # reading one element decodes its chunk
+            _read(_open(store, directory, (name,)), array, Region(start, (1,) * len(start)))
+
+
+@contextmanager
+def _naming(store: Store, leaf: StoredLeaf) -> Generator[None]:
+    """Turn TensorStore's errors into `IntegrityError`s that name the leaf."""
+    try:
+        yield
+    except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
+        where = store.locate(leaf.extra["directory"])
+        raise IntegrityError(f"leaf {leaf.key!r}: TensorStore cannot read {where}: {error}") from error
+
+
+def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
+    """Open an array with TensorStore to read these of its chunks."""
+    import tensorstore  # slow to import, and our own checkpoints do not need it
+
+    context = tensorstore.Context()
+    place: dict[str, Any] = {"driver": "file", "path": store.locate(directory) + os.sep}
+    if store.remote:  # our own client fetches the objects, TensorStore only decodes them
+        place = {"driver": "memory", "path": "array/"}
+        memory = tensorstore.KvStore.open(place, context=context).result()
+        for name in (ZARRAY, *sorted(chunks)):
+            memory.write(name, store.read(_join(directory, name))).result()
+    spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
+    return tensorstore.open(spec, read=True, context=context).result()
+
+
+def _read(opened: Any, array: ZarrArray, region: Region) -> Array:
+    """Read a region into a new array."""
+    dtype = array.spec.dtype
+    # Without enough memory for a chunk or the result, TensorStore aborts the process. NumPy raises an error first.
+    np.empty(max(array.chunk_bytes, region.size * dtype.itemsize), np.uint8)
+    data: Any = opened[region.slices].read(order="C").result()
+    return np.array(data, dtype=dtype, order="C", copy=True)
+
+
+def _described(store: Store, leaf: StoredLeaf) -> ZarrArray:
+    directory = leaf.extra["directory"]
+    array = describe(store, directory)
+    if array.spec != leaf.spec:
+        raise IntegrityError(
+            f"leaf {leaf.key!r}: {store.locate(_join(directory, ZARRAY))} describes {array.spec.dtype.name}"
+            f"{list(array.spec.shape)}, but the manifest says {leaf.dtype}{list(leaf.shape or ())}"
+        )
+    return array
+
+
+def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Region) -> list[str]:
+    """The names of the chunks of a region, after checking that each exists and has the right size."""
+    directory = leaf.extra["directory"]
+    names = _chunks_there(store, directory, array, region)
+    count = array.chunk_count(region)
+    if len(names) < count:
+        there = set(names)
+        missing = next(name for name, _ in array.each_chunk(region) if name not in there)
+        raise MissingDataError(
+            f"leaf {leaf.key!r}: {count - len(names):,} of {count:,} chunks are missing, for example "
+            f"{store.locate(_join(directory, missing))}. The save that wrote it never finished, or files were lost"
+        )
+    for name in names:
+        _check_chunk(store, _join(directory, name), array, leaf.key)
+    return names
+
+
+def _check_chunk(store: Store, name: str, array: ZarrArray, key: str) -> None:
+    """Check the decoded size of a chunk, decoding no more than it should have."""
+    with store.open(name) as file:  # refuses symbolic links out of the checkpoint, which TensorStore would follow
+        found = file.size
+    if array.compressor == "zstd":
+        found = _zstd_size(store.read(name), array.chunk_bytes)
+    if array.compressor in (None, "zstd") and found != array.chunk_bytes:
+        raise IntegrityError(
+            f"leaf {key!r}: {store.locate(name)} is damaged: its data does not have exactly {array.chunk_bytes:,} bytes"
+        )
+
+
+def _zstd_size(data: bytes, limit: int) -> int | None:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True) as reader:
+            total = 0
+            while total <= limit and (block := reader.read(1 << 20)):
+                total += len(block)
+    except zstandard.ZstdError:
+        return None
+    # For a truncated frame the decoder raises no error; it only returns fewer bytes.
+    return total
+
+
+def file_names(store: Store, directory: str, array: ZarrArray) -> Sequence[str]:
+    """The files of an array that exist."""
+    chunks = _chunks_there(store, directory, array, Region.whole(array.spec.shape))
+    return [_join(directory, name) for name in (ZARRAY, *chunks)]
+
+
+def _chunks_there(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
+    """The names of the chunks of a region that exist."""
+    few = array.chunk_count(region) <= _MANY
+    names = array.chunk_names(region) if few else _list_chunks(store, directory, array, region)
+    sizes = store.sizes([_join(directory, name) for name in names])
+    return [name for name in names if sizes[_join(directory, name)] is not None]
+
+
+def _list_chunks(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
+    """The names in an array's directory that are those of chunks of a region."""
+    spans = array.spans(region)
+    levels = [spans] if array.separator == "." else [[span] for span in spans]
+    found = [""]
+    for level in levels:
+        inside = (_join(parent, name) for parent in found for name in store.children(_join(directory, parent)))
+        numbered = (name for name in inside if _is_within(name.rpartition("/")[2].split("."), level))
+        found = list(itertools.islice(numbered, _MOST + 1))
+        if len(found) > _MOST:  # symbolic links from a directory to itself would never end
+            raise IntegrityError(f"{store.locate(directory)} contains more than {_MOST:,} chunks of one array")
+    return found
+
+
+def _is_within(numbers: Sequence[str], spans: Sequence[range]) -> bool:
+    """Whether the parts of a name are chunk numbers, written as zarr does, within these ranges."""
+    return len(numbers) == len(spans) and all(
+        text.isdecimal() and text == str(int(text)) and int(text) in span
+        for text, span in zip(numbers, spans, strict=True)
+    )
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory and name else directory or name

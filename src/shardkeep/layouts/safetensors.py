@@ -1,0 +1,233 @@
+"""The safetensors format: 8 bytes of length, a JSON header, tensors back to back.
+
+Data starts on a page boundary. Pieces that consist of complete pages come first, so that each of them starts on a
+page, then pieces whose length is a multiple of 64. A mapped file can then be used as an array without a copy.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardkeep.errors import IntegrityError, TreeError
+from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
+from shardkeep.model.manifest import no_duplicates
+from shardkeep.model.tree import join_key
+from shardkeep.processes.assignment import SMALL
+from shardkeep.processes.operation import LEADER
+from shardkeep.runtime.memory import ALIGN, PAGE
+
+HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
+FILE_LIMIT = 8 << 30
+
+TO_CODE = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+FROM_CODE = {code: name for name, code in TO_CODE.items()}
+
+
+@dataclass
+class SafetensorsFormat:
+    """Few large files, with pieces packed as the devices hold them.
+
+    Args:
+        limit: The size limit of a file in bytes; larger arrays are split. None for the default limit without splitting.
+    """
+
+    limit: int | None = None
+    name: str = "safetensors"
+    compression: str | None = None
+    whole: int = SMALL
+
+    def split(self, spec: ArraySpec, region: Region) -> list[Region]:
+        if self.limit is None:
+            return [region]
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
+
+    def lay_out(
+        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+    ) -> list[FilePlan]:
+        keys = [join_key(leaf.path) for leaf in leaves]
+        ordered = sorted(pieces, key=lambda p: p.writer)
+        named = [p.placed(p.offset, _piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
+        lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
+        start = f"{directory}/" if directory else ""
+        metadata = {"shardkeep": "1", "shardkeep_save": save_id}
+        groups = group_by_size(
+            [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
+        )
+        return [
+            pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
+            for number, group in enumerate(groups)
+        ]
+
+
+def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:
+    """The leaf's key, followed by the region if it is a part, after a backslash that no key contains unescaped."""
+    assert spec is not None
+    key = key if key.isascii() else safe_text(key)
+    if piece.region.shape == spec.shape:
+        return f"\\{key}" if key in ("", "__metadata__") else key
+    extent = ",".join(f"{a}:{a + n}" for a, n in zip(piece.region.start, piece.region.shape, strict=True))
+    return f"{key}\\[{extent}]"
+
+
+def safe_text(name: str) -> str:
+    """A tensor name that all JSON readers understand alike: surrogates are written as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def group_by_size(
+    sizes: Sequence[int],
+    items: Sequence[Any],
+    limit: int,
+    lengths: Sequence[int] | None = None,
+    writers: Sequence[int] | None = None,
+) -> list[list[Any]]:
+    """Group consecutive items so that no group exceeds `limit`, except for single items that do by themselves.
+
+    Args:
+        sizes: The size of each item in bytes.
+        items: The items.
+        limit: The size limit of a group in bytes.
+        lengths: How many bytes each item takes in the header, which has its own limit.
+        writers: The process that writes each item; a group has only one.
+
+    >>> group_by_size([4, 4, 9, 1], "abcd", 8)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    groups: list[list[Any]] = []
+    filled = header = last = 0
+    nothing = [0] * len(sizes)
+    for size, item, length, writer in zip(sizes, items, lengths or nothing, writers or nothing, strict=True):
+        if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2 or writer != last:
+            groups.append([])
+            filled = header = 0
+        last = writer
+        groups[-1].append(item)
+        filled += size
+        header += length
+    return groups
+
+
+def pack(
+    name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
+) -> FilePlan:
+    """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
+    # Pieces that can begin on a page do; of the others, those come first that JAX can use without a copy.
+    ordered = sorted(pieces, key=lambda p: (p.nbytes % PAGE != 0, p.nbytes % ALIGN != 0))
+    entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
+    notes: dict[str, str] = {}
+    end = 0
+    for piece in ordered:
+        spec = leaves[piece.leaf].spec
+        assert spec is not None
+        code = TO_CODE.get(dtype_name(spec.dtype))
+        tail: tuple[int, ...] = ()
+        if code is None:  # stored as bytes; the bytes of a wider dtype become a last axis
+            code, tail = "U8", () if spec.dtype.itemsize == 1 else (spec.dtype.itemsize,)
+            notes[piece.name] = spec.dtype.name
+        entries.append((piece, code, tail, end))
+        end += piece.nbytes
+    if notes:
+        metadata = {**metadata, "dtypes": json.dumps(notes)}
+    tensors = {
+        piece.name: {
+            "dtype": code,
+            "shape": [*piece.region.shape, *tail],
+            "data_offsets": [at, at + piece.nbytes],
+        }
+        for piece, code, tail, at in entries
+    }
+    header = encode_header(metadata, tensors, room)
+    placed = tuple(piece.placed(len(header) + at, piece.name) for piece, _, _, at in entries)
+    return FilePlan(name, header, placed, len(header) + end, placed[0].writer if placed else LEADER)
+
+
+def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int = 0) -> bytes:
+    """The start of a file, padded with spaces so that data begins on a page boundary."""
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
+    if length > HEADER_LIMIT:
+        raise TreeError(
+            f"the keys of this tree need a header of {length:,} bytes, and a safetensors file allows at most "
+            f"{HEADER_LIMIT:,}; save to a directory, or pass a smaller max_shard_size"
+        )
+    return struct.pack("<Q", length) + text.ljust(length)
+
+
+def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
+    """The metadata, the tensors and the offset of the data in a file that begins with `start`, all of it checked."""
+    length = header_length(start, file_size, where)
+    try:
+        header = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where} is not a safetensors file: its header is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object")
+    metadata: Any = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise IntegrityError(f"{where}: __metadata__ contains values that are not strings")
+    end = 0
+    try:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            end = _check_entry(name, entry, end, where)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise IntegrityError(f"{where} has a malformed header ({error})") from None
+    if 8 + length + end != file_size:
+        raise IntegrityError(f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}")
+    return metadata, header, 8 + length
+
+
+def header_length(start: bytes, file_size: int, where: str) -> int:
+    """The header length that a file announces, checked against its size before anything else is read."""
+    if len(start) < 8:
+        raise IntegrityError(f"{where} is too short to be a safetensors file")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > min(file_size - 8, HEADER_LIMIT):
+        raise IntegrityError(f"{where} is not a safetensors file: it announces a header of {length:,} bytes")
+    return length
+
+
+def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> int:
+    start, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if any(type(n) is not int or n < 0 for n in (start, end, *shape)) or not is_possible(shape, 16):
+        raise ValueError(f"impossible numbers for {name!r}")
+    bits = _BITS[entry["dtype"]]
+    for n in shape:
+        bits *= n
+    if start != begin or (end - start) * 8 != bits:
+        raise IntegrityError(f"{where}: the offsets of tensor {name!r} do not match its shape and its neighbors")
+    return end
+
+
+def element_type(code: str) -> "np.dtype[Any] | None":
+    """The dtype for a safetensors code; None for packed sub-byte types."""
+    return dtype_from_name(FROM_CODE[code]) if code in FROM_CODE else None
+
+
+_WHOLE_BITS = {code: dtype_from_name(name).itemsize * 8 for code, name in FROM_CODE.items()}
+_BITS = _WHOLE_BITS | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}

@@ -1,0 +1,172 @@
+"""The zarr format: one zarr v2 array per leaf, one chunk per saved shard or row of shards.
+
+An uncompressed chunk file holds exactly the C-order bytes of its region, so it is written with plain writes and can be
+mapped as an array. If a chunk consists of several shards along its first axis, the same holds for each of them, because
+their bytes follow one another.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
+from shardkeep.model.naming import leaf_directories
+from shardkeep.processes.operation import LEADER
+
+ZARRAY, ZGROUP = ".zarray", ".zgroup"
+GROUP = b'{"zarr_format": 2}'
+
+_RAW_LIMIT = 256 << 20
+_COMPRESSED_LIMIT = 64 << 20
+_WHOLE = 2 << 20  # this saves files; the shards of larger arrays stay separate, so that each can be mapped
+_STACKED = 16 << 20  # the size limit of a chunk that consists of several shards
+# zarr v2 does not define names for these; TensorStore accepts their own.
+_EXTENDED = frozenset(
+    (
+        "bfloat16",
+        "int4",
+        "int2",
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+)
+
+
+class TensorstoreFormat:
+    """One directory per leaf, readable by TensorStore, zarr and eFormer."""
+
+    name: str = "zarr"
+
+    def __init__(self, compression: str | None = None, limit: int | None = None) -> None:
+        """Create the format.
+
+        Args:
+            compression: None or "zstd".
+            limit: The size limit of a chunk in bytes, if it is below the default.
+        """
+        self.compression = compression
+        self._limit = min(_COMPRESSED_LIMIT if compression else _RAW_LIMIT, limit or _RAW_LIMIT)
+        self.whole = min(_WHOLE, self._limit)
+
+    def split(self, spec: ArraySpec, region: Region) -> list[Region]:
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))
+
+    def lay_out(
+        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+    ) -> list[FilePlan]:
+        arrays = [i for i, leaf in enumerate(leaves) if leaf.spec]
+        start = f"{directory}/" if directory else ""
+        places = [start + d for d in leaf_directories([leaves[i].path for i in arrays])]
+        by_leaf: dict[int, list[PiecePlan]] = {i: [] for i in arrays}
+        for piece in pieces:
+            by_leaf[piece.leaf].append(piece)
+        return [
+            file for i, place in zip(arrays, places, strict=True) for file in self._array(leaves[i], by_leaf[i], place)
+        ]
+
+    def _array(self, leaf: LeafPlan, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
+        spec = leaf.spec
+        assert spec is not None
+        chunk = self._chunk(spec, pieces)
+        document = json.dumps(zarray(spec, chunk, self.compression)).encode()
+        if spec.nbytes == 0:  # there is no chunk: the empty piece is recorded at the end of .zarray
+            empty = replace(pieces[0], offset=len(document))
+            return [FilePlan(f"{place}/{ZARRAY}", document, (empty,), len(document), empty.writer)]
+        files = [FilePlan(f"{place}/{ZARRAY}", document, (), len(document), pieces[0].writer)]
+        for index, inside in _by_chunk(pieces, chunk).items():
+            offsets = itertools.accumulate((piece.nbytes for piece in inside), initial=0)
+            placed = tuple(piece.placed(at, "") for piece, at in zip(inside, offsets, strict=False))
+            size = None if self.compression else sum(piece.nbytes for piece in inside)
+            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", placed, size, inside[0].writer))
+        return files
+
+    def _chunk(self, spec: ArraySpec, pieces: Sequence[PiecePlan]) -> tuple[int, ...]:
+        """The chunk shape: that of a piece, or of several that one process writes and that follow one another."""
+        chunk = [max(n, 1) for n in pieces[0].region.shape]
+        if self.compression or len(pieces) == 1 or spec.nbytes == 0:
+            return tuple(chunk)
+        last = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk) - 1)
+        room = min(_STACKED, self._limit) // pieces[0].nbytes
+        for axis in range(last, -1, -1):
+            extent, count = chunk[axis], spec.shape[axis] // chunk[axis]
+            for times in (n for n in range(min(count, room), 0, -1) if count % n == 0):
+                chunk[axis] = extent * times
+                if times == 1 or _is_by_one(pieces, chunk):
+                    break
+            if chunk[axis] < spec.shape[axis]:
+                break
+            room //= count
+        return tuple(chunk)
+
+
+def _by_chunk(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> dict[tuple[int, ...], list[PiecePlan]]:
+    """The pieces in each chunk, in the order of their bytes."""
+    found: dict[tuple[int, ...], list[PiecePlan]] = {}
+    for piece in pieces:
+        index = tuple(a // n for a, n in zip(piece.region.start, chunk, strict=True))
+        found.setdefault(index, []).append(piece)
+    for inside in found.values():
+        inside.sort(key=lambda piece: piece.region.start)
+    return found
+
+
+def _is_by_one(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> bool:
+    """Whether each chunk is written by a single process."""
+    return all(len({piece.writer for piece in inside}) == 1 for inside in _by_chunk(pieces, chunk).values())
+
+
+def groups_above(names: Iterable[str], top: str = "") -> set[str]:
+    """The `.zgroup` files that make zarr groups of the directories above some arrays, up to the directory `top`.
+
+    >>> sorted(groups_above(["layers/0/w/.zarray", "layers/0/w/0.0"]))
+    ['.zgroup', 'layers/.zgroup', 'layers/0/.zgroup']
+    """
+    found: set[str] = set()
+    ending = f"/{ZARRAY}"
+    for directory in (name[: -len(ending)] for name in names if name.endswith(ending)):
+        while directory not in (top, ""):
+            directory = directory.rpartition("/")[0]
+            group = f"{directory}/{ZGROUP}" if directory else ZGROUP
+            if group in found:
+                break
+            found.add(group)
+    return found
+
+
+def group_files(files: Iterable[FilePlan], directory: str) -> list[FilePlan]:
+    """Files that make zarr groups of `directory` and of all directories between it and the arrays."""
+    names = groups_above((file.name for file in files), directory)
+    return [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(names)]
+
+
+def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> dict[str, Any]:
+    """The content of `.zarray`, which describes an array to zarr readers."""
+    return {
+        "zarr_format": 2,
+        "shape": list(spec.shape),
+        "chunks": list(chunk),
+        "dtype": zarr_dtype(spec.dtype),
+        "compressor": {"id": compression, "level": 1} if compression else None,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+
+
+def zarr_dtype(dtype: np.dtype[Any]) -> str:
+    """The dtype's name in `.zarray`. Types that zarr lacks are stored as unsigned integers of the same width."""
+    if dtype.name in _EXTENDED:
+        return dtype.name
+    return dtype.str if dtype.name in NUMPY_NAMES else np.dtype(f"u{dtype.itemsize}").str

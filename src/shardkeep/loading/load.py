@@ -1,0 +1,296 @@
+"""Loading: read the manifest → choose leaves and shardings → plan → read and check → put on devices → rebuild."""
+
+import logging
+import os
+import re
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from shardkeep.catalog import missing_first, open_checkpoint
+from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
+from shardkeep.loading.place import read_leaves
+from shardkeep.loading.select import Choice, Request, abstract_leaf, choose, choose_process
+from shardkeep.loading.shardings import Rules
+from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.manifest import MANIFEST, Manifest, Tree
+from shardkeep.model.tree import Skeleton
+from shardkeep.processes.agreement import compare
+from shardkeep.processes.operation import LEADER, Operation, announced, join
+from shardkeep.runtime.collector import collector
+from shardkeep.stores.base import Store
+from shardkeep.stores.local.store import CONTROL
+from shardkeep.stores.location import name_path, path_text
+
+log = logging.getLogger("shardkeep")
+
+_TRIES = 100  # how often a load starts over if other programs keep replacing the checkpoint
+
+
+def load(
+    path: object,
+    *,
+    template: Any = None,
+    prefix: str | None = None,
+    include: str | re.Pattern[str] | None = None,
+    mesh: Mesh | None = None,
+    partition_rules: Rules | None = None,
+    shardings: Any = None,
+    dtype: Any = None,
+    verify: bool = True,
+    mmap: bool = True,
+    read_once: bool = False,
+    progress: bool = False,
+    per_process: Literal["own", "all"] = "own",
+    mapped: bool | None = None,
+) -> Any:
+    """Load a checkpoint: the tree that was saved, on any number of devices, with every byte checked.
+
+    Without `template`, `mesh` and `shardings`, JAX arrays are put on the default device. NumPy arrays are loaded as
+    NumPy arrays, plain values as they are. In a job with several JAX processes, all of them make the call with the same
+    arguments, and each reads the bytes that its devices need.
+
+    Args:
+        path: A checkpoint directory, a safetensors file or a Hugging Face folder; a local path or a URL (`gs://`,
+            `s3://`). Checkpoints that eFormer has written are read too.
+        template: A tree of arrays or `jax.ShapeDtypeStruct`s that gives the structure, the dtypes and the shardings
+            of the result. It may be a part of the saved tree: other leaves are not read, and are listed in a log
+            message at level INFO. Every array and plain value in it must be in the checkpoint, with the same shape.
+            Leaves that are not data, such as functions, are kept. `...` in place of a leaf or a subtree means that it
+            is not loaded; it stays `...` in the result. See `shardkeep.abstract` for a template of the whole
+            checkpoint.
+        prefix: Which of several trees in the directory to load. By default the one saved without a prefix, or else
+            the only one.
+        include: A regular expression. Only leaves whose `/`-joined key it matches (`re.search`) are read. Without a
+            template, entries of dicts that hold no such leaf are dropped, and other positions (of lists, tuples and
+            classes) become None. With a template, other leaves keep the template's value.
+        mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the layout they were saved with, as
+            far as the mesh has the axes and they divide the array. A warning names arrays that are replicated
+            instead.
+        partition_rules: Pairs of a regular expression and a `PartitionSpec`, for `mesh`. The first rule whose
+            expression matches the `/`-joined key (`re.search`) gives the layout. Specs are cut to the rank of the
+            array.
+        shardings: A sharding for all arrays, a tree of shardings like the saved one, or a dict by key (`a/b` or
+            `a.b`). An entry covers everything below it. Values are `Sharding`s, `PartitionSpec`s for `mesh`,
+            functions of the loaded array, or None. Rules are tried first.
+        dtype: Cast arrays of the same kind: a float dtype casts floats, an integer dtype integers. A template's
+            dtypes take precedence.
+        verify: Whether to check the data against the stored digests.
+        mmap: Whether arrays may be mapped from local files where that saves a copy. Files of a checkpoint must not be
+            changed in place while such arrays are in use; replacing or deleting the checkpoint is safe.
+        read_once: In a job with several processes, whether the first one reads everything and sends it to the others.
+            This pays if many processes share slow storage.
+        progress: Whether to show a progress bar.
+        per_process: What a `PerProcess` leaf loads as. "own" is the value that this process saved, which needs as
+            many processes as saved it. "all" is the list of the values of all processes.
+        mapped: The old name of `mmap`.
+
+    Returns:
+        The tree.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+        IntegrityError: A file is missing, truncated or damaged.
+        MissingLeafError: The template has data that the checkpoint does not have, or `include` matches nothing.
+        TemplateMismatchError: The template has other shapes or kinds of arrays.
+        ShardingError: A sharding does not fit its array or the mesh.
+        ProcessError: A `PerProcess` leaf was saved by another number of processes, or another process failed.
+
+    >>> import jax.numpy as jnp, shardkeep
+    >>> _ = shardkeep.save(tmp / "state", {"layers": [{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}], "step": 7})
+    >>> shardkeep.load(tmp / "state", include="layers/1")  # "step" is dropped, layers[0] becomes None
+    {'layers': [None, {'w': Array([0., 0., 0.], dtype=float32)}]}
+    >>> shardkeep.load(tmp / "state", template={"step": 0})
+    {'step': 7}
+    """
+    with announced(f"loading {name_path(path)}"):
+        path = path_text(path, "load(path)")
+        with missing_first(path):
+            mmap = mmap if mapped is None else mapped
+            if not isinstance(mmap, bool):
+                raise ValueError(f"mmap must be True or False, not {mmap!r}")
+            if per_process not in ("own", "all"):
+                raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
+            request = Request(
+                template=template,
+                prefix=prefix,
+                include=_pattern(include),
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                dtype=None if dtype is None else parse_dtype(dtype),
+                verify=verify,
+                mmap=mmap,
+                read_once=read_once,
+                verbose=progress,
+                per_process=per_process,
+            )
+            skeleton, leaves, _ = load_request(path, request)
+    return skeleton.rebuild(leaves)
+
+
+def abstract(
+    path: object,
+    *,
+    prefix: str | None = None,
+    include: str | re.Pattern[str] | None = None,
+    mesh: Mesh | None = None,
+    partition_rules: Rules | None = None,
+    shardings: Any = None,
+    dtype: Any = None,
+) -> Any:
+    """The tree that `load` returns, with a `jax.ShapeDtypeStruct` for each array. No array is read.
+
+    Edit the result and pass it to `load` as `template`: change dtypes and shardings, put `...` in place of a leaf or a
+    subtree that is not wanted, or use its parts in another structure. Unchanged, it loads the tree as it was saved.
+
+    Args:
+        path: A checkpoint directory, a safetensors file or a Hugging Face folder; a local path or a URL.
+        prefix: Which of several trees in the directory. By default the one saved without a prefix, or else the only
+            one.
+        include: A regular expression on `/`-joined keys, as for `load`.
+        mesh: The mesh for the shardings of the `ShapeDtypeStruct`s. Without it, and without `shardings`, they have
+            none.
+        partition_rules: Pairs of a regular expression and a `PartitionSpec`, as for `load`.
+        shardings: A tree or dict of shardings, as for `load`, but without functions.
+        dtype: The dtype of arrays of the same kind, as for `load`.
+
+    Returns:
+        The tree. PRNG keys are `ShapeDtypeStruct`s with a key dtype. NumPy arrays are `NumpyStruct`s, a subclass for
+        which `load` returns NumPy arrays. Plain values are as they were saved.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+        MissingLeafError: `include` matches nothing.
+        ShardingError: A sharding does not fit its array or the mesh.
+
+    >>> import jax.numpy as jnp, shardkeep
+    >>> _ = shardkeep.save(tmp / "trained", {"params": {"w": jnp.ones((4, 2))}, "momentum": jnp.zeros((4, 2))})
+    >>> template = shardkeep.abstract(tmp / "trained")
+    >>> template["params"]["w"]
+    ShapeDtypeStruct(shape=(4, 2), dtype=float32)
+    >>> template["momentum"] = ...
+    >>> shardkeep.load(tmp / "trained", template=template)["momentum"]
+    Ellipsis
+    """
+    request = Request(
+        prefix=prefix,
+        include=_pattern(include),
+        mesh=mesh,
+        rules=partition_rules,
+        shardings=shardings,
+        dtype=None if dtype is None else parse_dtype(dtype),
+    )
+    _, manifest = open_checkpoint(path)
+    _, choice = _choose(manifest, request)
+    return choice.skeleton.rebuild([abstract_leaf(w) for w in choice.wanted if w is not None])
+
+
+def _pattern(include: Any) -> re.Pattern[str] | None:
+    if include is None or isinstance(include, re.Pattern):
+        return include
+    if not isinstance(include, str):
+        raise TypeError(f"include must be a regular expression (str or re.Pattern), not {an(type(include).__name__)}")
+    return re.compile(include)
+
+
+def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], Tree]:
+    """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
+    with join(f"loading {path}") as operation:
+        if operation.size > 1:
+            asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
+            compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
+        manifest = None
+        for _ in range(_TRIES):
+            store, manifest = _open_same(path, operation)
+            loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
+            everyone = operation.gather(loaded is not None)
+            if operation.share(all(everyone)) and loaded is not None:
+                return loaded
+        # The leader may have seen the same checkpoint each time, and another process a different one.
+        seen = operation.gather(manifest.save_id if manifest is not None else None)
+        different = next((i for i, found in enumerate(seen) if found != seen[LEADER]), None)
+        if operation.leads and different is not None:
+            raise ProcessError(
+                f"loading {path}: processes {LEADER} and {different} do not see the same checkpoint. "
+                "All processes must load from the same shared directory or bucket"
+            )
+        operation.share()
+        raise IntegrityError(
+            f"{path} was replaced {_TRIES} times while it was being loaded; load it when nothing is saving to it"
+        )
+
+
+def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | None]:
+    """The checkpoint that the leader sees; no manifest if this process sees a different one."""
+    if operation.leads:
+        store, manifest = open_checkpoint(path)
+        operation.share(manifest.save_id)
+        return store, manifest
+    expected = operation.share()
+    try:
+        store, manifest = open_checkpoint(path)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{error}. Process {LEADER} sees a checkpoint there: all processes must load from the same shared "
+            "directory or bucket"
+        ) from error
+    return store, manifest if manifest.save_id == expected else None
+
+
+def _try_load(
+    path: object, store: Store, manifest: Manifest, request: Request, operation: Operation
+) -> tuple[Skeleton, list[Any], Tree] | None:
+    """What was asked for, or None if the checkpoint was replaced meanwhile."""
+    try:
+        loaded = _load(store, manifest, request, operation)
+        if _was_one_state(store, loaded[2], request) or open_checkpoint(path)[1].save_id == manifest.save_id:
+            return loaded
+    except (IntegrityError, FileNotFoundError):
+        # Files of replaced trees change only after the manifest: if that is still the same, the damage is real. (If one
+        # process reads for all, the others are waiting for its data and cannot start over.)
+        if open_checkpoint(path)[1].save_id == manifest.save_id or (request.read_once and operation.size > 1):
+            raise
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        raise storage_error(error, f"loading {path}", "Nothing was loaded") from error
+    return None
+
+
+def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
+    """Whether what was read is known to be of one state, without a look at the manifest.
+
+    Exchange files keep their names. In a directory a save may give the names of a replaced tree to its own files, for
+    other programs, once it is committed (never in a bucket); digests tell them apart, where there are any.
+    """
+    if os.path.basename(store.control) != CONTROL:
+        return False
+    return store.remote or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
+
+
+@collector.paused()
+def _load(store: Store, manifest: Manifest, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
+    tree, choice = _choose(manifest, request)
+    choose_process(choice, request, manifest.path, operation.index, operation.size)
+    values = iter(read_leaves(store, tree, [w for w in choice.wanted if w is not None], request, operation))
+    leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
+    return choice.skeleton, leaves, tree
+
+
+def _choose(manifest: Manifest, request: Request) -> tuple[Tree, Choice]:
+    """The saved tree and what to load of it. Classes that cannot be rebuilt are named in a warning."""
+    tree = manifest.tree(request.prefix)
+    prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
+    choice = choose(tree, prefix, request)
+    opaque_nodes = choice.skeleton.opaque_nodes()
+    if opaque_nodes:
+        log.warning(
+            "%s: %s cannot be rebuilt and %s loaded as OpaqueNode: not imported, not registered with JAX, or with "
+            "auxiliary data that was not saved. Pass template= to get the %s back",
+            manifest.path,
+            ", ".join(opaque_nodes),
+            "is" if len(opaque_nodes) == 1 else "are",
+            "class" if len(opaque_nodes) == 1 else "classes",
+        )
+    return tree, choice

@@ -1,0 +1,110 @@
+"""Arrays moved to another sharding, bit for bit.
+
+XLA moves an array between layouts with computations, and those may change floats: collectives can add zeros, which
+turns -0.0 into 0.0, and CPU kernels convert small floats to larger ones and back, which sets the quiet bit of NaNs.
+Some types are worse off: resharding 2-bit integers corrupts memory, and 6-bit floats have no kernels at all. So floats
+travel as unsigned integers of their width, and the other odd types through host memory.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from shardkeep.model.arrays import Array, kind_of
+from shardkeep.saving.snapshot import gather_whole, is_prng_dtype
+
+_WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+def move(x: Any, sharding: Sharding | None) -> jax.Array:
+    """`x` laid out as `sharding` says, with the same bits; None leaves a JAX array where it is.
+
+    If `x` or the sharding spans processes, all of those must call this.
+    """
+    here = not isinstance(x, jax.Array) or x.is_fully_addressable
+    if here and sharding is not None and not sharding.is_fully_addressable:
+        # device_put would compare the values of the processes as numbers, and NaN is not equal to itself.
+        return _place(_on_host(x), sharding)
+    if not isinstance(x, jax.Array) or sharding is None or not _needs_computation(x, sharding):
+        return jax.device_put(x, sharding)
+    dtype = np.dtype(x.dtype)
+    if dtype.name in _WIDE and not jax.config.read("jax_enable_x64"):
+        with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
+            return move(x, sharding)
+    if here and _is_on_cpu(x.sharding) and _is_on_cpu(sharding):
+        return _place(_on_host(x), sharding)  # nothing to compile, and this is where the data is
+    if _is_integer(dtype):
+        return jax.device_put(x, sharding)
+    carrier = _carrier(dtype)
+    if carrier is None or not (_is_in_device_memory(x.sharding) and _is_in_device_memory(sharding)):
+        return _place(_on_host(x) if here else gather_whole(x), sharding)
+    moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
+    return _reinterpret(dtype, sharding)(moved)
+
+
+def take_rows(x: Any, start: int, stop: int) -> Any:
+    """`x[start:stop]` with the same bits, as the kind of array that `x` is."""
+    if not isinstance(x, jax.Array) or is_prng_dtype(x.dtype):
+        return x[start:stop]
+    dtype = np.dtype(x.dtype)
+    if dtype.name in _WIDE and not jax.config.read("jax_enable_x64"):
+        with jax.enable_x64(True):
+            return take_rows(x, start, stop)
+    carrier = _carrier(dtype)
+    if carrier is not None:
+        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, carrier)[start:stop], dtype)
+    if _is_integer(dtype) or not x.is_fully_addressable:
+        return x[start:stop]
+    return jax.device_put(_on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
+
+
+def _needs_computation(x: jax.Array, sharding: Sharding) -> bool:
+    """Whether XLA might compute to get the array there; a copy of one buffer, or none, changes nothing."""
+    if is_prng_dtype(x.dtype) or x.sharding == sharding:
+        return False
+    return len(x.sharding.device_set) > 1 or len(sharding.device_set) > 1
+
+
+def _on_host(x: Any) -> Array:
+    """A fully addressable array in host memory; unlike `np.asarray`, this leaves no copy attached to a JAX array."""
+    if not isinstance(x, jax.Array) or len(x.sharding.device_set) == 1:
+        return np.asarray(x)
+    whole: Array = np.empty(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
+def _place(data: Array, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index], dtype=data.dtype)
+
+
+def _is_integer(dtype: np.dtype[Any]) -> bool:
+    """Whether values of this type are whole bytes that no kernel changes."""
+    return dtype.isbuiltin == 1 and kind_of(dtype) in ("int", "bool")
+
+
+def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The unsigned integer with the width of a float type; None if there is none that JAX can convert it to."""
+    if kind_of(dtype) != "float" or dtype.name.startswith(("float4", "float6")):
+        return None
+    return np.dtype(f"uint{dtype.itemsize * 8}")
+
+
+@lru_cache(maxsize=256)
+def _reinterpret(dtype: np.dtype[Any], sharding: Sharding) -> Any:
+    return jax.jit(lambda x: jax.lax.bitcast_convert_type(x, dtype), out_shardings=sharding)
+
+
+def _is_on_cpu(sharding: Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def _is_in_device_memory(sharding: Sharding) -> bool:
+    """Whether arrays with this sharding are where computations run, and not in pinned host memory."""
+    device = min(sharding.device_set, key=lambda device: device.id)
+    return sharding.memory_kind in (None, device.default_memory().kind)

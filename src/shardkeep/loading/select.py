@@ -1,0 +1,386 @@
+"""The leaves that a load reads (all, those that match, or those of a template), and what each becomes."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from shardkeep.errors import IntegrityError, MissingLeafError, ProcessError, ShardingError, counted
+from shardkeep.loading.mismatches import Mismatch, mismatch_error, missing_leaf, summarize, wrong_kind, wrong_shape
+from shardkeep.loading.shardings import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
+from shardkeep.model.arrays import kind_of, kind_of_value
+from shardkeep.model.keys import ByLooseKey, loose_key
+from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.perprocess import KIND, PerProcess, fold_containers
+from shardkeep.model.tree import Leaf, Path, Skeleton, flatten, name_leaf
+from shardkeep.model.values import is_data, is_plain, show
+from shardkeep.runtime.collector import collector
+from shardkeep.saving.snapshot import is_prng_dtype
+
+log = logging.getLogger("shardkeep")
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks of a load, with every argument checked."""
+
+    template: Any = None
+    prefix: str | None = None
+    include: re.Pattern[str] | None = None
+    mesh: Mesh | None = None
+    rules: Rules | None = None
+    shardings: Any = None
+    dtype: np.dtype[Any] | None = None
+    verify: bool = True
+    mmap: bool = True
+    strict_shapes: bool = True
+    strict_rules: bool = False
+    follow_saved: bool = True  # on a mesh without rules: use the layout each array was saved with
+    prefix_first: bool = False  # match rules against keys that begin with the prefix
+    all_jax: bool = False  # load NumPy leaves as JAX arrays too
+    in_flight: int | None = None  # how many arrays are read at once
+    verbose: bool = False  # show a progress bar
+    per_process: str = "own"  # of each PerProcess leaf: this process's value, or "all" in a list
+    read_once: bool = False  # of several processes only the first reads, and sends the data to the others
+    check: Callable[[StoredLeaf, Any], None] | None = None  # called with each array first
+    callback: Callable[[Any, StoredLeaf], Any] | None = None  # called with each placed array, in saved order
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A leaf to load: what is stored, where it goes, and what the caller gets."""
+
+    stored: StoredLeaf
+    place: Place = field(default_factory=Place)
+    as_numpy: bool = False
+    dtype: np.dtype[Any] | None = None
+    like: Any = None  # the template's plain value or 0-d array, where the other was saved
+    shape: tuple[int, ...] | None = None  # the shape to reshape to
+    process: int | None = None  # of a PerProcess leaf: whose value; None: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The structure to rebuild and its leaves: to load, or (by number) kept from the template."""
+
+    skeleton: Skeleton
+    wanted: list[Wanted | None]
+    kept: dict[int, Any]
+
+
+class NumpyStruct(jax.ShapeDtypeStruct):
+    """An abstract array in a template that is loaded as a NumPy array. `abstract` returns it for NumPy leaves."""
+
+    __slots__ = ()
+
+
+@collector.paused()
+def choose(tree: Tree, prefix: str, request: Request) -> Choice:
+    """The leaves to load, each with its place."""
+    by = _choose_by_name if request.template is None else _choose_by_template
+    choice = by(tree, request)
+    arrays = [w for w in choice.wanted if w is not None and w.stored.spec is not None and w.stored.kind != KIND]
+    _place(arrays, prefix, request)
+    return choice
+
+
+def _choose_by_name(tree: Tree, request: Request) -> Choice:
+    def want(leaf: StoredLeaf) -> Wanted:
+        if leaf.kind == KIND:
+            return Wanted(leaf, as_numpy=True)
+        return Wanted(leaf, as_numpy=leaf.kind == "numpy" and not request.all_jax, dtype=request.dtype)
+
+    if request.include is None:
+        return Choice(tree.skeleton, [want(leaf) for leaf in tree.leaves], {})
+    keep = [request.include.search("/".join(leaf.path)) is not None for leaf in tree.leaves]
+    if not any(keep):
+        some = ", ".join("/".join(leaf.path) for leaf in tree.leaves[:5])
+        raise MissingLeafError(
+            f"include={request.include.pattern!r} matches no leaf; "
+            + (f"the keys are {some}{', …' if len(tree.leaves) > 5 else ''}" if some else "the tree has none")
+        )
+    wanted = [want(leaf) for leaf, kept in zip(tree.leaves, keep, strict=True) if kept]
+    return Choice(tree.skeleton.prune(keep), list(wanted), {})
+
+
+def _choose_by_template(tree: Tree, request: Request) -> Choice:
+    skeleton, leaves = flatten(request.template)
+    per_process = {leaf.path for leaf in tree.leaves if leaf.kind == KIND and _is_included(leaf.path, request)}
+    if per_process:
+        skeleton, leaves = fold_containers(skeleton, leaves, per_process)
+    find = ByLooseKey((leaf.path, leaf) for leaf in tree.leaves)
+    empty: set[str] | None = None
+    choice = Choice(skeleton, [], {})
+    problems: list[Mismatch] = []
+    unloaded: list[Mismatch] = []
+    never_saved: list[str] = []
+    total = 0
+    for leaf in leaves:
+        if not _is_asked_for(leaf, request, leaf.path in per_process):
+            _keep(choice, leaf)
+            continue
+        total += 1
+        stored = find.get(leaf.path)
+        if stored is None and is_plain(leaf.value):
+            empty = {loose_key(path) for path in tree.skeleton.empty_paths()} if empty is None else empty
+            if loose_key(leaf.path) in empty:  # as `eqx.filter(model, eqx.is_array)` leaves them
+                never_saved.append(leaf.key)
+                _keep(choice, leaf)
+                continue
+        if stored is None:
+            found = missing_leaf(leaf.path, not is_plain(leaf.value) and not isinstance(leaf.value, PerProcess))
+        else:
+            found = _as_template(stored, leaf, request)
+        if isinstance(found, Wanted):
+            choice.wanted.append(found)
+        elif request.strict_shapes or _is_abstract(leaf.value):
+            problems.append(found)
+        else:
+            unloaded.append(found)
+            _keep(choice, leaf)
+    if problems:
+        raise mismatch_error(tree, skeleton, problems, total)
+    _log_kept(unloaded, never_saved)
+    _log_not_loaded(tree, choice, leaves, request)
+    return choice
+
+
+def _is_asked_for(leaf: Leaf, request: Request, is_per_process: bool) -> bool:
+    """Whether a leaf of the template is to be loaded: it is data (`...` and functions are not) and is included.
+
+    Anything but `...` marks the place of a PerProcess value, also a container.
+    """
+    asked = is_data(leaf.value) or isinstance(leaf.value, PerProcess) or (is_per_process and leaf.value is not ...)
+    return asked and _is_included(leaf.path, request)
+
+
+def _is_included(path: Path, request: Request) -> bool:
+    return request.include is None or request.include.search("/".join(path)) is not None
+
+
+def choose_process(choice: Choice, request: Request, path: str, index: int, size: int) -> None:
+    """Let each `PerProcess` leaf be the value of this process, or all of them if that was asked for.
+
+    Raises `ProcessError` for a leaf that another number of processes has saved.
+    """
+    found = [w for w in choice.wanted if w is not None and w.stored.kind == KIND]
+    if request.per_process == "all":
+        return
+    other = [w.stored for w in found if w.stored.processes != size]
+    if other:
+        first = other[0]
+        more = f" (and {counted(len(other) - 1, 'more leaf', 'more leaves')})" if len(other) > 1 else ""
+        raise ProcessError(
+            f"loading {path}: leaf {name_leaf(first.path)}{more} is a PerProcess value of "
+            f"{counted(first.processes or 0, 'process', 'processes')}, and {counted(size, 'process', 'processes')} "
+            f'{"is" if size == 1 else "are"} loading it. Pass per_process="all" to shardkeep.load to get the list of '
+            "all values, or leave the leaf out with include= or with ... in a template"
+        )
+    for w in found:
+        w.process = index
+
+
+def _keep(choice: Choice, leaf: Leaf) -> None:
+    choice.kept[len(choice.wanted)] = leaf.value
+    choice.wanted.append(None)
+
+
+def _is_abstract(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__")
+
+
+def _log_kept(unloaded: Sequence[Mismatch], never_saved: Sequence[str]) -> None:
+    """Say which data is the template's own."""
+    if unloaded:
+        log.warning(
+            "%s of the template %s not match the checkpoint; the template's value is used:\n%s",
+            counted(len(unloaded), "leaf", "leaves"),
+            "does" if len(unloaded) == 1 else "do",
+            summarize([one.text for one in unloaded]),
+        )
+    if never_saved:
+        log.info(
+            "%s saved as None, and the template's value is used: %s",
+            "1 plain value was" if len(never_saved) == 1 else f"{len(never_saved):,} plain values were",
+            _some(never_saved),
+        )
+
+
+def _log_not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request: Request) -> None:
+    """Say which leaves of the checkpoint the template does not name. Those below a `...` are left out on purpose."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    used = {w.stored.path for w in choice.wanted if w is not None}
+    refused = {loose_key(leaf.path) for leaf in leaves if leaf.value is ...}
+    rest = [
+        leaf
+        for leaf in tree.leaves
+        if leaf.path not in used
+        and _is_included(leaf.path, request)
+        and not (refused and any(above in refused for above in _ancestors(leaf.path)))
+    ]
+    if rest:
+        log.info(
+            "%s of the checkpoint (%s bytes) %s not in the template and %s not loaded: %s",
+            counted(len(rest), "leaf", "leaves"),
+            f"{sum(leaf.nbytes for leaf in rest):,}",
+            "is" if len(rest) == 1 else "are",
+            "was" if len(rest) == 1 else "were",
+            _some([leaf.key for leaf in rest]),
+        )
+
+
+def _ancestors(path: Path) -> Iterable[str]:
+    key = loose_key(path)
+    while key:
+        yield key
+        key = key.rpartition("/")[0]
+    yield ""
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, keys[:_SHOWN])) + (", …" if len(keys) > _SHOWN else "")
+
+
+def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | Mismatch:
+    """A saved leaf as the template wants it, or why it cannot be loaded so."""
+    like = leaf.value
+    if stored.kind == KIND or isinstance(like, PerProcess):
+        return _per_process_as_template(stored, leaf)
+    is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
+    if not is_array or stored.spec is None:
+        return _plain_as_template(stored, leaf, is_array)
+    is_key = is_prng_dtype(like.dtype)
+    shape, saved_shape = tuple(like.shape), logical_shape(stored)
+    if is_key != (stored.kind == "prng") or (is_key and like.dtype != _key_dtype(stored.extra["impl"])):
+        return wrong_kind(leaf.path, _described(stored), f"{like.dtype}{list(shape)}")
+    if shape != saved_shape and (request.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
+        return wrong_shape(leaf.path, saved_shape, shape)
+    dtype = None if is_key else np.dtype(like.dtype)
+    if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
+        return wrong_kind(leaf.path, str(stored.dtype), dtype.name)
+    sharding = getattr(like, "sharding", None)
+    place = Place()
+    if isinstance(sharding, Sharding) and getattr(like, "committed", True):
+        place = Place(check_sharding(sharding, leaf.key, shape, request.mesh), explicit=True)
+    as_numpy = isinstance(like, np.ndarray | NumpyStruct)
+    return Wanted(stored, place, as_numpy, dtype, shape=None if shape == saved_shape else shape)
+
+
+def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatch:
+    """A value that differs between processes, or may: as it was saved. Anything but a JAX array marks its place."""
+    like = leaf.value
+    if stored.kind == KIND and hasattr(like, "dtype") and not isinstance(like, np.ndarray | np.generic):
+        found = f"{like.dtype}{list(like.shape)}; pass PerProcess(None) in its place"
+        return wrong_kind(leaf.path, "a PerProcess value", found)
+    if stored.kind not in (KIND, "numpy", "value"):
+        return wrong_kind(leaf.path, _described(stored), repr(like))
+    return Wanted(stored, as_numpy=True)
+
+
+def _key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys; None if JAX does not have the implementation."""
+    try:
+        return jax.random.key(0, impl=impl).dtype
+    except ValueError:
+        return None
+
+
+def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted | Mismatch:
+    """The saved value where the template or the checkpoint has a plain value, converted to what the template has."""
+    if stored.spec is None:
+        if is_array and (tuple(leaf.value.shape) != () or not _same_kind(stored.value, leaf.value.dtype)):
+            wanted = f"{leaf.value.dtype}{list(leaf.value.shape)}"
+            return wrong_kind(leaf.path, f"the value {show(stored.value):.60}", wanted)
+        return Wanted(stored, like=leaf.value if is_array else None)
+    if stored.spec.shape != () or stored.kind == "prng" or not _same_kind(leaf.value, stored.spec.dtype):
+        return wrong_kind(leaf.path, _described(stored), f"{show(leaf.value):.60}")
+    return Wanted(stored, as_numpy=True, like=leaf.value)
+
+
+def _same_kind(number: Any, dtype: Any) -> bool:
+    return not is_prng_dtype(dtype) and kind_of_value(number) == kind_of(np.dtype(dtype)) != "other"
+
+
+def _described(stored: StoredLeaf) -> str:
+    if stored.kind == "prng":
+        return f"PRNG keys ({stored.extra['impl']})"
+    return f"{stored.dtype}{list(stored.shape or ())}"
+
+
+def logical_shape(stored: StoredLeaf) -> tuple[int, ...]:
+    """The shape that the user sees, which for PRNG keys is not that of their data."""
+    assert stored.spec is not None
+    return stored.spec.shape[:-1] if stored.kind == "prng" else stored.spec.shape
+
+
+def _place(arrays: Sequence[Wanted], prefix: str, request: Request) -> None:
+    """Place each array by rules, shardings or the mesh, unless the template has placed it.
+
+    A NumPy array becomes a JAX array only if a rule or a sharding names it.
+    """
+    if request.mesh is None and not request.rules and request.shardings is None:
+        return
+    open_ = [w for w in arrays if not w.place.explicit and w.like is None]
+    shaped = [
+        ShapedLeaf(
+            w.stored.path,
+            w.shape or logical_shape(w.stored),
+            w.stored.extra.get("sharding"),
+            w.as_numpy,
+            w.stored.nbytes,
+        )
+        for w in open_
+    ]
+    places = resolve_shardings(
+        shaped,
+        mesh=request.mesh,
+        rules=request.rules,
+        shardings=request.shardings,
+        strict=request.strict_rules,
+        follow_saved=request.follow_saved,
+        prefix=prefix,
+        prefix_first=request.prefix_first,
+    )
+    for w, place in zip(open_, places, strict=True):
+        if not w.as_numpy:
+            w.place = place
+        elif place.explicit and request.template is None:
+            w.place, w.as_numpy = place, False
+
+
+def abstract_leaf(w: Wanted) -> Any:
+    """A leaf without its data: plain values as they are, arrays as `jax.ShapeDtypeStruct`s.
+
+    The place of a value that differs between processes is marked with `PerProcess(None)`.
+    """
+    stored = w.stored
+    if stored.kind == KIND:
+        return PerProcess(None)
+    if stored.spec is None:
+        return stored.value
+    if w.place.function is not None:
+        raise ShardingError(f"leaf {stored.key!r}: abstract() takes no functions in shardings; pass them to load()")
+    shape, dtype = logical_shape(stored), stored.spec.dtype
+    if stored.kind == "prng":
+        dtype = _key_dtype(stored.extra["impl"])
+        if dtype is None:
+            impl = stored.extra["impl"]
+            raise IntegrityError(
+                f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
+            )
+    elif w.dtype is not None and kind_of(w.dtype) == kind_of(dtype):
+        dtype = w.dtype
+    elif w.as_numpy and stored.extra.get("order"):
+        dtype = dtype.newbyteorder(stored.extra["order"])
+    if w.as_numpy:
+        return NumpyStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=w.place.sharding)

@@ -1,0 +1,107 @@
+"""The auxiliary data of registered classes, where it is more than plain values.
+
+Two kinds can be stored. A class that the program has registered with `jax.export` (`register_pytree_node_serialization`
+or `register_namedtuple_serialization`) has a name and functions from its auxiliary data to bytes and back. A class
+registered with `jax.tree_util.register_static` is its own auxiliary data: a dataclass of plain values, an enum
+member or a subclass of a plain type can be stored without any function.
+
+A file only names what it wants: a class or function is used if this program has registered it, never imported.
+"""
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from shardkeep.model.values import Json, NotPlainError, decode, encode
+
+_BASES: tuple[type, ...] = (str, int, float, bytes, tuple)
+
+
+def serializer_of(cls: type) -> tuple[str, Callable[[Any], Any]] | None:
+    """The name a class is registered under with `jax.export`, and the function from its auxiliary data to bytes."""
+    return _registry("serialization_registry").get(cls)
+
+
+def deserializer_named(name: str) -> tuple[type, Callable[[bytes], Any]] | None:
+    """The class registered under a name in this program, and the function from bytes to its auxiliary data."""
+    found = _registry("deserialization_registry").get(name)
+    return None if found is None else (found[0], found[1])
+
+
+def has_serializers() -> bool:
+    """Whether the program has registered any class; JAX itself registers `OrderedDict`."""
+    return len(_registry("serialization_registry")) > 1
+
+
+def _registry(name: str) -> Mapping[Any, Any]:
+    """One of `jax.export`'s registries, which have no public accessor. Empty if this JAX keeps them elsewhere.
+
+    A program that has registered anything has imported the module, so nothing is imported here.
+    """
+    found = getattr(sys.modules.get("jax._src.export._export"), name, None)
+    return cast("Mapping[Any, Any]", found) if isinstance(found, dict) else {}
+
+
+def describe_static(value: Any) -> Json:
+    """What is stored of an object that is its own auxiliary data; None if it holds more than plain values.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Config:
+    ...     width: int
+    >>> describe_static(Config(8))
+    {'fields': {'dict': [['width', {'int': '0x8'}]]}}
+    """
+    cls = type(value)
+    try:
+        if isinstance(value, enum.Enum):
+            return {"member": value.name} if cls.__members__.get(value.name) is value else None  # type: ignore[attr-defined]
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            if not set(getattr(value, "__dict__", ())) <= set(names):
+                return None
+            return {"fields": encode({name: getattr(value, name) for name in names})}
+        base = next((base for base in _BASES if issubclass(cls, base)), None)
+        if base is None or getattr(value, "__dict__", None) or _has_slots(cls, base):
+            return None
+        return {"value": encode(cast(Any, base).__getnewargs__(value)[0])}
+    except (NotPlainError, AttributeError, RecursionError):
+        return None
+
+
+def build_static(cls: type, described: Json) -> Any:
+    """An object of `cls` from what `describe_static` gave, without running its constructor; None if it does not fit."""
+    kind, body = next(iter(cast("dict[str, Any]", described).items()))
+    if issubclass(cls, enum.Enum):
+        return cls.__members__.get(body) if kind == "member" else None
+    stored = None if kind == "member" else decode(body)
+    if kind == "fields" and dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__:
+        if not isinstance(stored, dict) or {field.name for field in dataclasses.fields(cls)} != set(cast(Any, stored)):
+            return None
+        made: Any = object.__new__(cls)
+        for name, value in cast("dict[str, Any]", stored).items():
+            object.__setattr__(made, name, value)
+        return made
+    base = type(stored)
+    if kind != "value" or base not in _BASES or not issubclass(cls, base) or _has_slots(cls, base):
+        return None
+    return cast(Any, base).__new__(cls, stored)
+
+
+def check_static(described: Any) -> Json:
+    """What a file says of such an object, or a `ValueError` if it is malformed."""
+    if not isinstance(described, dict) or len(cast(Any, described)) != 1:
+        raise ValueError("a static object must have one description")
+    ((kind, body),) = cast("dict[str, Any]", described).items()
+    if kind not in ("member", "fields", "value") or (kind == "member" and not isinstance(body, str)):
+        raise ValueError(f"unknown description of a static object: {kind!r}")
+    if kind != "member":
+        decode(body)
+    return cast("dict[str, Any]", described)
+
+
+def _has_slots(cls: type, base: type) -> bool:
+    """Whether a subclass of a plain type has further attributes, in slots."""
+    return any(vars(part).get("__slots__") for part in cls.__mro__ if part is not base and issubclass(part, base))

@@ -1,0 +1,149 @@
+"""File names: directories of prefixes and leaves, clean names, names of safetensors shards."""
+
+import hashlib
+import os
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from shardkeep.model.tree import Path, join_key
+
+SAFETENSORS = ".safetensors"
+SAFETENSORS_INDEX = ".safetensors.index.json"
+SHARD_END = re.compile(r"(-[0-9a-f]{32})?-\d{5}-of-\d{5}\Z")
+
+_MAX_NAME = 200  # bytes; file systems allow 255, and a suffix may be appended
+_MAX_PATH = 1000
+_PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,])?")
+_CHUNK = re.compile(r"[0-9]+(\.[0-9]+)+")
+_RESERVED = frozenset((".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json", ".shardkeep", "manifest.json"))
+_RESERVED_TOP = frozenset(("tensorstore_index.json", "checkpoint_metadata.json", "config.json"))
+
+
+def prefix_directory(prefix: str) -> str:
+    """The directory for the data of a prefix; each dot starts a subdirectory.
+
+    >>> prefix_directory("model.encoder")
+    'model/encoder'
+    """
+    return "/".join(_safe(part) for part in prefix.split(".")) if prefix else ""
+
+
+def own_directory(prefix: str, save_id: str) -> str:
+    """The directory for the data of a save whose prefix already has its clean names in use.
+
+    >>> own_directory("model", "5" * 4)
+    'model~5555'
+    """
+    return f"{prefix_directory(prefix)}~{save_id}"
+
+
+def clean_name(name: str, save_id: str) -> str:
+    """The clean name of a file in a save's own directory: the same name without the save's id.
+
+    >>> clean_name("model~5555/w/0.0", "5555")
+    'model/w/0.0'
+    """
+    directory, mark, rest = name.partition(f"~{save_id}/")
+    clean = f"{directory}/{rest}" if directory else rest
+    top = clean.partition("/")[0]
+    if not mark or top in _RESERVED or top in _RESERVED_TOP:
+        raise ValueError(f"{name!r} has no clean name")
+    return clean
+
+
+def shard_filename(base_prefix: object, idx: int, total: int) -> str:
+    """The name of shard `idx` of `total`, counted from 1.
+
+    >>> shard_filename("/x/model", 1, 4)
+    '/x/model-00001-of-00004.safetensors'
+    """
+    return f"{base_prefix}-{idx:05d}-of-{total:05d}{SAFETENSORS}"
+
+
+def index_filename(base_prefix: object) -> str:
+    """The name of the index of a sharded safetensors checkpoint.
+
+    >>> index_filename("/x/model")
+    '/x/model.safetensors.index.json'
+    """
+    return f"{base_prefix}{SAFETENSORS_INDEX}"
+
+
+def base_of_shard(name: str) -> str:
+    """The part of a file name that all files of a model share, without shard numbers and save ids.
+
+    >>> base_of_shard("model.safetensors.index.json")
+    'model'
+    """
+    for ending in (SAFETENSORS_INDEX, SAFETENSORS):
+        if name.endswith(ending):
+            name = name[: -len(ending)]
+            break
+    return SHARD_END.sub("", name)
+
+
+def leaf_directories(paths: Sequence[Path]) -> list[str]:
+    """A directory for each leaf, relative to that of the tree: readable if possible, a hash where names could clash.
+
+    >>> leaf_directories([("layers", "0", "w"), ("a/b",), ("..",)])
+    ['layers/0/w', 'a%2Fb', '%2E%2E']
+    """
+    names = [[_safe(part) for part in path] or ["%"] for path in paths]
+    _hash_clashes(paths, names)
+    joined = ["/".join(parts) for parts in names]
+    return [
+        name if len(os.fsencode(name)) <= _MAX_PATH else hashed(join_key(path))
+        for name, path in zip(joined, paths, strict=True)
+    ]
+
+
+def _hash_clashes(paths: Sequence[Path], names: list[list[str]]) -> None:
+    """Replace names that a file system may consider equal (because of case or Unicode form) by hashes, in place."""
+    seen: dict[tuple[str, ...], set[str]] = {}
+    for path, parts in zip(paths, names, strict=True):
+        for depth, part in enumerate(parts[: len(path)]):
+            place = (*path[:depth], _folded(part))
+            seen.setdefault(place, set()).add(path[depth])
+    if all(len(originals) == 1 for originals in seen.values()):
+        return
+    for path, parts in zip(paths, names, strict=True):
+        for depth, part in enumerate(parts[: len(path)]):
+            if len(seen[(*path[:depth], _folded(part))]) > 1:
+                parts[depth] = hashed(path[depth])
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _safe(part: str) -> str:
+    """A part of a key as a file name: percent-encoded reversibly, or a hash if it is too long or reserved."""
+    if _PLAIN.fullmatch(part) and len(part) <= _MAX_NAME:
+        name = part
+    else:
+        name = "".join(c if c.isalnum() or c in "_-+=@, " else _escaped(c) for c in part) or "%"
+        if name.strip(" ") != name:
+            name = "".join(_escaped(c) if c == " " else c for c in name)
+    if len(os.fsencode(name)) > _MAX_NAME or part in _RESERVED or part in _RESERVED_TOP or _CHUNK.fullmatch(part):
+        return hashed(part)
+    return name
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def hashed(text: str) -> str:
+    """A file name for any text: fixed length, plain characters."""
+    return "%h" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def dotted_names(paths: Sequence[Path]) -> list[str]:
+    """The names of arrays in the metadata: dotted, with dots in names escaped if two would be the same otherwise.
+
+    >>> dotted_names([("a", "b.c")]), dotted_names([("a.b",), ("a", "b")])
+    (['a.b.c'], ['a\\\\.b', 'a.b'])
+    """
+    names = [".".join(path) for path in paths]
+    return names if len(set(names)) == len(names) else [join_key(path) for path in paths]

@@ -1,0 +1,303 @@
+"""The containers of a tree without their contents, and how each is rebuilt.
+
+Nothing that a file names is imported or executed. A namedtuple, dataclass or other class is rebuilt only if the
+program has imported it and registered it with JAX; otherwise an `OpaqueNode` takes its place.
+"""
+
+import dataclasses
+import logging
+import sys
+import threading
+import types
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+
+from shardkeep.errors import TreeError
+from shardkeep.model.auxdata import build_static, describe_static, deserializer_named, has_serializers, serializer_of
+from shardkeep.model.values import Json, NotPlainError, encode
+
+log = logging.getLogger("shardkeep")
+
+
+class OpaqueNode:
+    """Takes the place of a class that cannot be rebuilt here, and holds its children by name.
+
+    `load` returns one where the class is not imported or not registered with JAX, or where its auxiliary data could not
+    be stored. A `template` gives the class back. An `OpaqueNode` is a PyTree node and can be saved again.
+
+    Args:
+        class_name: The class, as `module:qualname`.
+        children: The children of the node by name. They are also attributes and items.
+
+    >>> layer = OpaqueNode("models:Dense", {"kernel": 1, "bias": 2})
+    >>> layer.kernel, layer["bias"], layer
+    (1, 2, OpaqueNode('models:Dense', kernel=1, bias=2))
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        _register_opaque_nodes()
+        return super().__new__(cls)
+
+    def __init__(self, class_name: str, children: dict[str, Any]) -> None:
+        self.class_name = class_name
+        self.children = children
+
+    def __getitem__(self, name: str) -> Any:
+        return self.children[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["children"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpaqueNode) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"OpaqueNode({self.class_name!r}, {', '.join(f'{k}={v!r}' for k, v in self.children.items())})"
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        from jax import tree_util
+
+        children = [(tree_util.GetAttrKey(name), value) for name, value in self.children.items()]
+        return children, (self.class_name, tuple(self.children))
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> "OpaqueNode":
+        return cls(aux[0], dict(zip(aux[1], children, strict=True)))
+
+
+_registering = threading.RLock()
+_is_registered = False
+
+
+def _register_opaque_nodes() -> None:
+    """Register `OpaqueNode` with JAX, which is imported for this only once there is one, or a class is looked up."""
+    global _is_registered
+    if not _is_registered:
+        from jax import tree_util
+
+        with _registering, suppress(ValueError):  # another thread, or the code a signal interrupted, was first
+            tree_util.register_pytree_with_keys_class(OpaqueNode)
+        _is_registered = True
+
+
+if "jax" in sys.modules:
+    _register_opaque_nodes()
+
+
+class _Leaf:
+    """Marks the position of a leaf in a Skeleton. Leaves are filled in order."""
+
+
+LEAF = _Leaf()
+Child = Any  # a Node, LEAF or None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One container: its kind and its children by name.
+
+    For a tree of this program, `cls` and `aux` are live objects. A node read from a file has no `cls`. Its auxiliary
+    data is in `aux` if it is plain (`has_aux`), in `aux_bytes` if a registered function serialized it, or in `static`.
+    """
+
+    kind: str  # list, tuple, dict, odict, defaultdict, namedtuple, custom
+    names: tuple[str, ...]
+    children: tuple[Child, ...]
+    keys: tuple[Any, ...] = ()
+    class_name: str = ""
+    cls: type | None = None
+    aux: Any = None
+    has_aux: bool = True
+    fields: tuple[str, ...] = ()  # of a dataclass: the names of all its fields, in order
+    registered: str = ""  # the name the class is registered under with jax.export
+    aux_bytes: bytes | None = None
+    static: Json = None
+
+    def build(self, children: list[Any]) -> Any:
+        return _BUILDERS[self.kind](self, children)
+
+
+def serialize_aux(node: Node) -> Node:
+    """A Node of a live tree with auxiliary data that is not plain in the form in which it is stored."""
+    assert node.cls is not None
+    found = serializer_of(node.cls) if has_serializers() else None
+    if found is not None:
+        node = replace(node, registered=found[0])
+    if node.kind == "namedtuple" or _is_plain_aux(node.aux):
+        return node
+    if found is None:
+        return replace(node, static=describe_static(node.aux)) if type(node.aux) is node.cls else node
+    return replace(node, aux_bytes=_call_serializer(node, *found))
+
+
+def _is_plain_aux(aux: Any) -> bool:
+    try:
+        encode(aux)
+    except NotPlainError:
+        return False
+    return True
+
+
+def _call_serializer(node: Node, name: str, serialize: Callable[[Any], Any]) -> bytes:
+    try:
+        return bytes(memoryview(serialize(node.aux)))
+    except Exception as error:  # the program's own code
+        raise TreeError(
+            f"the serializer registered for {node.class_name} as {name!r} failed: {error!r}; nothing was written"
+        ) from error
+
+
+def usable_class(node: Node) -> type | None:
+    """The class a Node can be rebuilt as: the live one, or one that this program has registered; else None."""
+    cls = node.cls if node.cls is not None else _registered_class(node)
+    if cls is None:
+        return None
+    if node.kind == "namedtuple":
+        return cls if issubclass(cls, tuple) and getattr(cls, "_fields", 0) == node.names else None
+    if node.cls is None and not node.has_aux:
+        if node.aux_bytes is not None:
+            usable = deserializer_named(node.registered) is not None
+        else:
+            node = replace(node, aux=None if node.static is None else build_static(cls, node.static))
+            usable = node.aux is not None
+        if not usable:
+            return None
+    return cls if _treedef(cls, node) is not None else None
+
+
+def _registered_class(node: Node) -> type | None:
+    """The class registered under the stored name, wherever it is defined now; else the one at the stored place."""
+    found = deserializer_named(node.registered) if node.registered else None
+    return find_class(node.class_name) if found is None else found[0]
+
+
+def find_class(class_name: str) -> type | None:
+    """A class by `module:qualname`, if the program has imported it. Nothing is imported to find it."""
+    module, _, qualname = class_name.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = vars(found).get(name) if isinstance(found, types.ModuleType | type) else None
+    return found if isinstance(found, type) else None
+
+
+def _treedef(cls: type, node: Node) -> Any:
+    """JAX's description of one node of a registered class; None if the class is not registered."""
+    if "jax" not in sys.modules and cls is not OpaqueNode:
+        return None  # nothing can be registered with it
+    from jax import tree_util
+
+    _register_opaque_nodes()
+    leaves = [tree_util.tree_structure(0)] * len(node.names)
+    try:
+        return tree_util.PyTreeDef.from_node_data_and_children(tree_util.default_registry, (cls, node.aux), leaves)
+    except (ValueError, TypeError, RuntimeError):
+        return None
+
+
+def _build_namedtuple(node: Node, children: list[Any]) -> Any:
+    cls = usable_class(node)
+    if cls is not None:
+        return tuple.__new__(cls, children)  # not cls(…): a file must not choose which code runs
+    name = node.class_name.rpartition(".")[2].rpartition(":")[2]
+    try:
+        return namedtuple(name, node.names)(*children)  # pyright: ignore[reportUntypedNamedTuple]
+    except ValueError:  # names that no namedtuple can have
+        return OpaqueNode(node.class_name, dict(zip(node.names, children, strict=True)))
+
+
+def fields_of(cls: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields; none for any other class."""
+    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
+
+
+def is_loaded_otherwise(node: Node) -> bool:
+    """Whether the class has other fields than when it was saved, which `rebuild` reports."""
+    cls = _registered_class(node)
+    return cls is not None and len(fields_of(cls)) != len(node.fields)
+
+
+def _as_it_is_now(cls: type, node: Node, children: list[Any]) -> tuple[Node, list[Any]] | None:
+    """A saved dataclass in the field order its class has now; None if its fields, or the static ones, have changed.
+
+    The order is read off an instance whose fields hold their own names.
+    """
+    if set(fields_of(cls)) != set(node.fields):
+        return None
+    from jax import tree_util
+
+    try:
+        probe: Any = object.__new__(cls)
+        for name in node.fields:
+            object.__setattr__(probe, name, name)
+        pairs, treedef = tree_util.tree_flatten_with_path(probe, is_leaf=lambda x: x is not probe)
+        order = [str(value) for _, value in pairs]
+        static = [str(value) for value in treedef.node_data()[1]]
+    except Exception as error:  # noqa: BLE001  (the class's own code, on values it may not expect)
+        log.warning("the fields of %s cannot be compared with the saved ones: flattening it raised %s", cls, error)
+        return None
+    saved_static = [name for name in node.fields if name not in node.names]
+    if sorted(order) != sorted(node.names) or sorted(static) != sorted(saved_static):
+        return None
+    placed = dict(zip(node.names, children, strict=True))
+    if node.aux_bytes is not None:  # only the registered function knows the order of what it returns
+        same = static == saved_static
+        return (replace(node, names=tuple(order)), [placed[n] for n in order]) if same else None
+    if not isinstance(node.aux, tuple) or len(cast(Any, node.aux)) != len(saved_static):
+        return None
+    by_name = dict(zip(saved_static, cast(Any, node.aux), strict=True))
+    return replace(node, names=tuple(order), aux=tuple(by_name[n] for n in static)), [placed[n] for n in order]
+
+
+def _build_custom(node: Node, children: list[Any]) -> Any:
+    cls = _registered_class(node) if node.cls is None else node.cls
+    if cls is not None and node.cls is None and node.fields:
+        now = _as_it_is_now(cls, node, children)
+        if now is None:
+            log.warning("%s has other fields than when it was saved: it is loaded as an OpaqueNode", node.class_name)
+            return OpaqueNode(node.class_name, dict(zip(node.names, children, strict=True)))
+        node, children = now
+    cls = usable_class(node)
+    if cls is None:
+        return OpaqueNode(node.class_name, dict(zip(node.names, children, strict=True)))
+    try:
+        return _treedef(cls, _with_aux(cls, node)).unflatten(children)
+    except Exception as error:  # the class's own code: it may refuse what an older version of it saved
+        raise TreeError(f"{node.class_name} refused the saved values ({error}); load with template=") from error
+
+
+def _with_aux(cls: type, node: Node) -> Node:
+    """The node with its auxiliary data as an object."""
+    if node.cls is not None or node.has_aux:
+        return node
+    if node.static is not None:
+        return replace(node, aux=build_static(cls, node.static))
+    found = deserializer_named(node.registered)
+    assert found is not None
+    assert node.aux_bytes is not None
+    return replace(node, aux=found[1](node.aux_bytes))
+
+
+def _build_dict(node: Node, children: list[Any]) -> Any:
+    pairs = zip(node.keys, children, strict=True)
+    if node.kind == "odict":
+        return OrderedDict(pairs)
+    return defaultdict(node.aux, pairs) if node.kind == "defaultdict" else dict(pairs)
+
+
+_BUILDERS: dict[str, Callable[[Node, list[Any]], Any]] = {
+    "list": lambda node, children: children,
+    "tuple": lambda node, children: tuple(children),
+    "dict": _build_dict,
+    "odict": _build_dict,
+    "defaultdict": _build_dict,
+    "namedtuple": _build_namedtuple,
+    "custom": _build_custom,
+}

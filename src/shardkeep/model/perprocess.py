@@ -1,0 +1,306 @@
+"""Leaves that differ between processes, and how their values are stored.
+
+The values of one leaf are stored as a uint8 array of rows. Each process has as many consecutive rows as its value
+needs, padded with zeros, and writes only those. docs/format.md specifies the encoding of a value.
+"""
+
+import json
+import math
+import reprlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from shardkeep.errors import IntegrityError, an
+from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
+from shardkeep.model.nodes import LEAF, Child
+from shardkeep.model.records import record
+from shardkeep.model.tree import Leaf, Path, Skeleton
+from shardkeep.model.values import Json, NotPlainError, decode, encode, show
+
+KIND = "per_process"
+_MAX_DEPTH = 100  # of containers in one value
+_ROUND = 64
+_WIDEST = 16 << 20  # bytes of a row: little is wasted, and a row is one chunk of a zarr array
+_START = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PerProcess:
+    """A leaf whose value differs between processes, such as the state of a data iterator.
+
+    Put it anywhere in a tree. Each process saves its own value, and `load` gives each process its own value back,
+    without the wrapper. The number of processes must be the same then; with `load(..., per_process="all")` every
+    process gets the list of all values instead, whatever the number of processes. JAX takes it as a leaf.
+
+    Args:
+        value: A str, int, float, complex, bool, None, bytes, NumPy scalar or NumPy array, or dicts, lists and tuples of
+            them, nested as you like. A JAX array of this process is saved, and comes back, as a NumPy array.
+
+    >>> import numpy as np, shardkeep
+    >>> state = {"w": np.zeros(3), "data": PerProcess({"epoch": 2, "offset": 1024})}
+    >>> _ = shardkeep.save(tmp / "step_7", state)
+    >>> shardkeep.load(tmp / "step_7")["data"]
+    {'epoch': 2, 'offset': 1024}
+    >>> shardkeep.load(tmp / "step_7", per_process="all")["data"]
+    [{'epoch': 2, 'offset': 1024}]
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerProcess) and _is_same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash((PerProcess, self.value))
+
+    def __repr__(self) -> str:
+        return f"PerProcess({_short.repr(self.value)})"
+
+
+class _Short(reprlib.Repr):
+    """Values in a few words: of arrays their types, of long containers how they begin."""
+
+    def repr_ndarray(self, array: Any, _: int) -> str:
+        return f"{array.dtype}{list(array.shape)}"
+
+    repr_ArrayImpl = repr_ndarray
+
+
+_short = _Short()
+_short.maxother = _short.maxstring = 60
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values are equal; of arrays also their types and shapes."""
+    if hasattr(a, "dtype") and hasattr(b, "dtype"):
+        one, other = np.asarray(a), np.asarray(b)
+        return one.dtype == other.dtype and one.shape == other.shape and bool(np.all(one == other))
+    if type(a) is not type(b) or not isinstance(a, dict | list | tuple):
+        return a is b or bool(a == b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in cast(dict[Any, Any], a))
+    return len(cast(Any, a)) == len(b) and all(map(_is_same, cast(Any, a), b))
+
+
+def find_problem(
+    value: Any, problem_of: Callable[[Any], str | None], where: str = "PerProcess value", depth: int = 0
+) -> str | None:
+    """Why a value cannot be saved, and where in it; None if it can. `problem_of` judges what is not a container."""
+    if depth > _MAX_DEPTH:
+        return f"{where:.60}…: nested too deeply (over {_MAX_DEPTH} levels), or contains itself"
+    if type(value) not in (dict, list, tuple):
+        problem = problem_of(value)
+        return None if problem is None else f"{where}: {problem}"
+    pairs = cast(dict[Any, Any], value).items() if isinstance(value, dict) else enumerate(cast(Sequence[Any], value))
+    for key, inside in pairs:
+        try:
+            encode(key)
+        except NotPlainError as error:
+            key = f"dict key {show(key):.60} is {an(str(error))}"
+            return f"{where}: {key}; use str, int, float, bool, None, bytes or tuples of them"
+        problem = find_problem(inside, problem_of, f"{where}[{show(key):.60}]", depth + 1)
+        if problem is not None:
+            return problem
+    return None
+
+
+def size_of(value: Any) -> int:
+    """About how many bytes the data in a value takes: the arrays and the bytes in it."""
+    if isinstance(value, dict | list | tuple):
+        inside = cast(dict[Any, Any], value).values() if isinstance(value, dict) else cast(Sequence[Any], value)
+        return sum(map(size_of, inside))
+    return len(value) if isinstance(value, bytes | str) else int(getattr(value, "nbytes", 0))
+
+
+def encode_value(value: Any) -> Array:
+    """The bytes of a value that `find_problem` found nothing wrong with: 8 of length, JSON, then arrays and bytes."""
+    data: list[Any] = []
+    text = json.dumps(_encode(value, data), separators=(",", ":")).encode()
+    return np.frombuffer(b"".join([_START.pack(len(text)), text, *data]), np.uint8)
+
+
+def _encode(value: Any, data: list[Any]) -> Json:
+    """The typed JSON of a value. `data` gets the bytes that it speaks of."""
+    if type(value) is dict:
+        return {"dict": [[encode(key), _encode(inside, data)] for key, inside in cast(dict[Any, Any], value).items()]}
+    if type(value) is list or type(value) is tuple:
+        children = [_encode(inside, data) for inside in cast(Sequence[Any], value)]
+        return children if isinstance(value, list) else {"tuple": children}
+    if type(value) is bytes:
+        data.append(value)
+        return {"data": len(value)}
+    if isinstance(value, np.generic) or not hasattr(value, "dtype"):
+        return encode(value)
+    array: Array = np.asarray(value)
+    native = array.dtype.newbyteorder("=")
+    data.append(np.ascontiguousarray(array, native).reshape(-1).view(np.uint8).data)
+    order = [] if array.dtype == native else [">"]
+    return {"array": [dtype_name(array.dtype), list(array.shape), *order]}
+
+
+def decode_value(raw: Array) -> Any:
+    """The value that `encode_value` was given; `ValueError` for any other bytes."""
+    if raw.size < _START.size:
+        raise ValueError("it is too short")
+    (length,) = _START.unpack(raw[: _START.size].tobytes())
+    reader = _Reader(raw, _START.size)
+    try:
+        document = json.loads(reader.take(length).tobytes(), object_pairs_hook=_one_pair)
+        value = _decode(document, reader, 0)
+    except (KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if reader.position != raw.size:
+        raise ValueError(f"{raw.size - reader.position:,} bytes are left over")
+    return value
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Bytes that are taken one after another, each once: what is decoded is never larger than what is stored."""
+
+    raw: Array
+    position: int
+
+    def take(self, count: int) -> Array:
+        if not 0 <= count <= self.raw.size - self.position:
+            raise ValueError(f"it speaks of {count:,} bytes where it has {self.raw.size - self.position:,}")
+        self.position += count
+        return self.raw[self.position - count : self.position]
+
+
+def _one_pair(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) != 1:
+        raise ValueError("an object that is no typed value")
+    return dict(pairs)
+
+
+def _decode(data: Any, reader: _Reader, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(data, list):
+        return [_decode(inside, reader, depth + 1) for inside in cast(list[Any], data)]
+    tag, body = next(iter(cast(dict[str, Any], data).items())) if isinstance(data, dict) else ("", None)
+    if tag == "tuple":
+        return tuple(_decode(inside, reader, depth + 1) for inside in _checked_list(body))
+    if tag == "dict":
+        pairs = [(decode(key), _decode(inside, reader, depth + 1)) for key, inside in _checked_list(body)]
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a dict key appears twice")
+        return dict(pairs)
+    if tag == "data":
+        return reader.take(_count(body)).tobytes()
+    return _decode_array(reader, *_checked_list(body)) if tag == "array" else decode(data)
+
+
+def _decode_array(reader: _Reader, name: Any, sizes: Any, order: Any = "<") -> Array:
+    dtype, shape = dtype_from_name(name), tuple(map(_count, _checked_list(sizes)))
+    swapped = order == ">" and dtype.kind != "V"
+    if not (swapped or order == "<") or not is_possible(shape, dtype.itemsize):
+        raise ValueError(f"impossible array {name}{list(shape)}")
+    raw = reader.take(math.prod(shape) * dtype.itemsize)
+    array: Array = np.empty(shape, dtype)  # its own memory: the caller may write to it
+    array.reshape(-1).view(np.uint8)[...] = raw
+    return array.astype(dtype.newbyteorder(">")) if swapped else array
+
+
+def _checked_list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("a list is missing")
+    return cast(list[Any], value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"not a size: {value!r:.60}")
+    return value
+
+
+@record
+class Rows:
+    """Which rows of the stored array hold the value of which process."""
+
+    lengths: tuple[int, ...]  # bytes of each process's value
+    width: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Rows":
+        """The rows for values of these lengths.
+
+        >>> Rows.of([10, 200]).shape
+        (2, 256)
+        """
+        return cls(tuple(lengths), min(-(-max(lengths) // _ROUND) * _ROUND, _WIDEST))
+
+    @classmethod
+    def stored(cls, lengths: Any, spec: ArraySpec) -> "Rows":
+        """The rows of a stored leaf; `ValueError` if it cannot have been written like that."""
+        found = cls(tuple(map(_count, _checked_list(lengths))), spec.shape[1] if len(spec.shape) == 2 else 0)
+        if spec.dtype != np.uint8 or not found.lengths or 0 in (found.width, *found.lengths):
+            raise ValueError("the values of processes are missing")
+        if found.shape != spec.shape:
+            raise ValueError(f"values of {len(found.lengths)} processes do not fill {list(spec.shape)}")
+        return found
+
+    @property
+    def counts(self) -> list[int]:
+        return [-(-length // self.width) for length in self.lengths]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (sum(self.counts), self.width)
+
+    @property
+    def spec(self) -> ArraySpec:
+        return ArraySpec(self.shape, np.dtype(np.uint8))
+
+    def region(self, process: int) -> Region:
+        """The rows of a process."""
+        counts = self.counts
+        return Region((sum(counts[:process]), 0), (counts[process], self.width))
+
+    @property
+    def shares(self) -> tuple[tuple[Region, int], ...]:
+        """Every row, and the process that writes it."""
+        owners = [process for process, count in enumerate(self.counts) for _ in range(count)]
+        return tuple((Region((row, 0), (1, self.width)), process) for row, process in enumerate(owners))
+
+    def fill(self, process: int, raw: Array) -> Array:
+        """The rows of a process with its bytes in them."""
+        filled: Array = np.zeros((self.counts[process], self.width), np.uint8)
+        filled.reshape(-1)[: raw.size] = raw
+        return filled
+
+    def decode(self, process: int, rows: Array, key: str) -> Any:
+        """The value of a process, from its rows; `IntegrityError` if it is malformed."""
+        try:
+            return decode_value(rows.reshape(-1)[: self.lengths[process]])
+        except ValueError as error:
+            raise IntegrityError(f"leaf {key!r}: the value of process {process} is malformed: {error}") from error
+
+
+def fold_containers(skeleton: Skeleton, leaves: Sequence[Leaf], places: set[Path]) -> tuple[Skeleton, list[Leaf]]:
+    """A template in which there is one leaf in each of these places, also where it has a container.
+
+    A `PerProcess` leaf may hold a dict, and comes back as one: so a loaded tree can be the next template.
+    """
+    remaining = iter(leaves)
+    folded: list[Leaf] = []
+
+    def fold(node: Child, path: Path) -> Child:
+        if node is None:
+            return None
+        if node is LEAF:
+            folded.append(next(remaining))
+            return LEAF
+        before = len(folded)
+        below = tuple(fold(child, (*path, name)) for name, child in zip(node.names, node.children, strict=True))
+        if path not in places:
+            return replace(node, children=below)
+        folded[before:] = [Leaf(path, PerProcess(None))]
+        return LEAF
+
+    return Skeleton(fold(skeleton.root, ())), folded

@@ -1,0 +1,277 @@
+"""The JAX processes that save or load together, and how they communicate.
+
+They exchange keys and values through the coordination service that JAX already runs. No device is involved, so a save
+in the background never interferes with the collectives of training. Process 0 is the leader: the others send it their
+part, it decides, and they read its answer. A process that waits also watches the others for errors and heartbeats:
+
+- if a process fails, all others raise its error immediately, with its index;
+- if it dies or is stopped, it sends no more heartbeats and is given up (`SHARDKEEP_PROCESS_SILENCE`, 20 seconds);
+- if it is slow, it keeps sending heartbeats, and the others wait;
+- if it never makes the call, the others wait until a deadline (`SHARDKEEP_PROCESS_DEADLINE`, 300 seconds).
+
+Calls to the service have the same time limit as heartbeats, since the process that runs it may be stopped too.
+Operations are numbered by the order of calls, so every process must make the same calls in the same order.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from shardkeep.errors import ProcessError, ShardkeepError, error_named
+from shardkeep.processes.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
+
+
+class Operation:
+    """One save or load that every process of the group takes part in. The group may be a single process.
+
+    Use it as a context manager: an error raised inside is also raised by the other processes, as soon as they wait.
+
+    >>> with join("save to x") as operation:
+    ...     operation.gather(7), operation.share(8)
+    ([7], 8)
+    """
+
+    over: bool = True  # no other process is waiting for this one
+    _keys: str = ""
+
+    def __init__(self, what: str, group: "Group | None" = None) -> None:
+        self.what = self._called = what
+        self.index, self.size = (group.index, group.size) if group else (LEADER, 1)
+        self.leads = self.index == LEADER
+        self._group = group
+        self._round = 0
+        if group is not None:
+            try:
+                with doing(what):
+                    self._begin(group)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def _begin(self, group: "Group") -> None:
+        """Take the next number and tell the other processes that this one takes part."""
+        self._keys, self.over = group.next_keys(), False
+        while not self.leads and group.was_given_up(self._keys, self.index, self.what):
+            self._keys = group.next_keys()
+        self._silence, self._deadline = seconds_of(SILENCE), seconds_of(DEADLINE)
+        group.patience = self._silence
+        group.enter(self, self.what, self._keys)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collect a JSON value from every process: a list by process index on the leader, empty on the others."""
+        if self._group is None:
+            return [value]
+        self._round += 1
+        if self.leads:
+            return self._collect(Watch(self._group, self.what, self._silence, self._deadline), value)
+        self._set(f"member/{self.index}/{self._round}", json.dumps(value))
+        return []
+
+    def share(self, value: Any = None) -> Any:
+        """Send a JSON value from the leader to all processes, and return it."""
+        if self._group is None:
+            return value
+        self._round += 1
+        if not self.leads:
+            return self._hear(Watch(self._group, self.what, self._silence, self._deadline))
+        self._set(f"leader/{self._round}", json.dumps(value))
+        return value
+
+    def _set(self, key: str, value: str) -> None:
+        assert self._group is not None
+        with doing(self.what):
+            self._group.set(f"{self._keys}/{key}", value)
+
+    def _list(self, directory: str) -> list[tuple[str, str]]:
+        """The keys in a directory, relative to it, and their values."""
+        assert self._group is not None
+        start = f"{self._keys}/{directory}"
+        with doing(self.what):
+            return [(key.removeprefix(start), text) for key, text in self._group.list(start)]
+
+    def _collect(self, watch: "Watch", value: Any) -> list[Any]:
+        """The values that all processes sent in this round, by process index."""
+        found: dict[int, Any] = {LEADER: value}
+        lost = None
+        while True:
+            begun: set[int] = set()
+            for key, text in self._list("member/"):
+                member, _, name = key.partition("/")
+                begun.add(int(member))
+                if name == "error":
+                    raise _as_error(json.loads(text))
+                if name == str(self._round):
+                    found[int(member)] = json.loads(text)
+            missing = [i for i in range(self.size) if i not in found]
+            if not missing:
+                return [found[i] for i in range(self.size)]
+            if lost is not None:
+                raise lost
+            lost = watch.look(missing, begun)  # raised after another look: its last value may have just arrived
+
+    def _hear(self, watch: "Watch") -> Any:
+        lost = None
+        while True:
+            said = dict(self._list("leader/"))
+            if str(self._round) in said:
+                return json.loads(said[str(self._round)])
+            if "abort" in said:
+                raise _as_error(json.loads(said["abort"]))
+            if lost is not None:
+                raise lost
+            lost = watch.look([LEADER], {LEADER} if said else set())
+
+    def heard(self) -> ShardkeepError | None:
+        """The error that another process reported, if any; an error here may only be its consequence."""
+        if self._group is None:
+            return None
+        with suppress(ProcessError):
+            for key, text in self._list(""):
+                if key.endswith(("/error", "/abort")):
+                    return _as_error(json.loads(text))
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error to the other processes: now, or as soon as the service answers again."""
+        self.over = True
+        if self._group is None or not self._keys:
+            return
+        record = getattr(error, "record", None) or {
+            "process": self.index,
+            "kind": type(error).__name__,
+            "message": str(error),
+        }
+        self._group.tell(*self._as_failed(record))
+
+    def _as_failed(self, record: dict[str, Any]) -> tuple[str, str]:
+        key = "leader/abort" if self.leads else f"member/{self.index}/error"
+        return f"{self._keys}/{key}", json.dumps({**record, "what": self._called})
+
+    def __enter__(self) -> "Operation":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.over = True
+
+    def __del__(self) -> None:
+        # Interrupted before it was entered as a context: the other processes must not wait for it.
+        if not self.over and self._keys and self._group is not None:
+            message = f"{self.what}: the call was interrupted"
+            self._group.unsaid.append(
+                self._as_failed({"process": self.index, "kind": "ProcessError", "message": message})
+            )
+
+
+def join(what: str) -> Operation:
+    """Take part in the group's next operation. Call this in the user's thread: the order of calls must be the same."""
+    operation: Operation | None = getattr(_announced, "operation", None)
+    if operation is not None:
+        _announced.operation = None  # the next call is another operation
+        if operation is ALONE or not operation.over:
+            if operation.size > 1:
+                operation.what = what  # more is known about it by now
+            return operation
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    size = distributed.global_state.num_processes or 1
+    return ALONE if client is None or size == 1 else Operation(what, _group_of(client, size, what))
+
+
+def _group_of(client: Any, size: int, what: str) -> Group:
+    """The group of processes that a client belongs to."""
+    from jax._src import distributed
+
+    if client is _inherited:
+        raise ProcessError(
+            f"{what}: this process was forked from one of {size} JAX processes that save and load together, and their "
+            "connection does not survive a fork. Save and load in the parent process, or start the child with "
+            "multiprocessing's 'spawn' method"
+        )
+    # No lock: a signal handler that saves may run between any two of these lines.
+    group = _groups.get(id(client)) or _groups.setdefault(
+        id(client), Group(client, distributed.global_state.process_id, size)
+    )
+    for other in list(_groups):
+        if other != id(client) and (old := _groups.pop(other, None)) is not None:
+            old.close()  # it belongs to an earlier jax.distributed.initialize()
+    group.live()
+    return group
+
+
+@contextmanager
+def announced(what: str) -> Generator[Operation]:
+    """Take part from here on, so that errors in the arguments reach the other processes too. `join` returns the same.
+
+    >>> with announced("saving to x") as operation:
+    ...     join("saving to /somewhere/x") is operation
+    True
+    """
+    before: Operation | None = getattr(_announced, "operation", None)  # set if a signal handler calls this
+    try:
+        _announced.operation = None
+        with join(what) as operation:
+            _announced.operation = operation
+            yield operation
+    finally:
+        _announced.operation = before
+
+
+def _as_error(record: dict[str, Any]) -> ShardkeepError:
+    """An error that another process reported, as an exception of the same class."""
+    kind = error_named(record["kind"])
+    if record.get("lost"):
+        told = record["message"]
+    elif kind is None:
+        told = f"process {record['process']}: {record['kind']}: {record['message']}"
+    else:
+        told = f"process {record['process']}: {record['message']}"
+    error = (kind or ProcessError)(told)
+    error.record, error.told = record, True
+    return error
+
+
+def tell_end_at_exit() -> None:
+    """Have `_end` called at the end of the program, before JAX shuts down: so only once JAX is imported."""
+    global _tells_end
+    if not _tells_end and "jax" in sys.modules:
+        _tells_end = True
+        atexit.register(_end)
+
+
+def _end() -> None:
+    """When the program exits, even if it never saved anything: the other processes need not wait for it."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None or client is _inherited or (distributed.global_state.num_processes or 1) == 1:
+        return
+    group = _groups.get(id(client)) or Group(client, distributed.global_state.process_id, 2)
+    group.end()
+
+
+def _leave_parent() -> None:
+    """In a forked child: it is not a member of its parent's group and cannot communicate with it."""
+    global _inherited
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    _inherited = getattr(state, "client", None)
+    for group in _groups.values():
+        group.forked = True
+    _groups.clear()
+    _announced.operation = None
+
+
+ALONE = Operation("")
+_groups: dict[int, Group] = {}  # by the id of JAX's current client
+_inherited: Any = None  # the client of the process this one was forked from
+_announced = threading.local()
+os.register_at_fork(after_in_child=_leave_parent)
+_tells_end = False
+tell_end_at_exit()

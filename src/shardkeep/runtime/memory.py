@@ -1,0 +1,252 @@
+"""Host memory: aligned for JAX, and a budget for what saves and loads hold."""
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shardkeep.model.arrays import Array
+from shardkeep.model.records import record
+from shardkeep.runtime.scopes import LOOK, Bell, Scope, is_nested, sweep
+
+log = logging.getLogger("shardkeep")
+
+_HUGE = 2 << 20
+_SLAB = 32 << 20  # limits the memory that one array keeps alive when the others of its slab are gone
+ALIGN = 64
+PAGE = 4096
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def aligned_empty(nbytes: int) -> Array:
+    """New host memory that JAX can use without a copy: 64-byte aligned, and in huge pages if it is large."""
+    if nbytes < _HUGE:
+        memory = np.empty(nbytes + ALIGN, dtype=np.uint8)
+        start = -memory.ctypes.data % ALIGN
+        return memory[start : start + nbytes]
+    # Not reserved: if only a part of a large array is read, only the touched pages use memory.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)
+
+
+def release_freed() -> int:
+    """Return freed memory that the C library keeps to the system; gives the number of bytes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return 0
+    before = _resident()
+    trim(0)
+    return before - _resident()
+
+
+def _resident() -> int:
+    """The resident memory of this process in bytes."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+class Slabs:
+    """Memory for many arrays. Small ones share huge pages, which are much faster to touch than small pages.
+
+    Args:
+        sizes: The sizes of all arrays that will be asked for, in bytes.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._left = sum(map(room, sizes))
+        self._slab, self._start = aligned_empty(0), 0
+
+    def take(self, nbytes: int) -> Array:
+        """Memory for one of the announced arrays."""
+        taken = room(nbytes)
+        if self._start + taken > self._slab.size:
+            self._slab, self._start = aligned_empty(max(taken, min(self._left, _SLAB))), 0
+        memory = self._slab[self._start : self._start + nbytes]
+        self._start += taken
+        self._left -= taken
+        return memory
+
+
+def room(nbytes: int) -> int:
+    """The space that an array of `nbytes` takes in a sequence of aligned arrays."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """The offsets of arrays of these sizes in one block of memory, and its size. Multiples of a page come first.
+
+    >>> lay_out([100, 4096, 8192])
+    ([12288, 0, 4096], 12416)
+    """
+    starts, end = [0] * len(sizes), 0
+    for whole_pages in (True, False):
+        for number, nbytes in enumerate(sizes):
+            if (nbytes % PAGE == 0) is whole_pages:
+                starts[number] = end
+                end += room(nbytes)
+    return starts, end
+
+
+def address_of(memory: Array) -> int:
+    return memory.__array_interface__["data"][0]
+
+
+@record
+class Shard:
+    """The data of one region in host memory. `stable` means that nothing can change it while it is being written."""
+
+    data: Array
+    stable: bool
+
+
+class MemoryBudget:
+    """The number of bytes that pending snapshots and running loads may hold in total."""
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+        self._claims: dict[Claim, int] = {}
+        self._lock = threading.RLock()
+        self._changed = Bell()
+
+    @property
+    def limit(self) -> int:
+        if self._limit is None:
+            text = os.environ.get("SHARDKEEP_MEMORY_BUDGET")
+            self._limit = int(text) if text else available_memory() // 2
+        return self._limit
+
+    @property
+    def used(self) -> int:
+        return sum(tuple(self._claims.values()))
+
+    def set(self, nbytes: int | None) -> None:
+        if nbytes is not None and nbytes <= 0:
+            raise ValueError(f"the memory budget must be positive, got {nbytes}")
+        self._limit = nbytes
+        self._changed.ring()
+
+    def take(self, claim: "Claim", nbytes: int, what: str) -> None:
+        """Wait until `nbytes` fit. A request larger than the whole budget waits until nothing else is held."""
+        nested = is_nested(claim.scope)  # then the interrupted call cannot release memory before this one returns
+        said = False
+        with self._changed.waiting() as wait:
+            while True:
+                with self._lock:
+                    if nested or self._fits(nbytes):
+                        self._claims[claim] = nbytes
+                        return
+                if not said:
+                    said = True
+                    log.warning(
+                        "%s is waiting for memory: earlier saves hold %s of the budget of %s bytes",
+                        what,
+                        f"{self.used:,}",
+                        f"{self.limit:,}",
+                    )
+                wait(LOOK)
+                sweep()
+
+    def give_back(self, claim: "Claim") -> None:
+        self._claims.pop(claim, None)
+        self._changed.ring()
+
+    def _fits(self, nbytes: int) -> bool:
+        used = self.used
+        return used == 0 or used + nbytes <= self.limit
+
+    def start_over(self) -> None:
+        """Reset in a forked child, which holds nothing."""
+        self._claims, self._lock, self._changed = {}, threading.RLock(), Bell()
+
+
+class Claim:
+    """The share of the budget that one call holds."""
+
+    def __init__(self, budget: MemoryBudget, scope: Scope) -> None:
+        self._budget, self.scope = budget, scope
+
+    def take(self, nbytes: int, what: str) -> None:
+        self._budget.take(self, nbytes, what)
+
+    def release(self) -> None:
+        self._budget.give_back(self)
+
+
+budget = MemoryBudget()
+os.register_at_fork(after_in_child=budget.start_over)
+
+
+def set_memory_budget(nbytes: int | None) -> None:
+    """Limit the host memory that pending saves and running loads hold in total.
+
+    A `save_async` that would exceed the limit waits for earlier saves and logs a warning. A single save larger than the
+    limit runs on its own.
+
+    Args:
+        nbytes: The limit in bytes. None restores the default: `SHARDKEEP_MEMORY_BUDGET` bytes if that variable is set,
+            else half of the memory that is available to the machine or container when the limit is first needed.
+
+    Raises:
+        ValueError: If `nbytes` is zero or negative.
+
+    >>> set_memory_budget(8 << 30)
+    >>> set_memory_budget(None)
+    """
+    budget.set(nbytes)
+
+
+def available_memory() -> int:
+    """The memory in bytes that this process can still use, limited by the machine and by the container."""
+    free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, used in _cgroup_files():
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None:
+            free = min(free, max(most - now, 0))
+    return max(free, 64 << 20)
+
+
+def _cgroup_files() -> list[tuple[str, str]]:
+    """The (limit, usage) files of the memory cgroups of this process, from the innermost to the root."""
+    found: list[tuple[str, str]] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = "/sys/fs/cgroup" if controllers == "" else "/sys/fs/cgroup/memory"
+        names = ("memory.max", "memory.current")
+        names = names if controllers == "" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        parts = [part for part in group.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            place = "/".join([base, *parts[:depth]])
+            found.append((f"{place}/{names[0]}", f"{place}/{names[1]}"))
+    return found
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # the file is missing or contains "max": no limit
+        return None

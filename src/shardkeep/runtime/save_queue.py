@@ -1,0 +1,46 @@
+"""The order of saves: saves to one target run one after another, in the order of the calls."""
+
+import os
+from contextlib import suppress
+
+from shardkeep.errors import ConflictError
+from shardkeep.runtime.scopes import LOOK, Latch, Scope, sweep
+
+
+class QueueEntry:
+    """The place of a save in the queue for a target, from `enter` to `release`."""
+
+    def __init__(self, target: str, scope: Scope) -> None:
+        self._target, self._scope = target, scope
+        self._done = Latch()
+
+    def enter(self) -> None:
+        """Join the end of the queue."""
+        _queue.append(self)
+
+    def wait(self) -> None:
+        """Wait until all earlier saves to the target have ended."""
+        while ahead := self._ahead():
+            for other in ahead:
+                if other._scope.is_below:
+                    raise ConflictError(
+                        f"{self._scope.what}: a signal handler made this call while the same thread was "
+                        f"{other._scope.what}, so waiting for that would never end. Nothing was written. In a signal "
+                        "handler, save to another path, or set a flag and save from the training loop"
+                    )
+            if not ahead[-1]._done.wait(LOOK):
+                sweep()  # the cleanup of that save may have been interrupted
+
+    def _ahead(self) -> "list[QueueEntry]":
+        entries = list(_queue)
+        mine = entries.index(self) if self in entries else 0
+        return [other for other in entries[:mine] if other._target == self._target and not other._done.is_set]
+
+    def release(self) -> None:
+        self._done.set()
+        with suppress(ValueError):
+            _queue.remove(self)
+
+
+_queue: list[QueueEntry] = []
+os.register_at_fork(after_in_child=_queue.clear)

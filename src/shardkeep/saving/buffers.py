@@ -1,0 +1,97 @@
+"""Detects whether a JAX array on CPU owns its memory or aliases memory of the program, which may change at any time.
+
+`jax.device_put`, dlpack imports and similar functions alias aligned host memory instead of copying it, and JAX has no
+public way to tell. But jaxlib records where each array was created (`Array.traceback`). The innermost frame is a
+function of JAX that places memory, a function that runs a computation, or the caller of a compiled function that took
+its fast path. Copies that share the buffer, such as `x[:]`, share the record too. An unknown origin is treated as
+memory of the program: that costs a copy, but never correctness. Canary tests check these assumptions.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from shardkeep.model.arrays import Array
+from shardkeep.runtime.memory import PAGE, Shard, address_of
+
+_LARGE = 1 << 20  # memory of XLA this large almost never starts on a page boundary; smaller blocks sometimes do
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_JAX = os.path.dirname(jax.__file__) + os.sep
+
+# Functions of JAX that only run compiled code. Several are fast paths for computations outside of jit.
+_COMPUTES = frozenset(
+    (
+        ("interpreters/pxla.py", "ExecuteReplicated.__call__"),
+        ("dispatch.py", "apply_primitive"),
+        ("pjit.py", "_pjit_call_impl"),
+        ("pmap.py", "pmap.<locals>.wrapped"),
+        ("shard_map.py", "pmap.<locals>.wrapped"),  # its place in JAX 0.8
+        ("numpy/ufunc_api.py", "ufunc.__call__"),
+    )
+)
+_LOADS = ("loading/place.py", "_onto_devices")  # the function that places memory which a load has read or mapped
+
+
+# The origin of an array. Not an Enum: attribute lookups are too slow for thousands of arrays.
+_UNKNOWN = 0  # it may alias memory of the program
+_CALLED = 1  # created by code outside of JAX, which called a compiled function unless it used jaxlib directly
+_CERTAIN = 2  # a result of XLA in its own memory, or memory of a load, which nothing else refers to
+
+_last: tuple[Any, int] = (None, _UNKNOWN)
+
+
+def owns_its_buffer(array: jax.Array) -> bool:
+    """Whether only XLA can change the memory of this CPU array, judging by its traceback."""
+    traceback: Any = getattr(array, "traceback", None)
+    return traceback is not None and _origin(traceback) != _UNKNOWN
+
+
+def shards_of(array: jax.Array, parts: Sequence[Array]) -> list[Shard]:
+    """Parts of the memory of a CPU array as shards. They are stable if only XLA can change them."""
+    global _last
+    traceback: Any = getattr(array, "traceback", None)
+    if traceback is None:
+        return [Shard(part, False) for part in parts]
+    last, origin = _last
+    if traceback is not last:  # the results of one call share a traceback, and comparing it by value is slower
+        origin = _origin(traceback)
+        _last = (traceback, origin)
+    if origin == _CALLED and parts and parts[0].nbytes >= _LARGE:
+        # A second check: XLA allocates with malloc, which places a header before large blocks, so they never start
+        # on a page boundary.
+        return [Shard(part, address_of(part) % PAGE != 0) for part in parts]
+    return [Shard(part, origin != _UNKNOWN) for part in parts]
+
+
+@lru_cache(maxsize=1024)
+def _origin(traceback: Any) -> int:
+    places = [_place(frame.file_name, frame.function_name) for frame in traceback.frames]
+    if not places:
+        return _UNKNOWN
+    package, *innermost = places[0]
+    if package == "jax" and tuple(innermost) in _COMPUTES:
+        return _CERTAIN
+    if package == "":
+        return _CALLED
+    outside = [place for place in places if place[0] != "jax"]
+    for package, file, function in outside:
+        if package != "shardkeep" or file != _LOADS[0]:  # a function or callback that the program passed to the load
+            return _UNKNOWN
+        if function == _LOADS[1]:
+            return _CERTAIN
+    return _UNKNOWN
+
+
+def _place(file: str, function: str) -> tuple[str, str, str]:
+    """A frame as its package ("jax", "shardkeep" or "" for any other), the file in the package, and the function."""
+    if file.startswith(_HERE):
+        return "shardkeep", file.removeprefix(_HERE), function
+    _, found, within = file.rpartition("/jax/_src/")  # not _JAX: compiled code keeps the path where it was compiled
+    if found:
+        return "jax", within, function
+    if file.startswith(_JAX) or "/jaxlib/" in file:
+        return "jax", "", function
+    return "", file, function

@@ -1,0 +1,129 @@
+"""Several processes, one checkpoint: what they must agree on, and how their parts are put together.
+
+Each process notes what it has written in its own record in the store, and the leader reads it there. So the leader
+also finds out whether it sees the files of the others: a checkpoint is never committed with holes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardkeep.errors import StorageError
+from shardkeep.layouts.plan import LeafPlan, SavePlan, WrittenFile
+from shardkeep.model.digests import digest
+from shardkeep.model.perprocess import KIND, PerProcess
+from shardkeep.model.tree import Leaf, name_leaf
+from shardkeep.model.values import encode
+from shardkeep.processes.agreement import SAME
+from shardkeep.processes.operation import LEADER, Operation
+from shardkeep.saving.snapshot import Snapshot, settle_rows, unsettled_lengths
+from shardkeep.stores.base import Store
+from shardkeep.targets.transaction import Turn
+
+_PER_PROCESS = "a PerProcess value"
+
+
+def describe(snapshot: Snapshot) -> list[str]:
+    """Lines for each leaf. Processes whose lines are equal can save the tree together."""
+    lines = [_describe(leaf, snapshot) for leaf in snapshot.leaves]
+    for leaf in snapshot.leaves:
+        if not leaf.common:  # who writes it depends on all other leaves too
+            lines.append(f"writers of {leaf.key}: {''.join(f'{writer} ' for _, writer in leaf.shares)}")
+    return lines
+
+
+def outline(leaves: Sequence[Leaf]) -> list[str]:
+    """A line for each leaf whose data the processes send to each other: these must agree before they start."""
+    lines: list[str] = []
+    for leaf in leaves:
+        if isinstance(leaf.value, PerProcess):
+            lines.append(f"leaf {name_leaf(leaf.path)}: {_PER_PROCESS}")
+        elif isinstance(leaf.value, jax.Array | np.ndarray):
+            spread = isinstance(leaf.value, jax.Array) and not leaf.value.is_fully_addressable
+            where = "sharded over processes" if spread else SAME
+            lines.append(f"leaf {name_leaf(leaf.path)}: {leaf.value.dtype}{list(leaf.value.shape)}; {where}")
+    return lines
+
+
+def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
+    name = f"leaf {name_leaf(leaf.path)}: "
+    if leaf.kind == KIND:
+        return name + _PER_PROCESS
+    if leaf.spec is None:
+        text = json.dumps(encode(leaf.value))
+        return f"{name}{leaf.value!r:.60}; {SAME} (digest {digest(text.encode())[:12]})"
+    what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.kind}"
+    if leaf.extra:
+        what += f" {json.dumps(leaf.extra, sort_keys=True)}"
+    regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
+    layout = repr([(region.start, region.shape) for region in regions])
+    if not leaf.common:
+        return f"{name}{what}; sharded over processes (layout {digest(layout.encode())[:12]})"
+    held = range(leaf.first_held, leaf.first_held + len(leaf.held))
+    contents = [digest(np.ascontiguousarray(snapshot.shards[i].data).reshape(-1).view(np.uint8).data) for i in held]
+    both = layout + "".join(contents)  # different arrays, cut in different ways, can have the same bytes
+    return f"{name}{what}; {SAME} (contents {digest(both.encode())[:12]})"
+
+
+def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
+    """The snapshot with every `PerProcess` leaf in its place. Only after `compare`: all have the same leaves."""
+    lengths = unsettled_lengths(snapshot)
+    if not lengths:
+        return snapshot
+    return settle_rows(snapshot, operation.share(operation.gather(lengths)), operation.index)
+
+
+def hand_in(
+    operation: Operation, turn: Turn, written: Sequence[WrittenFile], checksums: Mapping[str, str]
+) -> tuple[list[WrittenFile], dict[str, str]]:
+    """The written files of all processes, in the order of the plan, and checksums: for the leader, else nothing."""
+    if not operation.leads:
+        told = [[file.size, file.header_digest, file.digests] for file in written]
+        turn.note({"written": told, "checksums": dict(checksums)})
+        turn.attempted = True  # from here on the leader may commit
+    operation.gather(len(written))
+    if not operation.leads:
+        return [], {}
+    parts = {LEADER: iter(written)}
+    all_checksums = dict(checksums)
+    for process in range(operation.size):
+        if process != LEADER:
+            part, more = _read_part(turn.target.store, turn.plan, process, turn.name)
+            parts[process] = iter(part)
+            all_checksums.update(more)
+    return [next(parts[file.writer]) for file in turn.plan.files], all_checksums
+
+
+def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
+    """Tell all processes that the save is committed; returns its totals (bytes, files)."""
+    total = operation.share(total)
+    if not operation.leads:
+        turn.close()
+    return total
+
+
+def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenFile], Mapping[str, str]]:
+    """What a process noted in its record, once all its files are found with their recorded sizes."""
+    files = plan.files_of(process)
+    try:
+        document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
+        told: dict[str, Any] = json.loads(document[-1])
+        part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
+        there = store.sizes(file.name for file in files)
+        lost = next((f.name for f, w in zip(files, part, strict=True) if there[f.name] != w.size), None)
+    except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise unshared(name, process, str(error)) from error
+    if lost is not None:
+        raise unshared(name, process, f"{store.locate(lost)} is missing or truncated")
+    return part, told["checksums"]
+
+
+def unshared(name: str, process: int, what: str) -> StorageError:
+    """The error for processes that do not share their storage."""
+    return StorageError(
+        f"saving {name}: processes {LEADER} and {process} do not see the same files ({what}). "
+        "All processes must save to the same shared directory or bucket. Nothing was committed"
+    )

@@ -1,0 +1,361 @@
+"""Writing files in parallel; each block is hashed right before it is written."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import zstandard
+
+from shardkeep.errors import TreeError
+from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.model.arrays import Array, common_slices, rows_of
+from shardkeep.model.digests import BLOCK, block_count, blocks, digest
+from shardkeep.runtime.crew import Crew, Task
+from shardkeep.runtime.memory import PAGE, Shard, address_of, aligned_empty
+from shardkeep.runtime.priority import priority
+from shardkeep.runtime.progress import Progress
+from shardkeep.stores.base import NewFile, Store
+
+_LARGE = 4 << 20  # files from this size on are tasks of their own, and larger ones several tasks
+_ALIGNED = 1 << 20  # the same, if they are in memory as they will be on the disk
+_PART = 16 << 20  # bytes of a large file that one task writes
+_RUN = 4 << 20  # bytes hashed before they are written: more would not stay in the cache
+_ROOM = 8 << 20  # memory for bytes that are assembled or copied before they are written
+_KEPT = 32  # finished files that are not closed yet
+_FEW = 8
+_SMALL = 64 << 10
+_BATCH = 8 << 20  # bytes of small files that one task writes
+_FILE_COST = 64 << 10  # creating a file takes about as long as writing this
+_ZSTD_LEVEL = 1
+
+_ROOMS = 2  # buffers kept for the next save
+_rooms: list[Array] = []
+
+Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
+Complete = Callable[[FilePlan, WrittenFile], bytes]
+
+
+def write_files(
+    store: Store,
+    files: Sequence[FilePlan],
+    leaves: Sequence[LeafPlan],
+    shards: Sequence[Shard],
+    crew: Crew,
+    opened: "NewFiles",
+    progress: Progress,
+    complete: Complete | None = None,
+    memory: Array | None = None,
+) -> list[WrittenFile]:
+    """Write files as planned, with a digest for every byte. The directories are not synced yet.
+
+    `complete` makes the header of a file once its digests are known, for stores that put objects in one request.
+    `memory` is where shards were copied to; parts that are laid out there as in a file are written directly.
+    """
+    writers = [_FileWriter(store, file, leaves, shards, progress, complete, memory, opened) for file in files]
+    tasks: list[Task] = []
+    batch: list[_FileWriter] = []
+    cost = 0
+    for writer in writers:
+        if writer.parts:
+            tasks.extend(writer.part_tasks())
+            continue
+        batch.append(writer)
+        cost += _FILE_COST + writer.nbytes
+        if cost >= _BATCH or store.remote:
+            tasks.append(partial(_write_all, batch))
+            batch, cost = [], 0
+    if tasks:
+        crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
+    else:
+        _write_all(batch)
+    if len(files) <= _FEW:  # here, where each error is raised; then they leave the page cache
+        opened.sync()
+    opened.release()
+    return [WrittenFile(writer.size or 0, writer.loose_digest, tuple(map(tuple, writer.digests))) for writer in writers]
+
+
+def _write_all(batch: "list[_FileWriter]") -> None:
+    for writer in batch:
+        writer.write_whole()
+        if writer.nbytes < _SMALL:
+            priority.yield_to_training()
+
+
+class _FileWriter:
+    """Writes one file, in one task or in parts, and collects its digests."""
+
+    def __init__(
+        self,
+        store: Store,
+        plan: FilePlan,
+        leaves: Sequence[LeafPlan],
+        shards: Sequence[Shard],
+        progress: Progress,
+        complete: Complete | None,
+        memory: Array | None,
+        opened: "NewFiles",
+    ) -> None:
+        self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
+        self._leaves, self._shards, self._memory, self._opened = leaves, shards, memory, opened
+        self.nbytes = sum(piece.nbytes for piece in plan.pieces)
+        self.size = plan.size
+        self.loose_digest = digest(plan.header)  # of the bytes that the digests of pieces do not cover
+        self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
+        large = self.nbytes >= (_LARGE if memory is None else _ALIGNED)
+        self.parts = _split(plan) if large and plan.size is not None and not store.remote else []
+        self.file: NewFile | None = None
+        self._left = len(self.parts)
+        self._lock = threading.Lock()
+
+    def write_whole(self) -> None:
+        if self._store.object_limit is not None and self.nbytes > 2 * self._store.object_limit:
+            self.write_large()
+            return
+        everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
+        segments = self._segments(everything)
+        if self._plan.size is None:
+            segments = [memoryview(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(segments[0]))]
+            self.size = len(segments[0])
+            self.loose_digest = digest(segments[0])
+        header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
+        total = len(header) + sum(map(len, segments))
+        file = self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
+        if file is not None:
+            self._opened.add(file)
+            self._opened.finish(file)
+        self._progress(self.nbytes)
+
+    def result(self) -> WrittenFile:
+        """Sizes and digests, once everything is hashed."""
+        return WrittenFile(self.size or 0, self.loose_digest, tuple(map(tuple, self.digests)))
+
+    def write_large(self) -> None:
+        """Write a file that is too large for memory: hash it first, then put it part by part."""
+        parts = _split(self._plan)
+        for part in parts:
+            self._segments(part)
+        before = [list(digests) for digests in self.digests]
+        header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
+
+        def stream() -> Iterator[memoryview]:
+            yield memoryview(header)
+            for part in parts:
+                segments = self._segments(part)
+                if self.digests != before:
+                    raise TreeError(
+                        f"an array in {self._plan.name} was modified while it was being saved; nothing was committed"
+                    )
+                yield from segments
+                self._progress(sum(map(len, segments)))
+
+        self._store.write_new(self._plan.name, len(header) + self.nbytes, stream())
+
+    def part_tasks(self) -> list[Task]:
+        return [lambda part=part: self._write_part(part) for part in self.parts]
+
+    def _write_part(self, part: Part) -> None:
+        number, first, _ = part[0]
+        offset = self._plan.pieces[number].offset + first * BLOCK
+        memory = self._in_place(part, offset)
+        if memory is None:
+            self._write_copied(part, offset)
+        else:
+            self._write_in_place(part, offset, memory)
+        with self._lock:
+            self._left -= 1
+            if self._left == 0 and self.file is not None:
+                self._opened.finish(self.file)
+                self.file = None
+
+    def _write_copied(self, part: Part, offset: int) -> None:
+        with _Run(self._open(), offset) as run:
+            for number, first, last in part:
+                piece, digests = self._plan.pieces[number], self.digests[number]
+                several = len(piece.sources) > 1
+                memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
+                raw = gather(piece, self._leaves[piece.leaf], self._shards, memory)
+                stable = several or all(self._shards[shard].stable for shard, _ in piece.sources)
+                for block, start, end in blocks(first, last, raw.size):
+                    data = raw[start:end]
+                    if not stable:  # the program could change it between hashing and writing
+                        data = run.room(end - start)
+                        data[...] = raw[start:end]
+                    view = memoryview(cast(Any, data))
+                    digests[block] = digest(view)
+                    run.add(view)
+                    self._progress(end - start)
+                if piece.nbytes < _SMALL:
+                    priority.yield_to_training()
+
+    def _write_in_place(self, part: Part, offset: int, memory: Array) -> None:
+        view, at = memoryview(cast(Any, memory)), 0
+        for number, first, last in part:
+            for block, start, end in blocks(first, last, self._plan.pieces[number].nbytes):
+                self.digests[number][block] = digest(view[at : at + end - start])
+                at += end - start
+        self._open().write_aligned(offset, memory)
+        self._progress(at)
+
+    def _in_place(self, part: Part, offset: int) -> Array | None:
+        """The memory of the part, if it is laid out in the snapshot exactly as in the file."""
+        if self._memory is None:
+            return None
+        origin = address_of(self._memory)
+        spans: list[tuple[int, int]] = []
+        for number, first, last in part:
+            piece = self._plan.pieces[number]
+            (shard, region), *others = piece.sources
+            begin = address_of(self._shards[shard].data) - origin + first * BLOCK
+            end = begin + min(last * BLOCK, piece.nbytes) - first * BLOCK
+            inside = 0 <= begin <= end <= self._memory.size
+            if others or region != piece.region or not inside or (spans and begin != spans[-1][1]):
+                return None
+            spans.append((begin, end))
+        memory = self._memory[spans[0][0] : spans[-1][1]]
+        return memory if (address_of(memory) - offset) % PAGE == 0 else None
+
+    def _open(self) -> NewFile:
+        """The file, opened by the first part and closed by the last, so that few are open at a time."""
+        with self._lock:
+            if self.file is None:
+                new = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
+                self.file = self._opened.add(new)
+                self.file.write(0, [memoryview(self._plan.header)])
+            return self.file
+
+    def _segments(self, part: Part) -> list[memoryview]:
+        """The bytes of (piece, first block, last block) ranges. Their digests are recorded."""
+        segments: list[memoryview] = []
+        for number, first, last in part:
+            piece = self._plan.pieces[number]
+            raw = gather(piece, self._leaves[piece.leaf], self._shards)[first * BLOCK : last * BLOCK]
+            if not all(self._shards[shard].stable for shard, _ in piece.sources):
+                raw = raw.copy()  # the program could change it between hashing and writing
+            view = memoryview(cast(Any, raw))
+            for block in range(first, last):
+                start = (block - first) * BLOCK
+                self.digests[number][block] = digest(view[start : start + BLOCK])
+            segments.append(view)
+        return segments
+
+
+class _Run:
+    """Consecutive bytes of a file, written a few at a time while they are in the cache."""
+
+    def __init__(self, file: NewFile, offset: int) -> None:
+        self._file, self._offset = file, offset
+        self._views: list[memoryview] = []
+        self._nbytes = self._taken = 0
+        self._memory: Array | None = None
+
+    def room(self, nbytes: int) -> Array:
+        """Memory, at most `_ROOM`, for the bytes that are added next."""
+        if self._memory is None:
+            with suppress(IndexError):
+                self._memory = _rooms.pop()
+        if self._memory is None:
+            self._memory = aligned_empty(_ROOM)
+        if self._taken + nbytes > _ROOM:
+            self._flush()
+            self._taken = 0
+        memory = self._memory[self._taken : self._taken + nbytes]
+        self._taken += nbytes
+        return memory
+
+    def add(self, view: memoryview) -> None:
+        self._views.append(view)
+        self._nbytes += len(view)
+        if self._nbytes >= _RUN:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(self._offset, self._views)
+        self._offset += self._nbytes
+        self._views, self._nbytes = [], 0
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._flush()
+        if self._memory is not None and len(_rooms) < _ROOMS:
+            _rooms.append(self._memory)
+
+
+class NewFiles:
+    """The files that a save has open. They belong to its scope and are closed after its threads have ended.
+
+    A finished file is closed some files later: pages that are on the disk by then leave the page cache.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[NewFile] = []
+        self._finished: deque[NewFile] = deque()
+
+    def add(self, file: NewFile) -> NewFile:
+        self._open.append(file)
+        return file
+
+    def finish(self, file: NewFile) -> None:
+        self._finished.append(file)
+        if len(self._finished) > _KEPT:
+            with suppress(IndexError):  # another thread has closed it
+                oldest = self._finished.popleft()
+                oldest.close()
+                self._open.remove(oldest)
+
+    def sync(self) -> None:
+        for file in self._open:
+            file.sync()
+
+    def release(self) -> None:
+        while self._open:
+            self._open[-1].close()
+            self._open.pop()
+
+
+def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
+    """The parts of a large file, as consecutive (piece, first block, last block) ranges."""
+    parts: list[list[tuple[int, int, int]]] = [[]]
+    room = _PART
+    for number, piece in enumerate(plan.pieces):
+        total = block_count(piece.nbytes)
+        step = _PART // BLOCK if len(piece.sources) == 1 else max(total, 1)
+        for first in range(0, total, step):
+            last = min(first + step, total)
+            size = min(last * BLOCK, piece.nbytes) - first * BLOCK
+            # Small pieces keep the interpreter busy, and several threads would only compete for it.
+            cost = size if size >= _SMALL else size // 4
+            if parts[-1] and cost > room:
+                parts.append([])
+                room = _PART
+            parts[-1].append((number, first, last))
+            room -= cost
+    return parts
+
+
+def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
+    """The bytes of a piece in C order: a view if they are contiguous, else assembled, in `memory` if given."""
+    assert leaf.spec is not None
+    if not piece.nbytes:  # a process may hold any empty part of an empty array, or none
+        return np.empty(0, np.uint8)
+    (shard, region), *others = piece.sources
+    if not others:
+        data = shards[shard].data
+        if region != piece.region:
+            data = data[piece.region.within(region).slices]
+        return (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
+    memory = aligned_empty(piece.nbytes) if memory is None else memory
+    whole: Array = memory.view(leaf.spec.dtype).reshape(piece.region.shape)
+    rows = rows_of(piece.region, tuple([region for _, region in piece.sources]))
+    for slices, axis, numbers in rows:
+        np.concatenate([shards[piece.sources[n][0]].data for n in numbers], axis, out=whole[slices])
+    for shard, region in () if rows else piece.sources:
+        here, there = common_slices(piece.region, region)
+        whole[here] = shards[shard].data[there]
+    return memory

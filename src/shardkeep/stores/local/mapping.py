@@ -1,0 +1,135 @@
+"""Reads local files, into memory or by mapping them."""
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from shardkeep.stores.local.descriptors import Descriptor
+
+_MAX_READ = 1 << 30
+_HUGEPAGE = 14  # MADV_HUGEPAGE: the page cache uses huge pages, which is as fast as O_DIRECT and faster to map
+_HUGE = 2 << 20
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: returns an error where touching the page would raise SIGBUS
+# File systems on which no other machine can change a mapped file.
+MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
+
+
+class LocalFile:
+    """An open file. Its mappings stay valid after it is closed."""
+
+    def __init__(self, file: Descriptor, path: str) -> None:
+        self._path, self._file = path, file
+        self.size = os.fstat(file.number).st_size
+
+    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
+        target = memoryview(cast(Any, buffer))
+        while len(target):
+            count = os.preadv(self._file.number, [target[:_MAX_READ]], offset)
+            if count == 0:
+                raise EOFError(f"{self._path} is truncated: it ends before byte {offset + len(target)}")
+            target = target[count:]
+            offset += count
+
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
+        if offset + length > self.size:
+            raise EOFError(f"{self._path} is truncated: it ends before byte {offset + length}")
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        return LocalMapping(Pages(self._file.number, start, offset + length - start), offset - start, self._path)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "LocalFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalMapping:
+    """A mapped part of a file."""
+
+    def __init__(self, pages: "Pages", skip: int, path: str) -> None:
+        self._pages, self._skip, self._path = pages, skip, path
+        self.data: np.ndarray[Any, Any] = np.asarray(pages)[skip:]
+
+    def bring_in(self, start: int, end: int) -> None:
+        if end - start >= _HUGE or 2 * (end - start) >= self.data.size:  # else huge pages would read more than needed
+            self._pages.make_huge(self._skip + start, self._skip + end)
+        low = (self._skip + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        error = self._pages.populate(low, self._skip + end - low)
+        if error not in (0, errno.EINVAL):  # EINVAL: Linux before 5.14, which reads pages when they are touched
+            raise OSError(errno.EIO, "Input/output error", self._path)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Pages:
+    """Mapped pages of a file with NumPy's array interface. They stay mapped while any array uses them.
+
+    Python's `mmap` keeps a file descriptor open for each mapping, and blocks all other threads while pages are read
+    from the disk.
+    """
+
+    most = 30_000  # of the 65,530 mappings that Linux allows a process
+    addresses: set[int] = set()
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        self._address, self._length = None, length
+        if len(Pages.addresses) >= Pages.most:
+            raise OSError(errno.ENOMEM, "too many mapped files in this process")
+        self._address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
+        if self._address == _FAILED:
+            self._address = None
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        Pages.addresses.add(self._address or 0)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self._length,), "typestr": "|u1", "data": (self._address, True)}
+
+    def make_huge(self, start: int, end: int) -> None:
+        """Ask for huge pages for a part of the mapping. If the system refuses, small pages are used."""
+        address = self._address or 0
+        low = max((address + start) // _HUGE * _HUGE, address)
+        high = min(-(-(address + end) // _HUGE) * _HUGE, address + self._length)
+        _libc.madvise(low, high - low, _HUGEPAGE)
+
+    def populate(self, start: int, length: int) -> int:
+        """Read pages from the disk. Returns 0, or the errno."""
+        failed = _libc.madvise((self._address or 0) + start, length, _POPULATE_READ) != 0
+        return ctypes.get_errno() if failed else 0
+
+    def __del__(self, unmap: Any = _libc.munmap, failed: Any = _FAILED) -> None:
+        if self._address not in (None, failed):
+            type(self).addresses.discard(self._address)  # before unmapping: the next mapping may get the same address
+            unmap(self._address, self._length)
+
+
+def file_system(directory: str) -> str:
+    """The type of the file system that contains a directory; empty if it is unknown."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    real = os.path.realpath(directory)
+    best, kind = "", ""
+    for line in mounts:
+        fields = line.split(" ")
+        point = fields[1].replace("\\040", " ")
+        inside = point == "/" or real == point or real.startswith(point + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind

@@ -1,0 +1,512 @@
+"""A checkpoint in a local (or locally mounted) directory."""
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+
+from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.runtime.scopes import Scope, frame_above, sweep
+from shardkeep.stores.local.descriptors import Descriptor
+from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
+from shardkeep.stores.local.newfile import DIRECT, LocalNewFile, write_at
+
+CONTROL = ".shardkeep"
+_FEW_FILES = 8
+_LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
+_SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together
+_MAX_PATH = 4096
+_MAX_DOCUMENT = 2 << 30
+_COPIED = 8 << 20  # bytes read at a time when a file is copied
+# What os.link raises where there are no hard links, or no more of this file.
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+_locks: "set[_LockFile]" = set()  # locked, or about to be
+
+
+class _LockFile:
+    """A file that is locked while a call needs it. The kernel releases the lock when the process ends."""
+
+    def __init__(self, path: str, scope: Scope | None = None) -> None:
+        self.path, self.scope = path, scope
+        self.file: Descriptor | None = None
+
+    def open(self, flags: int) -> int:
+        _locks.add(self)
+        self.file = Descriptor(self.path, os.O_RDWR | flags)
+        return self.file.number
+
+    def try_lock(self) -> bool:
+        assert self.file is not None
+        try:
+            fcntl.flock(self.file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def refuse_below(self) -> None:
+        """`ConflictError` if the lock is held by a call that this one interrupted, and so is never released."""
+        if any(o is not self and o.path == self.path and o.scope and o.scope.is_below for o in tuple(_locks)):
+            raise ConflictError(
+                f"the lock {self.path} is held by a call that this one interrupted: this call was made by a signal "
+                "handler on the same thread. Nothing was done. In the handler, set a flag, and save in the loop"
+            )
+
+    def release(self) -> None:
+        if self.file is not None and self.file.is_open:
+            fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
+            self.file.close()
+        _locks.discard(self)
+
+
+def _let_go() -> None:
+    """Close the parent's locks in a forked child, which must not keep them alive."""
+    for lock in _locks:
+        if lock.file is not None:
+            lock.file.close()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class LocalStore:
+    """Files below one directory."""
+
+    def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
+        """A store for the directory `root`.
+
+        Args:
+            root: The directory, which need not exist.
+            control: The name of the control directory in it.
+            confined: Whether symbolic links that lead out of it are refused.
+        """
+        self.url = root
+        self.control = control
+        self.saves = f"{control}/saves"
+        self._root = root
+        self._confined = confined
+        self._inside: dict[str, bool] = {}
+        self.remote = False
+        self.concurrency = None
+        self.object_limit = None
+
+    def locate(self, name: str) -> str:
+        return os.path.join(self._root, name) if name else self._root
+
+    def read(self, name: str) -> bytes:
+        path = self._checked(name)
+        with _open_plain(path) as file:
+            if os.fstat(file.number).st_size > _MAX_DOCUMENT:
+                raise IntegrityError(f"{path} is too large for a manifest or index")
+            with open(file.number, "rb", closefd=False) as content:
+                return content.read()
+
+    def size(self, name: str) -> int | None:
+        try:
+            found = os.stat(self.locate(name))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return None
+            raise
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
+        return {name: self.size(name) for name in names}
+
+    def modified(self, name: str) -> float | None:
+        try:
+            return os.stat(self.locate(name)).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def identity(self, name: str) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self.locate(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def open(self, name: str) -> "LocalFile":
+        path = self._checked(name)
+        return LocalFile(_open_plain(path), path)
+
+    def _checked(self, name: str) -> str:
+        path = self.locate(name)
+        if "/" not in name and not os.path.islink(path):
+            return path
+        if self._confined and not self._is_inside(path):
+            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}")
+        return path
+
+    def _is_inside(self, path: str) -> bool:
+        """Whether a path stays below the root when links are followed. Each directory is checked once."""
+        inside = self._holds(os.path.dirname(path))
+        return inside and (not os.path.islink(path) or os.path.realpath(path).startswith(self._real_root))
+
+    def _holds(self, directory: str) -> bool:
+        known = self._inside.get(directory)
+        if known is None:
+            plain = directory.startswith(self._root + os.sep) and not os.path.islink(directory)
+            if directory == self._root or (plain and self._holds(os.path.dirname(directory))):
+                known = True
+            else:
+                known = (os.path.realpath(directory) + os.sep).startswith(self._real_root)
+            self._inside[directory] = known
+        return known
+
+    @cached_property
+    def _real_root(self) -> str:
+        return os.path.realpath(self._root).rstrip(os.sep) + os.sep
+
+    @cached_property
+    def _file_system(self) -> str:
+        return file_system(self._root)
+
+    @property
+    def mappable(self) -> bool:
+        return self._file_system in MAPPABLE
+
+    def create(self, name: str, size: int, aligned: bool = False) -> LocalNewFile:
+        able = size >= _LARGE and self._file_system in DIRECT
+        return LocalNewFile(self._place_for(name), size if able else 0, aligned and able)
+
+    def _place_for(self, name: str) -> str:
+        """The path for a new file, its directory created; never below a link that leads out of the checkpoint."""
+        path = self.locate(name)
+        if "/" in name and not self._is_inside(path):
+            raise IntegrityError(f"{path} is below a symbolic link that leads out of {self._root}; remove the link")
+        make_directories(os.path.dirname(path), durable=False)  # `sync` follows
+        return path
+
+    def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> LocalNewFile | None:
+        path = self._place_for(name)
+        if total >= _SMALL:
+            file = LocalNewFile(path)
+            try:
+                file.write(0, list(buffers))
+            except BaseException:
+                file.close()
+                raise
+            return file
+        with Descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
+            write_at(new.number, 0, list(buffers), path)
+        return None
+
+    def sync(self, names: Sequence[str]) -> None:
+        paths = [self.locate(name) for name in names]
+        if len(paths) > _FEW_FILES and sync_file_system(self._root):
+            return
+        for path in paths:
+            sync_path(path)
+        directories: set[str] = set()
+        for name in names:
+            while name:  # all parents up to the root: any of them may be new
+                name = os.path.dirname(name)
+                directories.add(self.locate(name))
+        for directory in directories:
+            sync_path(directory)
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = self.locate(name)
+        aside = f"{path}.{os.urandom(8).hex()}.tmp"
+        try:
+            with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
+                write_at(new.number, 0, [memoryview(data)], aside)
+                os.fsync(new.number)
+            os.rename(aside, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(aside)
+            raise
+        sync_path(os.path.dirname(path))
+
+    def remove(self, names: Iterable[str]) -> None:
+        directories: set[str] = set()
+        for name in names:
+            path = self.locate(name)
+            if not self._is_inside(os.path.join(os.path.dirname(path), "x")):
+                continue  # below a link that leads out: not part of the checkpoint
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(path)
+            directories.add(os.path.dirname(path))
+        self._remove_empty(directories)
+
+    def _remove_empty(self, directories: set[str]) -> None:
+        for directory in sorted(directories, key=len, reverse=True):
+            while len(directory) > len(self._root):
+                try:
+                    os.rmdir(directory)
+                except FileNotFoundError:
+                    pass
+                except OSError:  # not empty, or no permission
+                    break
+                directory = os.path.dirname(directory)
+
+    def write_into(self, name: str, offset: int, data: bytes) -> None:
+        with Descriptor(self.locate(name), os.O_WRONLY) as file:
+            write_at(file.number, offset, [memoryview(data)], self.locate(name))
+
+    def rename(self, name: str, new: str) -> None:
+        os.rename(self.locate(name), self.locate(new))
+        sync_path(os.path.dirname(self.locate(new)))
+
+    def link(self, name: str, new: str) -> None:
+        old, path = self.locate(name), self.locate(new)
+        directory = os.path.dirname(path)
+        if not self._holds(directory):
+            raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
+        for _ in range(3):
+            try:
+                return os.link(old, path)
+            except FileNotFoundError:
+                if os.path.isdir(directory):
+                    raise
+                make_directories(directory, durable=False)  # `sync` comes later
+            except FileExistsError:
+                if os.path.samestat(os.stat(old), os.lstat(path)):
+                    return
+                os.unlink(path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                make_directories(directory, durable=False)
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                return _copy(old, path)
+        raise FileExistsError(errno.EEXIST, "another program makes files here", path)
+
+    def sync_directory(self, name: str) -> None:
+        sync_path(self.locate(name))
+
+    def remove_control(self) -> None:
+        for name in ("saves", "claims", ""):
+            directory = self.locate(f"{self.control}/{name}".rstrip("/"))
+            for inside in self.children(f"{self.control}/{name}".rstrip("/")):
+                with suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+                    os.unlink(os.path.join(directory, inside))
+            with suppress(OSError):
+                os.rmdir(directory)
+
+    def remove_if_empty(self) -> None:
+        with suppress(OSError):
+            os.rmdir(self._root)
+
+    def children(self, name: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.locate(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def entries(self) -> tuple[list[str], list[str]]:
+        directories: list[str] = []
+        files: list[str] = []
+        for name in self.children(""):
+            (directories if os.path.isdir(self.locate(name)) else files).append(name)
+        return directories, files
+
+    def is_taken(self, names: Iterable[str]) -> bool:
+        directories: set[str] = set()
+        for name in names:
+            if os.path.lexists(self.locate(name)):
+                return True
+            while name := os.path.dirname(name):
+                directories.add(name)
+        places = [self.locate(directory) for directory in directories]
+        return any(os.path.islink(p) or (os.path.lexists(p) and not os.path.isdir(p)) for p in places)
+
+    def find_directories_with(self, name: str) -> list[str]:
+        found: list[str] = []
+        for directory, _, files in os.walk(self._root):
+            if name in files:
+                relative = os.path.relpath(directory, self._root)
+                found.append("" if relative == "." else relative.replace(os.sep, "/"))
+        return sorted(found)
+
+    @contextmanager
+    def lock(self, seconds: float) -> Generator[None]:
+        for part in (self.control, self.saves, f"{self.control}/claims", f"{self.control}/lock"):
+            if os.path.islink(self.locate(part)):  # files are created and removed there
+                raise IntegrityError(
+                    f"{self.locate(part)} is a symbolic link, which shardkeep never creates; remove it"
+                )
+        path = self.locate(f"{self.control}/lock")
+        with Scope(f"locking {path}", frame_above(2)) as scope:
+            self._take_lock(path, time.monotonic() + seconds, scope)
+            yield
+
+    def _take_lock(self, path: str, deadline: float, scope: Scope) -> None:
+        while True:
+            make_directories(os.path.dirname(path))
+            lock = scope.add(_LockFile(path, scope))
+            try:
+                number = lock.open(os.O_CREAT)
+            except FileNotFoundError:  # a delete removed the directory
+                continue
+            if not lock.try_lock():
+                lock.refuse_below()
+                wait_for_lock(number, path, deadline)
+            # If the file was removed while we waited, the lock is a different file now.
+            if os.path.exists(path) and os.fstat(number).st_nlink:
+                return
+            lock.release()
+
+    def hold(self, name: str) -> "LocalHeld":
+        return LocalHeld(self.locate(name))
+
+    def try_hold(self, name: str, scope: Scope) -> "LocalHeld | None":
+        held = scope.add(LocalHeld(self.locate(name)))
+        return held if held.take_over() else None
+
+    def is_held(self, name: str) -> bool:
+        try:
+            with _open_plain(self._checked(name)) as record:
+                try:
+                    fcntl.flock(record.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                fcntl.flock(record.number, fcntl.LOCK_UN)
+        except (FileNotFoundError, NotADirectoryError, IntegrityError):
+            return False
+        except OSError:  # unreadable, or no locks here: it may be alive
+            return True
+        return False
+
+    def claim(self, name: str) -> bool:
+        path = self.locate(name)
+        make_directories(os.path.dirname(path))
+        try:
+            Descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL).close()
+        except FileExistsError:
+            return False
+        sync_path(os.path.dirname(path))
+        return True
+
+    def free_bytes(self) -> int:
+        place = self._root
+        while not os.path.isdir(place):  # the directory could not be created
+            place = os.path.dirname(place)
+        stats = os.statvfs(place)
+        return stats.f_bavail * stats.f_frsize
+
+
+class LocalHeld(_LockFile):
+    """A record file, locked as long as its save is alive."""
+
+    def take(self, line: bytes) -> None:
+        make_directories(os.path.dirname(self.path))
+        number = self.open(os.O_CREAT | os.O_EXCL)
+        fcntl.flock(number, fcntl.LOCK_EX)
+        write_at(number, 0, [memoryview(line + b"\n")], self.path)
+        os.fsync(number)
+        sync_path(os.path.dirname(self.path))
+
+    def take_over(self) -> bool:
+        """Lock the record of a dead save; False if the save is alive or the record is gone."""
+        try:
+            self.open(0)
+        except FileNotFoundError:
+            return False
+        taken = self.try_lock()
+        if not taken:
+            self.release()
+        return taken
+
+    def append(self, line: bytes) -> None:
+        # A line that a crash cut short is the last one, and is ignored.
+        assert self.file is not None
+        end = os.fstat(self.file.number).st_size
+        write_at(self.file.number, end, [memoryview(line + b"\n")], self.path)
+        os.fsync(self.file.number)
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.release()
+
+
+def _open_plain(path: str) -> Descriptor:
+    """Open a file for reading; `IntegrityError` for anything that is not a regular file, which could block."""
+    try:
+        file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise IntegrityError(f"{path} is a broken symbolic link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.number).st_mode):
+        file.close()
+        raise IntegrityError(f"{path} is not a regular file")
+    return file
+
+
+def _copy(old: str, new: str) -> None:
+    """Copy a file to a new name."""
+    with Descriptor(old, os.O_RDONLY) as source, Descriptor(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as copy:
+        at = 0
+        while data := os.pread(source.number, _COPIED, at):
+            write_at(copy.number, at, [memoryview(data)], new)
+            at += len(data)
+
+
+def make_directories(path: str, durable: bool = True) -> None:
+    """Like `os.makedirs`; with `durable`, the new directories survive a power cut."""
+    if len(os.fsencode(path)) >= _MAX_PATH:  # checked before the first levels are created
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
+    missing: list[str] = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
+        else:
+            if durable:
+                sync_path(os.path.dirname(directory))
+
+
+def sync_path(path: str) -> None:
+    """Make a file or a directory survive a power cut."""
+    with Descriptor(path, os.O_RDONLY) as opened:
+        try:
+            os.fsync(opened.number)
+        except OSError as error:
+            error.filename = error.filename or path
+            raise
+
+
+def sync_file_system(path: str) -> bool:
+    """Sync the whole file system of `path` in one call; False where there is no such call."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    if call is None:
+        return False
+    with Descriptor(path, os.O_RDONLY) as opened:
+        if call(opened.number) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+    return True
+
+
+def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
+    """Lock an open file; `ConflictError` once the deadline has passed."""
+    pause = 0.001
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConflictError(
+                    f"timed out waiting for the lock {path}, which another program holds; if that program hangs, end "
+                    "it and try again"
+                ) from None
+        time.sleep(pause)
+        pause = min(pause * 2, 0.1)
+        sweep()  # the holder may be a call in this program whose clean-up was interrupted

@@ -1,0 +1,323 @@
+"""The checkpoint directory: any number of trees, each under its prefix, and one manifest."""
+
+import json
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError, IntegrityError
+from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_eformer
+from shardkeep.foreign.recognize import has_our_data, is_foreign_manifest, name_foreign
+from shardkeep.layouts.base import Format
+from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile, plan_pieces
+from shardkeep.layouts.safetensors import SafetensorsFormat
+from shardkeep.layouts.zarr import group_files
+from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
+from shardkeep.model.naming import hashed, own_directory, prefix_directory
+from shardkeep.model.tree import Path
+from shardkeep.runtime.collector import collector
+from shardkeep.stores.base import Store
+from shardkeep.targets import publishing
+from shardkeep.targets.base import Turn
+from shardkeep.targets.publishing import parents
+from shardkeep.targets.running import explain_unfinished, recorded_names
+
+log = logging.getLogger("shardkeep")
+
+_warned: set[str] = set()  # what has been warned about once
+_MOST_LOOKED_INTO = 5  # directories, to name another library's checkpoint
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory that holds a checkpoint. New trees are written in `format`."""
+
+    store: Store
+    format: Format = field(default_factory=SafetensorsFormat)
+    documents: Sequence[str] = (MANIFEST,)
+    companions: Sequence[str] = (INDEX, METADATA)
+    keeps_control: bool = True
+    gathers: bool = False
+
+    @property
+    def where(self) -> str:
+        return self.store.url
+
+    def describe(self) -> str:
+        return f"{self.format.name}, compression {self.format.compression}"
+
+    def read_if_any(self) -> Manifest | None:
+        """What is committed. A manifest without trees says that nothing is, and stands for one that is not there."""
+        return self._or_eformer(self.read_manifest())
+
+    read_again = read_if_any
+
+    def read_manifest(self) -> Manifest | None:
+        """What our own manifest says, whatever else is there; None if there is none, or it is another program's."""
+        try:
+            document = self.store.read(MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except IsADirectoryError:
+            raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
+        if is_foreign_manifest(document) and not self._is_ours(self.store.children("")):
+            return None
+        return decode_manifest(document, self.where, self.store.locate(MANIFEST))
+
+    def _is_ours(self, inside: Collection[str]) -> bool:
+        """Whether the names show that shardkeep was at work, even if the manifest does not."""
+        return self.store.control in inside or has_our_data(inside)
+
+    def _or_eformer(self, found: Manifest | None) -> Manifest | None:
+        if found is not None and found.trees:
+            return found
+        inside = self.store.children("")
+        # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
+        ours = MANIFEST in inside or self.store.control in inside
+        return None if not inside or (ours and INDEX not in inside) else read_eformer(self.store, search=not ours)
+
+    def foreign_document(self, inside: Collection[str]) -> str | None:
+        if MANIFEST not in inside or self._is_ours(inside):
+            return None
+        return self.store.locate(MANIFEST) if is_foreign_manifest(self.store.read(MANIFEST)) else None
+
+    def read_to_replace(self, overwrite: bool) -> Manifest | None:
+        """A damaged manifest is not replaced: it may name trees of other prefixes, and which files are whose."""
+        try:
+            return self.read_if_any()
+        except IncompleteCheckpointError:
+            raise
+        except IntegrityError as error:
+            raise IntegrityError(
+                f"{error}. Nothing was written: save to another path, or move the damaged directory away"
+            ) from error
+
+    def read(self) -> Manifest:
+        manifest = self.read_if_any()
+        if manifest is not None:
+            return manifest
+        inside = self.store.children("")
+        if self.store.control in inside:
+            text = explain_unfinished(self.store, self.where)
+            manifest = self.read_if_any()  # a save may have been committed meanwhile
+            if manifest is not None:
+                return manifest
+            if self.store.size(MANIFEST) is None or self.store.children(self.store.saves):
+                raise IncompleteCheckpointError(text)
+        if (foreign := self.foreign_document(inside)) is not None:
+            raise CheckpointNotFoundError(f"no checkpoint at {self.where}: {foreign} was not written by shardkeep")
+        if MANIFEST in inside:
+            raise CheckpointNotFoundError(
+                f"no checkpoint at {self.where}: its manifest says that nothing has been committed there"
+            )
+        raise CheckpointNotFoundError(f"no checkpoint at {self.where}: {self._describe(inside)}")
+
+    def _describe(self, inside: Sequence[str]) -> str:
+        """What is in the directory, if it is not a checkpoint that can be read."""
+        if not inside:
+            return "there is nothing there"
+        directory = os.path.basename(self.where)
+        named = name_foreign(inside, directory)
+        if named is None:
+            deeper = [f"{name}/{below}" for name in inside[:_MOST_LOOKED_INTO] for below in self.store.children(name)]
+            named = name_foreign([*inside, *deeper], directory)
+        if named is None:
+            return "the directory holds something else"
+        return f"the directory holds {named}, which this version of shardkeep cannot read"
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Do nothing: any leaf has a name here."""
+
+    def names_of(self, tree: Tree) -> set[str]:
+        if tree.format != "zarr":
+            return {file.name for file in tree.files}
+        return tree.names if self.store.remote else publishing.names_of(tree)
+
+    @collector.paused()
+    def plan(
+        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+    ) -> SavePlan:
+        """Clean names for the first save that claims the prefix, names with the save's id for all others."""
+        pieces = plan_pieces(leaves, self.format.split, self.format.whole)
+        clean = prefix_directory(draft.prefix) if draft.prefix else ""
+        own = f"{clean}~{draft.save_id}"
+        for directory in (clean, own) if at is None else (at,):
+            files = self.format.lay_out(leaves, pieces, directory, draft.save_id)
+            if self.store.remote:
+                files += group_files(files, directory)
+            plan = SavePlan(
+                draft.save_id,
+                self.format.name,
+                self.format.compression,
+                draft.skeleton,
+                tuple(leaves),
+                tuple(files),
+                directory,
+            )
+            names = [file.name for file in files]
+            if directory in (own, at) or all(draft.save_id in name for name in names):
+                return plan
+            if self._claims(draft.prefix, clean, names, current):
+                return plan
+        raise AssertionError("a save's own directory is always free")
+
+    def _claims(self, prefix: str, directory: str, names: Sequence[str], current: Manifest | None) -> bool:
+        """Claim the clean names of a prefix for this save, permanently; False if they are claimed or in use."""
+        claims = f"{self.store.control}/claims"
+        name = f"{claims}/{hashed(prefix)}"
+        if not self.store.remote:
+            return self._is_free(names, current) and self.store.claim(name)
+        # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
+        # will be deleted, nor one that belonged to a tree of another prefix.
+        start = f"{directory}/" if directory else ""
+        claim = _Claim(directory, frozenset(name.removeprefix(start).partition("/")[0] for name in names))
+        document = claim.encode()
+        try:
+            self.store.write_new(name, len(document), [memoryview(document)])
+        except ConflictError:
+            return False
+        others = [f"{claims}/{other}" for other in self.store.children(claims) if other != hashed(prefix)]
+        return self._is_free(names, current) and not any(claim.meets(_Claim.decode(self.store.read(o))) for o in others)
+
+    def _is_free(self, names: Sequence[str], current: Manifest | None) -> bool:
+        """Whether no existing file, no tree and no running save has any of the names."""
+        owned = [name for tree in current.trees.values() for name in tree.clean_names] if current else []
+        return not self.store.is_taken(names) and not _overlap(names, [*self._recorded(), *owned])
+
+    def _recorded(self, but: str = "") -> list[str]:
+        """The names that saves have recorded, except for the one with this id."""
+        running = [save for save in self.store.children(self.store.saves) if not but or save.partition(".")[0] != but]
+        return [name for save in running for name in recorded_names(self.store, save)]
+
+    def complete(self, turn: Turn, file: FilePlan, written: WrittenFile) -> bytes:
+        return file.header
+
+    def finish(self, turn: Turn, tree: Tree) -> Tree:
+        return tree
+
+    def fence(self) -> Manifest | None:
+        nonce = os.urandom(16).hex()
+        try:
+            found = decode_manifest(self.store.read(MANIFEST), self.where, self.store.locate(MANIFEST))
+        except FileNotFoundError:
+            found = Manifest(self.where, nonce, {})
+        self.store.replace(MANIFEST, encode_manifest(found, nonce))
+        return found if found.trees else self.read_if_any()
+
+    def adopt(self, turn: Turn, tree: Tree, current: Manifest | None) -> Tree:
+        """Publish a tree under the clean names of its prefix if they are free, or belong to the tree it replaces."""
+        prefix = turn.draft.prefix
+        if tree.format != "zarr" or not tree.indexed or not tree.files:
+            return tree
+        if not tree.files[0].name.startswith(own_directory(prefix, tree.save_id) + "/"):
+            return tree
+        if self.store.remote:
+            _warn_once(
+                "a bucket",
+                "eFormer will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
+                "reused, so %s leaves the new one out. Save each step to its own path to have it listed",
+                turn.name,
+                INDEX,
+            )
+            return tree
+        trees = dict(current.trees) if current else {}
+        replaced = trees.pop(prefix, None)
+        published = replace(tree, published=True)
+        others = [*self._recorded(but=tree.save_id), *(name for other in trees.values() for name in other.names)]
+        own = set[str]() if replaced is None else self.names_of(replaced)
+        obstacle = publishing.find_obstacle(self.store, published.clean_names, own, others)
+        if obstacle is None:
+            return published
+        _warn_once(
+            turn.name,
+            "eFormer will not see the new tree at %s, and %s leaves it out: it needs the name %s, which is in use for "
+            "something else. Save to another directory or under another prefix to have it listed",
+            turn.name,
+            INDEX,
+            self.store.locate(obstacle),
+        )
+        return tree
+
+    def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
+        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), turn.draft.prefix: tree})
+        # There is an index only if eFormer can read one of the trees, or could until now.
+        had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
+        has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index
+        if has_index and self.store.remote:  # note their versions: they are replaced only if nobody else does so now
+            for name in self.companions:
+                self.store.identity(name)
+        self.store.replace(MANIFEST, encode_manifest(manifest))
+        if has_index and self.store.remote:
+            self._update_index(manifest)
+        return MANIFEST
+
+    def _update_index(self, manifest: Manifest) -> None:
+        """Write eFormer's index in a bucket. Errors are only logged: shardkeep itself never reads the index."""
+        try:
+            # A late request to delete the index could hit a newer one, so an empty index is written instead.
+            for name, document in index_documents(manifest, empty=True).items():
+                assert document is not None
+                self.store.replace(name, document)
+        except OSError as error:
+            log.warning("%s is saved, but %s is not up to date (%s)", self.where, INDEX, error)
+
+    def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
+        if not self.store.remote and after is not None and self._is_published(after):
+            return publishing.retire(self.store, names, before, after)
+        if names:
+            self.store.remove(names) if self.store.remote else publishing.remove(self.store, names)
+        return True
+
+    def _is_published(self, manifest: Manifest) -> bool:
+        """Whether other programs find, or found, something of a manifest that is ours."""
+        inside = self.store.children("")
+        is_for_others = any(tree.format != "safetensors" for tree in manifest.trees.values())
+        return MANIFEST in inside and (is_for_others or INDEX in inside)
+
+
+def _warn_once(what: str, message: str, *arguments: object) -> None:
+    """Log a warning the first time this process meets it."""
+    if what not in _warned:
+        _warned.add(what)
+        log.warning(message, *arguments)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A claim on clean names in a bucket: the directory of a prefix, and the names directly below it."""
+
+    directory: str
+    below: frozenset[str]
+
+    def encode(self) -> bytes:
+        nonce = os.urandom(16).hex()  # distinguishes it from any other claim to the same names
+        return json.dumps({"nonce": nonce, "directory": self.directory, "below": sorted(self.below)}).encode()
+
+    @classmethod
+    def decode(cls, document: bytes) -> "_Claim | None":
+        try:
+            told = json.loads(document)
+            return cls(str(told["directory"]), frozenset(map(str, told["below"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def meets(self, other: "_Claim | None") -> bool:
+        """Whether two claims could share a name: one directory is inside the other, below a name used there.
+
+        >>> _Claim("", frozenset({"model"})).meets(_Claim("model", frozenset({"w"})))
+        True
+        >>> _Claim("", frozenset({"layers"})).meets(_Claim("model", frozenset({"w"})))
+        False
+        """
+        if other is None:  # unknown
+            return True
+        outer, inner = sorted((self, other), key=lambda claim: len(claim.directory))
+        start = f"{outer.directory}/" if outer.directory else ""
+        return inner.directory.startswith(start) and inner.directory[len(start) :].partition("/")[0] in outer.below
+
+
+def _overlap(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether two sets of names share one, or one needs as a directory what is a file of the other."""
+    ours, theirs = set(names), set(others)
+    return bool(ours & (theirs | parents(theirs)) or theirs & parents(ours))

@@ -1,0 +1,406 @@
+"""Exchange files: one tree as plain safetensors files with Hugging Face names, complete arrays under dotted keys.
+
+That is `model.safetensors`, or above the shard size `model-00001-of-0000N.safetensors` and an index. What shardkeep
+needs in addition (structure, scalars, digests) is a manifest in the header's metadata, or in the index. A single file
+is committed by a rename (in a bucket: by one conditional put), several by replacing the index. Where both exist, the
+single file is what is committed, unless its header says that it was written over something other than the index.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardkeep.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConflictError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    KeyCollisionError,
+    PrefixError,
+    TreeError,
+)
+from shardkeep.foreign.recognize import has_our_data
+from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
+from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
+from shardkeep.model.digests import block_count, seal
+from shardkeep.model.manifest import DataFile, Manifest, Tree, encode_manifest
+from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
+from shardkeep.model.tree import Path
+from shardkeep.stores.location import exists, parent_and_name, sibling, store_at
+from shardkeep.targets.base import Turn
+from shardkeep.targets.running import explain_unfinished, recorded_names
+from shardkeep.targets.shards import (
+    MARK,
+    OVER,
+    SAVE,
+    SEAL,
+    ExchangeFiles,
+    committed_by_index,
+    decode_index,
+    is_ours,
+    read_header,
+    read_index,
+    read_single,
+)
+
+SUFFIX = SAFETENSORS
+INDEX = SAFETENSORS_INDEX
+_LOOKS = 3  # how often nothing must be found before it counts as nothing
+DEFAULT_SHARD_SIZE = 5_000_000_000
+_NONCE = "shardkeep_nonce"  # in addition to the marks, in a bucket
+_SINGLE_LIMIT = 5 << 30  # the largest upload in one request
+_TRIES = 5
+_BIG = 10**17  # stands for any offset or size while the space for the manifest is measured
+_START = 4096  # bytes in which a mark shows whose file it is
+log = logging.getLogger("shardkeep")
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Exchange(ExchangeFiles):
+    """A tree in exchange files, as the target of a save or a load."""
+
+    shard_size: int = DEFAULT_SHARD_SIZE
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def keeps_control(self) -> bool:
+        return False
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"exchange files of {self.shard_size:,} bytes"
+
+    def read(self) -> Manifest:
+        found = self.read_if_any()
+        if found is not None:
+            return found
+        if self.store.children(self.store.control):
+            text = explain_unfinished(self.store, self.where)
+            found = self.read_if_any()  # a save may have been committed meanwhile
+            if found is None:
+                raise IncompleteCheckpointError(text)
+            return found
+        raise CheckpointNotFoundError(f"no checkpoint at {self.where}: there is nothing there")
+
+    def read_if_any(self) -> Manifest | None:
+        return self._read(read_index)
+
+    def _read(self, reading: Callable[[ExchangeFiles], Manifest | None]) -> Manifest | None:
+        """What is committed. Files keep their names here, so a writer may replace one while it is being read."""
+        nothing = 0
+        while nothing < _LOOKS:
+            before = [self.store.identity(name) for name in self.documents]
+            try:
+                if before[0] is not None:
+                    single, over = read_single(self)
+                    # The file may come from a put that arrived after its save was given up: then the index counts.
+                    late = over is not None and before[1] is not None and self.store.remote
+                    return reading(self) if late and self._index_id() not in (None, over) else single
+                if before[1] is not None and (found := reading(self)) is not None:
+                    return found
+                nothing += 1  # unless one was removed and the other created between the two looks
+            except (IntegrityError, FileNotFoundError):
+                if before == [self.store.identity(name) for name in self.documents]:
+                    raise
+        return None
+
+    def read_to_replace(self, overwrite: bool) -> Manifest | None:
+        try:
+            return self._read(committed_by_index)
+        except IntegrityError as error:
+            if not overwrite and not all(map(self._is_checkpoint, self.documents)):
+                raise CheckpointExistsError(
+                    f"{error}. It may be another program's; pass overwrite=True to replace it. Nothing was written"
+                ) from error
+            log.warning("%s. This save replaces it", error)
+            return None
+
+    def read_again(self) -> Manifest | None:
+        try:
+            return self._read(committed_by_index)
+        except IntegrityError:
+            return None
+
+    def _is_checkpoint(self, name: str) -> bool:
+        """Whether a damaged document is recognizably one, by our mark or by its header; or empty, or not there."""
+        if not self.store.size(name):
+            return True
+        with self.store.open(name) as file:
+            start = np.empty(min(_START, file.size), np.uint8)
+            file.read_into(0, start)
+        if MARK.encode() in start.tobytes():
+            return True
+        try:
+            text = self.store.read(name) if name == self.index else read_header(self.store, name)[0][8:]
+            return isinstance(json.loads(text), dict)
+        except (IntegrityError, ValueError, RecursionError):
+            return False
+
+    def foreign_document(self, inside: Collection[str]) -> str | None:
+        return None  # other programs' safetensors files can be read, and are replaced only with `overwrite`
+
+    def _index_document(self) -> bytes | None:
+        try:
+            return self.store.read(self.index)
+        except FileNotFoundError:
+            return None
+
+    def _index_id(self) -> str | None:
+        """The id of the save that the index commits, if it is ours and commits one."""
+        document = self._index_document()
+        manifest = None if document is None else decode_index(self, document)[1]
+        return manifest.save_id if manifest is not None and manifest.trees else None
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Refuse arrays that would have the same dotted name."""
+        seen: set[str] = set()
+        for name in (".".join(path) for path in paths):
+            if not name.isascii() and safe_text(name) != name:
+                raise TreeError(f"the name of leaf {name!r} cannot be stored in {self.where}: it is not valid Unicode")
+            if name in seen or name == "__metadata__":
+                raise KeyCollisionError(
+                    f"two leaves would both be called {name!r} in {self.where}; rename one of them, "
+                    "or save to a directory, where their names stay distinct"
+                )
+            seen.add(name)
+
+    def plan(
+        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+    ) -> SavePlan:
+        """The files to write. A single file leaves space in its header for the manifest, which is known only later."""
+        if at is not None:  # the leader writes everything
+            return SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
+        if current is not None and current.prefixes != [draft.prefix]:
+            raise PrefixError(
+                f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, and exchange files hold only one "
+                f"tree; save prefix {draft.prefix!r} to another path, or to a directory"
+            )
+        self.check([leaf.path for leaf in leaves if leaf.spec is not None])
+        whole = plan_pieces(leaves, lambda spec, region: [region], math.inf)
+        pieces = [replace(piece, name=".".join(leaves[piece.leaf].path)) for piece in whole]
+        groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
+        plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
+        if len(groups) == 1:
+            aside = f"{self.store.control}/{draft.save_id}.tmp"
+            notes = {"format": "pt"} | ({OVER: self._index_id() or ""} if self.store.remote else {})
+            file = pack(aside, leaves, groups[0], notes)
+            room = len(json.dumps(_longest(plan, file, draft).decode())) + 200
+            file = pack(aside, leaves, groups[0], notes, room)
+            if not self.store.remote or (file.size or 0) <= _SINGLE_LIMIT:
+                return replace(plan, files=(file,))
+        if self.store.remote and self.store.size(self.single) is not None:
+            # It would have to be removed, and the request to remove it could arrive late and remove a newer one.
+            raise CheckpointExistsError(
+                f"{self.where} is a single file, which several files cannot replace in a bucket: delete it first "
+                "(shardkeep.delete), save to another path, or pass a larger max_shard_size (a single file has at most "
+                f"{_SINGLE_LIMIT:,} bytes). Nothing was written"
+            )
+        mark = {"format": "pt", MARK: "1", SAVE: draft.save_id}
+        names = self._shard_names(len(groups), draft.save_id)
+        return replace(plan, files=tuple(pack(n, leaves, g, mark) for n, g in zip(names, groups, strict=True)))
+
+    def _shard_names(self, count: int, save_id: str) -> list[str]:
+        """Hugging Face's names; if one of them is in use, and always in a bucket, names with the save's id."""
+        names = [shard_filename(self.base, i + 1, count) for i in range(count)]
+        if not self.store.remote:
+            running = self.store.children(self.store.saves)
+            live = {name for other in running for name in recorded_names(self.store, other)}
+            if not self.store.is_taken(names) and not live & set(names):
+                return names
+        return [shard_filename(f"{self.base}-{save_id}", i + 1, count) for i in range(count)]
+
+    def finish(self, turn: Turn, tree: Tree) -> Tree:
+        """Fill in the header of a single file, now that its manifest is known, and use its final name in the tree."""
+        if not self._is_single(turn):
+            return tree
+        (file,) = turn.plan.files
+        tree = replace(tree, files=(DataFile(self.single, tree.files[0].size, len(file.header)),))
+        if not self.store.remote:  # an object was uploaded with it
+            self.store.write_into(file.name, 0, self._header(turn, tree))
+            self.store.sync([file.name])
+        return tree
+
+    def complete(self, turn: Turn, file: FilePlan, written: WrittenFile) -> bytes:
+        """The header of a single file, made from its digests, where it cannot be filled in later."""
+        if not self._is_single(turn):
+            return file.header
+        tree = turn.plan.tree([written], turn.draft)
+        return self._header(turn, replace(tree, files=(DataFile(self.single, written.size, len(file.header)),)))
+
+    def _is_single(self, turn: Turn) -> bool:
+        return turn.plan.files[0].name == f"{self.store.control}/{turn.plan.save_id}.tmp"
+
+    def _header(self, turn: Turn, tree: Tree) -> bytes:
+        plan = turn.plan.files[0]
+        manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.draft.prefix: tree})).decode()
+        header = json.loads(plan.header[8:])
+        notes = {k: v for k, v in header.pop("__metadata__").items() if k in ("dtypes", OVER)}
+        metadata = {"format": "pt", SEAL: "0" * 32, MARK: manifest, **notes}
+        text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+        assert len(text) <= len(plan.header) - 8, "the manifest does not fit into the header"
+        return seal(plan.header[:8] + text.ljust(len(plan.header) - 8))
+
+    def names_of(self, tree: Tree) -> set[str]:
+        return tree.names
+
+    def adopt(self, turn: Turn, tree: Tree, current: Manifest | None) -> Tree:
+        return tree
+
+    def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
+        if names:
+            self.store.remove(names)
+        return True
+
+    def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
+        if self._is_single(turn) and self.store.remote:
+            self._put_object(turn, tree)
+            return self.single
+        if self._is_single(turn):
+            self.store.rename(turn.plan.files[0].name, self.single)
+            return self.single
+        self.store.replace(self.index, _encode_index(turn.draft.prefix, tree, turn.plan.files))
+        if not self.store.remote:
+            self.store.remove([self.single])  # until now it was what is committed
+            self.store.sync_directory("")
+        return self.index
+
+    def _put_object(self, turn: Turn, tree: Tree) -> None:
+        """Commit a single file in a bucket. An existing index is replaced by one that names the file."""
+        (file,) = turn.plan.files
+        over = json.loads(file.header[8:])["__metadata__"][OVER] or None
+        if set(self.store.children(self.store.saves)) - {turn.plan.save_id}:
+            self._fence_index()  # the index of another save may be on its way
+        self.store.rename(file.name, self.single)
+        weights = {"weight_map": {piece.name: self.single for piece in file.pieces}}
+        index = json.dumps({"metadata": {"total_size": tree.nbytes}, **weights}).encode()
+        for _ in range(_TRIES):
+            there = self._index_document()
+            committed = None if there is None else decode_index(self, there)[1]
+            if committed is not None and committed.trees and committed.save_id != over:
+                raise ConflictError(
+                    f"another save to {self.where} was committed at the same time, as several files. The other one is "
+                    "in place and is what `load` reads; this one was not committed"
+                )
+            if there in (None, index):
+                return
+            try:
+                return self.store.replace(self.index, index)
+            except ConflictError:
+                continue
+            except OSError as error:  # the single file is committed nevertheless
+                log.warning("%s is saved, but the index next to it is out of date (%s)", self.where, error)
+                return
+
+    def fence(self) -> Manifest | None:
+        """Put the index again, or one without trees. A single file needs no fence: it contains all its data."""
+        self._fence_index()
+        return self.read_again()
+
+    def _fence_index(self) -> None:
+        document = self._index_document()
+        nonce = os.urandom(16).hex()
+        if document is None:
+            manifest = encode_manifest(Manifest("", nonce, {}), nonce).decode()
+            index: dict[str, Any] = {"metadata": {SEAL: "", "total_size": 0, MARK: manifest}, "weight_map": {}}
+        else:
+            index = decode_index(self, document)[0]
+        ours = is_ours(index["metadata"])
+        index["metadata"] |= {_NONCE: nonce} | ({SEAL: "0" * 32} if ours else {})
+        text = json.dumps(index, separators=(",", ":")).encode()
+        self.store.replace(self.index, seal(text) if ours else text)
+
+
+def exchange_at(place: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
+    """The exchange files that `place` names: the file, the index, any shard, or what their names have in common."""
+    directory, name = parent_and_name(place)
+    if name.endswith(INDEX):
+        base = name[: -len(INDEX)]
+    elif name.endswith(SUFFIX):
+        base = name[: -len(SUFFIX)]
+        common = base_of_shard(name)
+        if common != base and exists(sibling(place, f"{directory}/{common}{INDEX}")):
+            base = common
+    else:
+        base = name
+    return Exchange(store_at(directory, control=f".{base}{SUFFIX}.shardkeep", confined=False), base, shard_size)
+
+
+def exchange_in(directory: str, names: Sequence[str]) -> Exchange | None:
+    """The exchange files in a directory, named as Hugging Face does; None if there are none."""
+    for ending in (INDEX, SUFFIX):
+        bases = [n[: -len(ending)] for n in names if n.endswith(ending) and not n.startswith(".")]
+        if ending == SUFFIX:
+            bases = [b for b in bases if not SHARD_END.search(b)]
+        if "model" in bases or len(bases) == 1:
+            return exchange_at(sibling(directory, f"{directory}/{'model' if 'model' in bases else bases[0]}{ending}"))
+        if bases:
+            listed = ", ".join(b + ending for b in bases)
+            raise CheckpointNotFoundError(
+                f"{directory} holds several safetensors files; pass the path of one of them: {listed}"
+            )
+    return None
+
+
+def exchange_bases(inside: Sequence[str]) -> list[str]:
+    """The names of the exchange files in a directory, without their ending; shards and their index are one.
+
+    >>> exchange_bases(["a.safetensors", "m-00001-of-00002.safetensors", "m.safetensors.index.json", "x.txt"])
+    ['a', 'm']
+    """
+    bases: dict[str, None] = {}
+    for name in inside:
+        if name.endswith((SUFFIX, INDEX)) and not name.startswith(".") and not has_our_data([name]):
+            whole = base_of_shard(name)
+            # Shards without their index count as single files.
+            bases[whole if name.endswith(INDEX) or whole + INDEX in inside else name.removesuffix(SUFFIX)] = None
+    return list(bases)
+
+
+def parse_size(size: int | str) -> int:
+    """A number of bytes, from a number or a string such as "5GB" or "400KB".
+
+    >>> parse_size("400KB")
+    400000
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get((match[2] or "B").upper()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f"not a size: {size!r}; pass a number of bytes, or a string such as '5GB' or '512MiB'")
+        size = int(float(match[1]) * unit)
+    if size <= 0:
+        raise ValueError(f"max_shard_size must be positive, not {size}")
+    return size
+
+
+def _longest(plan: SavePlan, file: FilePlan, draft: Draft) -> bytes:
+    """The longest possible manifest: every number and digest at full length."""
+    wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
+    written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
+    tree = replace(plan, files=(wide,)).tree([written], draft)
+    return encode_manifest(Manifest("", plan.save_id, {draft.prefix: tree}))
+
+
+def _encode_index(prefix: str, tree: Tree, files: Sequence[FilePlan]) -> bytes:
+    manifest = encode_manifest(Manifest("", tree.save_id, {prefix: tree})).decode()
+    index = {
+        "metadata": {SEAL: "0" * 32, "total_size": tree.nbytes, MARK: manifest},
+        "weight_map": {piece.name: file.name for file in files for piece in file.pieces},
+    }
+    return seal(json.dumps(index, separators=(",", ":")).encode())

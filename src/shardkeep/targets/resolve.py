@@ -1,0 +1,242 @@
+"""The checkpoints at a place and in a directory: which kind they are, whether complete, and which is the newest."""
+
+import datetime
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError, NewerFormatError
+from shardkeep.foreign.recognize import name_foreign
+from shardkeep.model.manifest import MANIFEST, Manifest
+from shardkeep.runtime.crew import run_tasks
+from shardkeep.stores.base import Store
+from shardkeep.stores.local.store import CONTROL
+from shardkeep.stores.location import URLS, exists, is_directory, location, parent_and_name, sibling, store_at
+from shardkeep.targets.base import Target
+from shardkeep.targets.damage import find_damage
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.exchange import INDEX, SUFFIX, exchange_at, exchange_bases, exchange_in
+from shardkeep.targets.ordering import Saved, newest_first
+
+log = logging.getLogger("shardkeep")
+
+_MOST_KEPT = 12  # manifests that are kept in memory while the newest checkpoint is searched for
+_TRIES = 100  # how often sizes are checked again because writers keep replacing the checkpoint
+
+T = TypeVar("T")
+
+
+def find(path: object) -> Target:
+    """What is at `path`: a checkpoint directory, exchange files, or another program's safetensors files."""
+    place = location(path)
+    store = store_at(place)
+    inside = store.children("")
+    if inside or (not place.startswith(URLS) and is_directory(place)):
+        return _find_inside(place, store, inside)
+    if place.startswith(URLS) and place.count("/") == 2:  # an empty bucket
+        return Directory(store)
+    if place.endswith(f"/{MANIFEST}") and exists(place):
+        return Directory(store_at(parent_and_name(place)[0]))
+    if place.endswith((SUFFIX, INDEX)) or any(exists(sibling(place, place + end)) for end in (SUFFIX, INDEX)):
+        return exchange_at(place)
+    if exists(place):
+        what = name_foreign([os.path.basename(place)])
+        known = f"it is {what}, which this version of shardkeep cannot read" if what else "it is not a safetensors file"
+        raise CheckpointNotFoundError(f"no checkpoint at {place}: {known}")
+    return Directory(store)
+
+
+def _find_inside(place: str, store: Store, inside: Sequence[str]) -> Target:
+    """What is in a directory that has these names in it."""
+    directory = Directory(store)
+    ours = CONTROL in inside or (MANIFEST in inside and directory.foreign_document(inside) is None)
+    return (None if ours else exchange_in(place, inside)) or directory
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was found.
+
+    `described`: whether the `.zarray` files of other programs' arrays were read to find out what it holds.
+    """
+
+    target: Target
+    manifest: Manifest
+    described: bool = True
+
+    def damage(self) -> str | None:
+        """What the sizes of its files show to be damaged."""
+        return find_damage(self.target.store, self.manifest.trees.values(), self.described)
+
+
+def look(place: str, search: bool = True) -> Found:
+    """The checkpoint at a place; an error if there is none.
+
+    In a bucket, our manifest is asked for by name before anything is listed.
+
+    Args:
+        place: A path or URL as `location` returns it.
+        search: Whether a directory without any document is searched for arrays of other programs.
+    """
+    if place.startswith(URLS) and not place.endswith((SUFFIX, INDEX, MANIFEST)):
+        directory = Directory(store_at(place))
+        manifest = directory.read_manifest()
+        if manifest is not None and manifest.trees:
+            return Found(directory, manifest, described=False)
+    target = find(place)
+    if isinstance(target, Directory) and not search:
+        return _look_inside(target, target.store.children(""))
+    return Found(target, target.read())
+
+
+def _look_at_documents(place: str) -> Found:
+    return look(place, search=False)
+
+
+def _look_inside(target: Target, inside: Sequence[str]) -> Found:
+    """The checkpoint of a target, if one of its documents is among the names in its directory."""
+    if isinstance(target, Directory) and {*target.documents, *target.companions}.isdisjoint(inside):
+        raise CheckpointNotFoundError(f"no checkpoint at {target.where}")
+    return Found(target, target.read())
+
+
+def find_complete(looking: Callable[[], Found]) -> tuple[Found, str | None]:
+    """A checkpoint, and what the sizes of its files show to be damaged.
+
+    If they show damage, the checkpoint is looked at again: a writer may have replaced it meanwhile.
+    """
+    found, damage = looking(), None
+    for _ in range(_TRIES):
+        damage = found.damage()
+        before, found = found, found if damage is None else looking()
+        if found.manifest.save_id == before.manifest.save_id:
+            break
+    return found, damage
+
+
+class TooManyError(Exception):
+    """More manifests would have to be read than was allowed."""
+
+
+def find_newest(place: str, warn: Callable[..., None], most: float = math.inf) -> str | None:
+    """The newest complete checkpoint in a directory, or the place itself; None if there is none.
+
+    Args:
+        place: A path or URL as `location` returns it.
+        warn: Called, like a method of a logger, for what is damaged or unreadable and so skipped.
+        most: How many of the names in the directory may be looked at before this raises `TooManyError`.
+    """
+    search = _Search(place, warn, most)
+    directories, files = search.store.entries()
+    itself = search.look_at_root([*directories, *files])
+    if itself is not None and not itself.manifest.trees:  # of a later version: which names are its own is unknown
+        return place
+    # Data files of a checkpoint directory belong to it. Exchange files may be one checkpoint of several.
+    owner = itself if itself is not None and isinstance(itself.target, Directory) else None
+    taken = (
+        {file.name.partition("/")[0] for tree in owner.manifest.trees.values() for file in tree.files} if owner else ()
+    )
+    names = {name: name.removesuffix(SUFFIX) for name in directories if name not in taken and not name.startswith(".")}
+    exchange = {base + SUFFIX: base for base in exchange_bases([name for name in files if name not in taken])}
+    for name in newest_first(names | exchange, search.read):
+        if search.is_complete(name):
+            hugging_face = itself is not None and owner is None and name == f"model{SUFFIX}"
+            return place if hugging_face else search.locate(name)
+    alone = owner is not None or not (directories or files)
+    return place if itself is not None and alone and search.is_complete("") else None
+
+
+class _Search:
+    """Looks at the checkpoints in one directory."""
+
+    def __init__(self, place: str, warn: Callable[..., None], most: float) -> None:
+        self._place, self._warn, self._most = place, warn, most
+        self.store = store_at(place)
+        self._found: dict[str, Found] = {}
+
+    def locate(self, name: str) -> str:
+        return sibling(self._place, f"{self._place}/{name}" if name else self._place)
+
+    def look_at_root(self, inside: Sequence[str]) -> Found | None:
+        """The directory itself if it is a checkpoint, or what is at a path that is not a directory."""
+        if inside:
+            self._keep("", lambda place: _look_inside(_find_inside(place, self.store, inside), inside))
+        else:
+            self._keep("", _look_at_documents)
+        return self._found.get("")
+
+    def read(self, names: Sequence[str]) -> dict[str, Saved | None]:
+        """What checkpoints say about themselves; None for what is not one. In a bucket, requests run concurrently."""
+        self._most -= len(names)
+        if self._most < 0:
+            raise TooManyError
+        told: dict[str, Saved | None] = {}
+
+        def read(name: str) -> None:
+            self._keep(name, _look_at_documents)
+            found = self._found.get(name)
+            told[name] = None if found is None else _saved(found)
+            if len(names) > _MOST_KEPT:
+                self._found.pop(name, None)
+
+        if self.store.remote:
+            run_tasks([lambda name=name: read(name) for name in names], self.store.concurrency)
+        else:
+            for name in names:
+                read(name)
+        return told
+
+    def is_complete(self, name: str) -> bool:
+        """Whether all files of a checkpoint are there with their sizes; warns if not."""
+
+        def again(place: str) -> Found:
+            return self._found.pop(name, None) or _look_at_documents(place)
+
+        checked = self._try(name, lambda place: find_complete(lambda: again(place)))
+        if checked is not None and checked[1] is not None:
+            self._warn("skipping %s, which is damaged: %s", self.locate(name), checked[1])
+        return checked is not None and checked[1] is None
+
+    def _keep(self, name: str, looking: Callable[[str], Found]) -> None:
+        try:
+            found = self._try(name, looking)
+        except NewerFormatError:  # it counts: `load` says what to do
+            found = Found(Directory(store_at(self.locate(name))), Manifest(self.locate(name), "", {}))
+        if found is not None:
+            self._found[name] = found
+
+    def _try(self, name: str, action: Callable[[str], T]) -> T | None:
+        """What an action gives for a checkpoint; None, and perhaps a warning, for what is not one."""
+        place = self.locate(name)
+        try:
+            return action(place)
+        except IncompleteCheckpointError:
+            pass  # a save that is running, or never finished
+        except (IntegrityError, PermissionError) as error:
+            self._warn("skipping %s: %s", place, error)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        return None
+
+
+def _saved(found: Found) -> Saved:
+    """What a checkpoint says about itself. Where it has no time, that of its first file is taken."""
+    trees = found.manifest.trees.values()
+    times = [_timestamp(tree.created or tree.metadata.get("timestamp")) for tree in trees]
+    known = [time for time in times if time is not None]
+    if not known:
+        names = [file.name for tree in trees for file in tree.files[:1]] or [*found.target.documents]
+        known = [time for name in names[:1] if (time := found.target.store.modified(name)) is not None]
+    return Saved(found.manifest.step, max(known)) if known else Saved(found.manifest.step)
+
+
+def _timestamp(text: object) -> float | None:
+    """A recorded time as a number; one without a time zone is UTC."""
+    try:
+        moment = datetime.datetime.fromisoformat(str(text))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None

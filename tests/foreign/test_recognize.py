@@ -1,0 +1,224 @@
+"""Our files and those of other programs: told apart, and other programs called by their names."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardkeep
+from buckets.fixtures import Place, _alone, place  # noqa: F401
+from shardkeep.cli.main import main
+from shardkeep.eformer.manager import AsyncCheckpointManager
+from shardkeep.foreign.recognize import is_foreign_manifest, name_foreign
+from support import FORMATS, save_as
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+OURS = b'{"shardkeep":1,"digest":"0123456789abcdef0123456789abcdef","algorithm":"xxh3-128","block":4194304,"save":"ab"}'
+FOREIGN = {
+    "web app": b'{"name": "my app", "short_name": "app", "icons": [{"src": "a.png"}], "display": "standalone"}',
+    "extension": b'{"manifest_version": 3, "name": "x", "version": "1"}',
+    "about us": b'{"name": "shardkeep demo", "description": "a demo of shardkeep"}',
+    "list": b"[1, 2, 3]",
+    "text": b"CACHE MANIFEST\n# v1\nindex.html\n",
+    "binary": bytes(range(1, 256)),
+    "other keys": b'{"save": "yes"}',
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_another_programs_manifest_is_recognised(kind: str) -> None:
+    assert is_foreign_manifest(FOREIGN[kind])
+
+
+@given(st.integers(0, len(OURS) - 1), st.integers(0, 255))
+def test_a_changed_byte_does_not_make_our_manifest_another_programs(at: int, byte: int) -> None:
+    assert not is_foreign_manifest(OURS[:at] + bytes([byte]) + OURS[at + 1 :])
+
+
+@given(st.integers(0, len(OURS)), st.integers(0, len(OURS)))
+def test_a_cut_or_erased_part_does_not_make_our_manifest_another_programs(start: int, end: int) -> None:
+    assert not is_foreign_manifest(OURS[:end])
+    assert not is_foreign_manifest(OURS[:start] + b"\0" * max(end - start, 0) + OURS[max(start, end) :])
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+class TestForeignManifest:
+    """A directory with a manifest.json that is not ours is no damaged checkpoint."""
+
+    def test_it_is_no_checkpoint(self, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "app").mkdir()
+        (tmp_path / "app" / "manifest.json").write_bytes(FOREIGN[kind])
+        shardkeep.save(tmp_path / "step_1", {"x": 1})
+        assert not shardkeep.exists(tmp_path / "app")
+        assert shardkeep.latest(tmp_path) == str(tmp_path / "step_1")
+        for action in (shardkeep.load, shardkeep.inspect, shardkeep.verify, shardkeep.delete):
+            with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"manifest\.json was not written by shardkeep"):
+                action(tmp_path / "app")
+        assert main(["ls", str(tmp_path), "--json"]) == 0
+        assert [one["name"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == ["step_1"]
+        assert [path.name for path in (tmp_path / "app").iterdir()] == ["manifest.json"]
+
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_no_save_replaces_it(self, kind: str, overwrite: bool, tmp_path: Path) -> None:
+        app = tmp_path / "app"
+        app.mkdir()
+        (app / "manifest.json").write_bytes(FOREIGN[kind])
+        calls: list[Callable[[], Any]] = [
+            lambda: shardkeep.save(app, {"x": 1}, overwrite=overwrite),
+            lambda: shardkeep.save(app, {"x": 1}, overwrite=overwrite, prefix="model", format="zarr"),
+            lambda: shardkeep.save_async(app, {"x": 1}, overwrite=overwrite).wait(),
+            lambda: AsyncCheckpointManager().save({"x": 1}, app),
+        ]
+        for call in calls:
+            with pytest.raises(FileExistsError, match=r"manifest\.json was not written by shardkeep, and a save"):
+                call()
+            assert [path.name for path in app.iterdir()] == ["manifest.json"]
+        assert (app / "manifest.json").read_bytes() == FOREIGN[kind]
+
+    def test_a_model_beside_it_loads(self, kind: str, tmp_path: Path) -> None:
+        """A model that is published with a web page, say."""
+        (tmp_path / "manifest.json").write_bytes(FOREIGN[kind])
+        safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
+        assert shardkeep.load(tmp_path)["w"].shape == (3,)
+        assert shardkeep.exists(tmp_path)
+        shutil.copytree(FIXTURES / "eformer" / "ts_plain" / "ckpt", tmp_path / "run")
+        (tmp_path / "run" / "manifest.json").write_bytes(FOREIGN[kind])
+        assert shardkeep.exists(tmp_path / "run")
+        shardkeep.load(tmp_path / "run")
+
+    def test_beside_our_files_it_is_damage(self, kind: str, tmp_path: Path) -> None:
+        """Something overwrote our manifest: that is not the same as no checkpoint."""
+        for name, forget in (("a", False), ("b", True)):
+            shardkeep.save(tmp_path / name, {"w": np.ones(3)})
+            (tmp_path / name / "manifest.json").write_bytes(FOREIGN[kind])
+            if forget:
+                shutil.rmtree(tmp_path / name / ".shardkeep")
+            with pytest.raises(shardkeep.IntegrityError, match=r"manifest\.json"):
+                shardkeep.load(tmp_path / name)
+            with pytest.raises(shardkeep.IntegrityError, match=r"manifest\.json"):
+                shardkeep.save(tmp_path / name, {"w": np.ones(3)}, overwrite=True)
+            assert (tmp_path / name / "manifest.json").read_bytes() == FOREIGN[kind]
+
+
+def test_arrays_without_an_index_beside_another_programs_manifest_are_not_taken_for_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """They may be ours: without their manifest nothing would be checked."""
+    shardkeep.save(tmp_path, {"w": np.ones(3)}, format="zarr")
+    shutil.rmtree(tmp_path / ".shardkeep")
+    (tmp_path / "tensorstore_index.json").unlink()
+    (tmp_path / "manifest.json").write_bytes(FOREIGN["web app"])
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="was not written by shardkeep"):
+        shardkeep.load(tmp_path)
+
+
+def test_a_foreign_manifest_in_a_bucket_is_left_alone(place: Place) -> None:
+    place.put("run/manifest.json", FOREIGN["web app"])
+    assert not shardkeep.exists(f"{place.url}/run")
+    assert shardkeep.latest(place.url) is None
+    for action in (shardkeep.load, shardkeep.delete):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="was not written by shardkeep"):
+            action(f"{place.url}/run")
+    with pytest.raises(shardkeep.CheckpointExistsError, match="was not written by shardkeep"):
+        shardkeep.save(f"{place.url}/run", {"x": 1}, overwrite=True)
+    assert place.names() == {"run/manifest.json": len(FOREIGN["web app"])}
+
+
+JAX = "a checkpoint of jax.experimental.array_serialization.pytree_serialization"
+CHECKPOINTS = {
+    "orbax/one_tree": "an Orbax checkpoint",
+    "orbax/v1": "an Orbax checkpoint (v1)",
+    "orbax/v1/state": "an Orbax checkpoint",
+    "orbax/manager": "a directory of Orbax checkpoints (of an Orbax CheckpointManager)",
+    "orbax/manager/0": "an Orbax checkpoint",
+    "jax/pytree": JAX,
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_of_another_library_is_called_by_its_name(name: str) -> None:
+    """Written by Orbax and by JAX."""
+    told = f"the directory holds {CHECKPOINTS[name]}, which this version of shardkeep cannot read"
+    for action in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match=f"{name}: {re.escape(told)}"):
+            action(FIXTURES / name)
+    assert not shardkeep.exists(FIXTURES / name)
+    assert shardkeep.latest(FIXTURES / name) is None
+
+
+def test_what_jax_writes_is_called_by_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("flatbuffers", reason="JAX needs it to write these")
+    from jax.experimental.array_serialization import pytree_serialization
+
+    pytree_serialization.save({"w": jnp.ones((2, 3)), "b": [jnp.zeros(3)]}, tmp_path / "run")
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match=re.escape(JAX)):
+        shardkeep.load(tmp_path / "run")
+
+
+def test_an_unfinished_orbax_checkpoint_is_called_so(tmp_path: Path) -> None:
+    for name in ("7.orbax-checkpoint-tmp-1731800000", "7.orbax-checkpoint-tmp"):
+        shutil.copytree(FIXTURES / "orbax" / "one_tree", tmp_path / "run" / name)
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="an unfinished Orbax checkpoint"):
+            shardkeep.load(tmp_path / "run" / name)
+    assert name_foreign(["7.orbax-checkpoint-tmp"]) == "an unfinished Orbax checkpoint"
+
+
+def test_an_orbax_checkpoint_in_a_bucket_is_called_by_its_name(place: Place) -> None:
+    for name in ("one_tree", "manager"):
+        place.upload(FIXTURES / "orbax" / name, name)
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match=re.escape(CHECKPOINTS[f"orbax/{name}"])):
+            shardkeep.load(f"{place.url}/{name}")
+
+
+def _write_npz(path: Path) -> None:
+    np.savez(path, w=np.ones(3))
+
+
+def _write_flax(path: Path) -> None:
+    path.write_bytes(flax.serialization.to_bytes({"w": jnp.ones(3)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "called"),
+    [
+        ("state.npz", _write_npz, "a NumPy archive (.npz)"),
+        ("flax_model.msgpack", _write_flax, "a Flax msgpack checkpoint"),
+        ("checkpoint_100", _write_flax, "a Flax msgpack checkpoint"),
+        ("model.pt", Path.touch, "a PyTorch checkpoint"),
+        ("weights.pth", Path.touch, "a PyTorch checkpoint"),
+        ("pytorch_model-00001-of-00002.bin", Path.touch, "a PyTorch checkpoint"),
+    ],
+)
+def test_files_of_other_libraries_are_called_by_their_names(
+    name: str, write: Callable[[Path], None], called: str, tmp_path: Path
+) -> None:
+    """Given the file, or its directory."""
+    write(tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match=re.escape(f"{called}, which this version of")):
+            shardkeep.load(path)
+
+
+def test_other_names_say_nothing() -> None:
+    assert name_foreign([".metadata", "__0_0.distcp"]) == "a PyTorch distributed checkpoint"
+    for names in ([], ["notes.txt", "config.json"], ["data.bin"], ["pytreedef.json"], ["array_store"], ["d"]):
+        assert name_foreign(names) is None
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_our_own_checkpoints_have_no_other_name(kind: str, tmp_path: Path) -> None:
+    path = save_as(kind, tmp_path / "run", {"w": np.ones(3), "model": {"b": np.ones(2)}})
+    names = [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")]
+    assert name_foreign(names) is None
+    assert shardkeep.exists(path)

@@ -1,0 +1,284 @@
+"""From host memory to what the caller gets: on its devices, cast, checked and of the kind that was asked for."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import shardkeep
+from shardkeep.loading import place as placing
+from shardkeep.loading.place import apply_function, cast_array, check_fits, read_leaves, stays_numpy
+from shardkeep.loading.select import Request, Wanted, choose
+from shardkeep.loading.shardings import Place
+from shardkeep.model.arrays import dtype_from_name
+from shardkeep.model.manifest import Tree
+from shardkeep.stores.local.store import LocalStore
+from support import assert_same, bits, mesh_of, pattern
+
+P = PartitionSpec
+MESH = mesh_of(8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(str(tmp_path / "run"))
+
+
+def saved(store: LocalStore, tree: Any) -> Tree:
+    shardkeep.save(store.url, tree)
+    return shardkeep.inspect(store.url).tree()
+
+
+def read(store: LocalStore, tree: Tree, **asked: Any) -> dict[str, Any]:
+    request = Request(**asked)
+    wanted = [w for w in choose(tree, "", request).wanted if w is not None]
+    return dict(zip([w.stored.key for w in wanted], read_leaves(store, tree, wanted, request), strict=True))
+
+
+class TestReading:
+    @pytest.mark.parametrize("in_flight", [None, 1, 2, 100])
+    def test_values_come_in_the_order_they_were_wanted(self, in_flight: int | None, store: LocalStore) -> None:
+        state = {"c": jnp.arange(3), "b": 1, "a": np.arange(2.0), "e": jnp.zeros((0, 2)), "d": "text"}
+        assert_same(read(store, saved(store, state), in_flight=in_flight), state)
+
+    def test_rows_for_several_devices_are_read_as_one(self, store: LocalStore) -> None:
+        """Whatever the pieces are, the devices get their rows of one array in memory: as many copies as pieces."""
+        state = {"w": jax.device_put(pattern(np.float32, (512, 1024)), NamedSharding(mesh_of(2, 4), P("a", "b")))}
+        tree = saved(store, state)
+        assert len(tree.leaves[0].pieces) == 8
+        loaded = read(store, tree, shardings={"w": NamedSharding(MESH, P("a"))})["w"]
+        places = [shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards]
+        assert np.diff(places).tolist() == [512 * 1024 * 4 // 8] * 7
+        assert bits(loaded) == bits(state["w"])
+
+    def test_no_leaves_are_no_values(self, store: LocalStore) -> None:
+        assert read_leaves(store, saved(store, {"a": jnp.ones(2)}), [], Request()) == []
+
+    def test_a_leaf_may_be_wanted_more_than_once(self, store: LocalStore) -> None:
+        tree = saved(store, {"a": jnp.arange(8.0)})
+        half = NamedSharding(MESH, P("a"))
+        wanted = [Wanted(tree.leaves[0], as_numpy=True), Wanted(tree.leaves[0], Place(half)), Wanted(tree.leaves[0])]
+        host, spread, whole = read_leaves(store, tree, wanted, Request())
+        assert_same(host, np.arange(8.0, dtype=np.float32))
+        assert (spread.sharding, whole.sharding) == (half, SingleDeviceSharding(jax.devices()[0]))
+        assert bits(spread) == bits(whole) == bits(host)
+
+    @pytest.mark.parametrize("mmap", [True, False])
+    def test_numpy_arrays_are_the_callers_own(self, mmap: bool, store: LocalStore) -> None:
+        tree = saved(store, {"a": np.zeros(1 << 19, np.float32), "b": np.zeros(3, ">i2")})
+        for _ in range(2):
+            found = read(store, tree, mmap=mmap)
+            for array in found.values():
+                assert not array.any()
+                array[...] = 1
+
+    def test_each_array_lands_where_its_place_says(self, store: LocalStore) -> None:
+        tree = saved(store, {"w": jnp.arange(64.0).reshape(8, 8), "v": jnp.arange(8), "one": jnp.ones(2)})
+        shardings = {"w": P(None, "a"), "v": P("a"), "one": SingleDeviceSharding(jax.devices()[5])}
+        found = read(store, tree, mesh=MESH, shardings=shardings)
+        assert found["w"].sharding == NamedSharding(MESH, P(None, "a"))
+        assert found["v"].sharding == NamedSharding(MESH, P("a"))
+        assert found["one"].devices() == {jax.devices()[5]}
+        for shard in found["w"].addressable_shards:
+            assert_same(np.asarray(shard.data), np.arange(64, dtype=np.float32).reshape(8, 8)[shard.index].copy())
+
+    def test_check_sees_stored_data_and_callback_what_they_become_and_neither_sees_values(
+        self, store: LocalStore
+    ) -> None:
+        seen: list[Any] = []
+        tree = saved(store, {"k": jax.random.key(3), "n": 7, "w": jnp.ones(2)})
+        found = read(
+            store,
+            tree,
+            check=lambda leaf, value: seen.append(("check", leaf.key, value.dtype)),
+            callback=lambda value, leaf: seen.append(("callback", leaf.key, value.dtype)) or value,
+        )
+        assert [(what, key) for what, key, _ in seen] == [(w, k) for k in "kw" for w in ("check", "callback")]
+        assert seen[0][2] == jnp.uint32
+        assert seen[1][2] == jax.random.key(0).dtype
+        assert_same(found, {"k": jax.random.key(3), "n": 7, "w": jnp.ones(2)})
+
+    def test_what_check_raises_keeps_the_array_from_everyone_else(self, store: LocalStore) -> None:
+        def refuse(leaf: Any, value: Any) -> None:
+            raise shardkeep.IntegrityError(f"leaf {leaf.key!r}")
+
+        seen: list[Any] = []
+        with pytest.raises(shardkeep.IntegrityError, match="leaf 'w'"):
+            read(store, saved(store, {"w": jnp.ones(2)}), check=refuse, callback=lambda v, leaf: seen.append(v))
+        assert seen == []
+
+    def test_foreign_byte_order_comes_back_unless_another_dtype_is_asked_for(self, store: LocalStore) -> None:
+        tree = saved(store, {"b": np.arange(3, dtype=">i4")})
+        assert_same(read(store, tree)["b"], np.arange(3, dtype=">i4"))
+        assert_same(read(store, tree, dtype=np.dtype("int16"))["b"], np.arange(3, dtype=np.int16))
+        assert_same(read(store, tree, all_jax=True)["b"], jnp.arange(3))
+
+    def test_prng_keys_that_jax_does_not_know_are_named(self, store: LocalStore) -> None:
+        tree = saved(store, {"rng": {"k": jax.random.key(0)}})
+        for impl in ("mine", "rbg"):  # rbg has keys of another length
+            unknown = dataclasses.replace(tree.leaves[0], extra={"impl": impl})
+            with pytest.raises(
+                shardkeep.IntegrityError, match=r"leaf 'rng/k' does not hold PRNG keys that this JAX can use"
+            ):
+                read_leaves(store, tree, [Wanted(unknown)], Request())
+
+    def test_arrays_that_stay_numpy_are_told_once_by_name(
+        self, store: LocalStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        state = {f"w{i}": np.full(2, 2.0**60) for i in range(7)} | {"x": np.ones(2, np.float32)}
+        with caplog.at_level(logging.WARNING, "shardkeep"):
+            found = read(store, saved(store, state), all_jax=True)
+        assert {type(found[f"w{i}"]) for i in range(7)} == {np.ndarray}
+        (message,) = caplog.messages
+        assert message.startswith("7 arrays are loaded as NumPy, unchanged")
+        assert "dtype: 'w0', 'w1', 'w2', 'w3', 'w4', …. Set jax_enable_x64" in message
+
+    def test_arrays_saved_as_numpy_stay_so_without_a_word(
+        self, store: LocalStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        read(store, saved(store, {"w": np.ones(2)}))
+        assert caplog.messages == []
+
+
+class TestCasting:
+    @pytest.mark.parametrize("make", [jnp.asarray, np.asarray])
+    @pytest.mark.parametrize(
+        ("source", "target", "result"),
+        [
+            ("float32", "bfloat16", "bfloat16"),
+            ("float8_e4m3fn", "float32", "float32"),
+            ("int32", "int8", "int8"),
+            ("int4", "uint8", "uint8"),
+            ("uint8", "int4", "int4"),
+            ("float32", "int32", "float32"),
+            ("int32", "float32", "int32"),
+            ("bool", "int8", "bool"),
+            ("int8", "bool", "int8"),
+            ("complex64", "float32", "complex64"),
+        ],
+    )
+    def test_a_cast_stays_within_one_kind(self, make: Any, source: str, target: str, result: str) -> None:
+        array = make(np.array([0, 1, 2]).astype(dtype_from_name(source)))
+        cast = cast_array(array, dtype_from_name(target), "w")
+        assert type(cast) is type(array)
+        assert cast.dtype == dtype_from_name(result)
+        assert_same(np.asarray(cast), np.asarray(array).astype(dtype_from_name(result)))
+        assert (cast is array) == (source == result)
+
+    @pytest.mark.parametrize("make", [jnp.asarray, np.asarray])
+    def test_an_integer_that_does_not_fit_is_refused_with_its_leaf_and_range(self, make: Any) -> None:
+        array = make(np.array([-3, 200], np.int32))
+        with pytest.raises(ValueError, match=r"leaf 'a\.w' holds -3 to 200, which does not fit int8"):
+            cast_array(array, np.dtype("int8"), "a.w")
+        with pytest.raises(ValueError, match="does not fit uint32"):
+            cast_array(array, np.dtype("uint32"), "w")
+        assert cast_array(make(np.zeros((0, 2), np.int32)), np.dtype("uint8"), "w").dtype == np.uint8
+
+    def test_a_type_jax_cannot_hold_makes_a_jax_array_numpy_with_a_word(self, caplog: pytest.LogCaptureFixture) -> None:
+        cast = cast_array(jnp.float32([0.1]), np.dtype("float64"), "w")
+        assert_same(cast, np.float32([0.1]).astype(np.float64))
+        assert "leaf 'w' is a NumPy array, because JAX does not hold float64" in caplog.text
+        with jax.enable_x64(True):
+            assert isinstance(cast_array(jnp.float32([0.1]), np.dtype("float64"), "w"), jax.Array)
+
+    @given(st.sampled_from(["int2", "uint4", "int8", "uint8", "int32", "uint32", "int64", "uint64"]), st.data())
+    def test_a_number_fits_if_the_type_gives_it_back(self, name: str, data: st.DataObject) -> None:
+        dtype = dtype_from_name(name)
+        low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+        number = data.draw(st.sampled_from([low - 1, low, high, high + 1]) | st.integers(-(2**70), 2**70))
+        if low <= number <= high:
+            check_fits(number, number, dtype, "w")
+            assert int(np.array(number).astype(dtype) if abs(number) < 2**31 else np.array(number, dtype)) == number
+        else:
+            for bounds in ((min(number, 0), max(number, 0)), (number, number)):
+                with pytest.raises(ValueError, match=f"leaf 'w' holds .* which does not fit {name}"):
+                    check_fits(*bounds, dtype, "w")
+
+
+class TestStaysNumpy:
+    @pytest.mark.parametrize("name", ["int64", "uint64", "float64", "complex128"])
+    def test_64_bits_depend_on_how_jax_is_set_up(self, name: str) -> None:
+        dtype = np.dtype(name)
+        assert stays_numpy(dtype)
+        with jax.enable_x64(True):
+            assert not stays_numpy(dtype)
+        assert stays_numpy(dtype)
+
+    @pytest.mark.parametrize("name", ["bool", "int8", "uint32", "float16", "bfloat16", "float8_e4m3fn", "uint4"])
+    def test_what_jax_holds_comes_back_from_it_unchanged(self, name: str) -> None:
+        dtype = dtype_from_name(name)
+        assert not stays_numpy(dtype)
+        data = pattern(dtype, (16,))
+        assert_same(np.asarray(jax.device_put(data)), data)
+
+    @pytest.mark.parametrize("name", ["datetime64[s]", "timedelta64[ns]"])
+    def test_times_are_never_for_jax(self, name: str) -> None:
+        with jax.enable_x64(True):
+            assert stays_numpy(np.dtype(name))
+
+
+class TestFunctions:
+    def test_a_sharding_that_a_function_returns_is_applied(self) -> None:
+        where = NamedSharding(MESH, P("a"))
+        assert apply_function(lambda array: where, jnp.arange(8)).sharding == where
+
+    @pytest.mark.parametrize("result", [None, 3, "text", np.ones(2)], ids=str)
+    def test_anything_else_is_the_result(self, result: Any) -> None:
+        assert apply_function(lambda array: result, jnp.arange(8)) is result
+
+
+class TestArraysThatAreAlike:
+    """Of many arrays of one shape, type and sharding only the first is made by JAX's public functions."""
+
+    SHARDINGS = {
+        "default": None,
+        "one device": SingleDeviceSharding(jax.devices()[3]),
+        "rows": NamedSharding(MESH, P("a")),
+        "replicated": NamedSharding(MESH, P()),
+        "grid": NamedSharding(mesh_of(2, 4), P("a", "b")),
+        "columns, replicated": NamedSharding(mesh_of(2, 4), P(None, "b")),
+    }
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"])
+    @pytest.mark.parametrize("shape", [(8, 8), (512, 2048)])
+    @pytest.mark.parametrize("how", SHARDINGS)
+    def test_each_is_as_the_public_functions_make_it(
+        self, dtype: str, shape: tuple[int, int], how: str, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        grid = self.SHARDINGS["grid"]
+        state = {f"w{i}": jax.device_put(pattern(dtype_from_name(dtype), shape, i), grid) for i in range(3)}
+        tree = saved(store, state)
+        sharding = self.SHARDINGS[how]
+        asked: dict[str, Any] = {} if sharding is None else {"shardings": dict.fromkeys(state, sharding)}
+        fast = read(store, tree, **asked)
+        monkeypatch.setattr(placing, "batched_device_put", None)
+        public = read(store, tree, **asked)
+        for name, array in state.items():
+            assert bits(fast[name]) == bits(public[name]) == bits(array)
+            for same in ("sharding", "committed", "weak_type", "aval"):
+                assert getattr(fast[name], same) == getattr(public[name], same), same
+            for one, other in zip(fast[name].addressable_shards, public[name].addressable_shards, strict=True):
+                assert (one.device, one.index) == (other.device, other.index)
+                assert bits(one.data) == bits(other.data)
+
+    def test_a_jax_whose_inner_function_takes_other_arguments_loads_all_the_same(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = {f"w{i}": jnp.arange(64.0) + i for i in range(3)}
+        tree = saved(store, state)
+        called: list[int] = []
+
+        def other(only: Any) -> Any:
+            called.append(only)
+
+        monkeypatch.setattr(placing, "batched_device_put", other)
+        assert_same(read(store, tree), state)
+        assert not called
