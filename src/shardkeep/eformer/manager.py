@@ -30,7 +30,7 @@ from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import rate_of
 from shardkeep.model.tree import Skeleton, flatten, nest
-from shardkeep.processes.operation import announced
+from shardkeep.processes.operation import Operation, join
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
 from shardkeep.stores.location import BucketPath, any_path_text, name_path
@@ -126,17 +126,11 @@ class AsyncCheckpointManager:
         """
         if self._is_off(path, call := "save(tree, path)"):
             return any_path_text(path)
-        failure = None
-        with announced(f"saving to {name_path(path)}"):
+        with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
             request = self._request(prepared, path, metadata, callback, prefix)
-            try:
-                self._tell("saved", run_save(request))
-            except CallbackError as raised:
-                failure = raised  # raised below: the other processes have nothing to do with it
-        if failure is not None:
-            raise failure
+            self._tell("saved", run_save(request, operation))
         return path
 
     save_tree = save
@@ -161,10 +155,10 @@ class AsyncCheckpointManager:
         """
         if self._is_off(path, call := "save_async(tree, path)"):
             return PendingSave(BackgroundSave.nothing(any_path_text(path)))
-        with announced(f"saving to {name_path(path)}"):
+        with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
-            return self.follow(self._request(prepared, path, metadata, callback, prefix))
+            return self.follow(self._request(prepared, path, metadata, callback, prefix), operation)
 
     def save_pytree(
         self,
@@ -197,13 +191,13 @@ class AsyncCheckpointManager:
         """
         if self._is_off(path, call := "save_pytree(pytree, path)"):
             return any_path_text(path)
-        with announced(f"saving to {name_path(path)}"):
+        with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             if not isinstance(prefix, str) or not prefix:
                 raise PrefixError(f"save_pytree needs a prefix that is a non-empty string, not {prefix!r}")
             prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
             request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
-            self._tell("saved", run_save(request))
+            self._tell("saved", run_save(request, operation))
         return path
 
     def load(
@@ -248,7 +242,8 @@ class AsyncCheckpointManager:
         if prefix_filter is not None:
             warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
             prefix = prefix_filter if prefix is None else prefix
-        with announced(f"loading {name_path(path)}"), missing_first(path := self._located(path, "load(path, mesh)")):
+        call = "load(path, mesh)"
+        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
             request = Request(
                 prefix=prefix,
                 mesh=mesh,
@@ -263,7 +258,7 @@ class AsyncCheckpointManager:
                 verbose=self.verbose,
             )
             refuse_unsaid_layout(mesh, partition_rules, shardings)
-            return self._load_dict(path, request, validate)
+            return self._load_dict(path, request, validate, operation)
 
     def load_pytree(
         self,
@@ -300,7 +295,7 @@ class AsyncCheckpointManager:
             The tree, and the extras.
         """
         call = "load_pytree(path, mesh)"
-        with announced(f"loading {name_path(path)}"), missing_first(path := self._located(path, call)):
+        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
             request = Request(
                 template=template,
                 prefix=prefix,
@@ -316,7 +311,7 @@ class AsyncCheckpointManager:
                 callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            skeleton, leaves, tree = self._load(path, request, None)
+            skeleton, leaves, tree = self._load(path, request, None, operation)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
 
     def load_tree_parallel(
@@ -344,7 +339,8 @@ class AsyncCheckpointManager:
         Returns:
             The tree, and the `CheckpointMetadata` as a dict.
         """
-        with missing_first(path := self._located(path, "load_tree_parallel(path)")):
+        call = "load_tree_parallel(path)"
+        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
             name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
             prefix = None if name is None else self._prefix_named(path, name)
             request = Request(
@@ -358,7 +354,7 @@ class AsyncCheckpointManager:
                 callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            return self._load_dict(path, request, validate)
+            return self._load_dict(path, request, validate, operation)
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
@@ -440,9 +436,9 @@ class AsyncCheckpointManager:
             # The exception that ended the block must not be hidden.
             log.error("a pending save failed too, besides the %s: %s", raised.__name__, error)
 
-    def follow(self, request: SaveRequest) -> PendingSave:
+    def follow(self, request: SaveRequest, operation: Operation) -> PendingSave:
         """Start a save that `wait_until_finished` covers, with its callback in the order of this manager's."""
-        save = start_save(replace(request, order=self))
+        save = start_save(replace(request, order=self), operation)
         with self._lock:
             settled = [earlier for earlier in self._pending if earlier.is_settled]
             self._pending = [earlier for earlier in self._pending if earlier not in settled] + [save]
@@ -513,13 +509,17 @@ class AsyncCheckpointManager:
             verbose=self.verbose,
         )
 
-    def _load_dict(self, path: Any, request: Request, validate: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        skeleton, leaves, tree = self._load(path, request, validate)
+    def _load_dict(
+        self, path: Any, request: Request, validate: bool | None, operation: Operation
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        skeleton, leaves, tree = self._load(path, request, validate, operation)
         return as_dict(skeleton, leaves), metadata_of(tree)
 
-    def _load(self, path: Any, request: Request, validate: bool | None) -> tuple[Skeleton, list[Any], Tree]:
+    def _load(
+        self, path: Any, request: Request, validate: bool | None, operation: Operation
+    ) -> tuple[Skeleton, list[Any], Tree]:
         started = time.perf_counter()
-        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
+        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate), operation)
         seconds = time.perf_counter() - started
         rate = rate_of(tree.nbytes, seconds)
         self._tell("loaded", f"{path}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
