@@ -1,6 +1,5 @@
 """What is missing is said first, whatever else is wrong with the arguments of a load."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def test_what_is_missing_is_told_before_what_is_wrong_with_the_arguments(tmp_pat
         shardkeep.load(tmp_path / "run", **BAD_ARGUMENTS[name])
     except FileNotFoundError as error:
         raise AssertionError("it is there") from error
-    except (ValueError, TypeError, re.error) as error:
+    except (ValueError, TypeError) as error:
         assert "no checkpoint" not in str(error)  # noqa: PT017  (some arguments are used only where they matter)
 
 

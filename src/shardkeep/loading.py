@@ -191,7 +191,10 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
         return include
     if not isinstance(include, str):
         raise TypeError(f"include must be a regular expression (str or re.Pattern), not {an(type(include).__name__)}")
-    return re.compile(include)
+    try:
+        return re.compile(include)
+    except re.error as error:
+        raise ValueError(f"include={include!r} is not a valid regular expression: {error}") from None
 
 
 def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], Tree]:
