@@ -140,7 +140,7 @@ CHECKPOINTS = {
     "orbax/one_tree": "an Orbax checkpoint",
     "orbax/v1": "an Orbax checkpoint (v1)",
     "orbax/v1/state": "an Orbax checkpoint",
-    "orbax/manager": "a directory of Orbax checkpoints (of an Orbax CheckpointManager)",
+    "orbax/manager": "the checkpoints of an Orbax CheckpointManager",
     "orbax/manager/0": "an Orbax checkpoint",
     "jax/pytree": JAX,
 }

@@ -65,7 +65,7 @@ def _orbax(found: set[str], here: set[str], directory: str) -> str | None:
         return "an Orbax checkpoint"
     below = {name.partition("/")[2] for name in found}
     if below & {*_ORBAX, "_ROOT_METADATA"}:
-        return "a directory of Orbax checkpoints (of an Orbax CheckpointManager)"
+        return "the checkpoints of an Orbax CheckpointManager"
     if any(_ORBAX_TEMPORARY in name.partition("/")[0] for name in found):
         return "an unfinished Orbax checkpoint"
     return None
