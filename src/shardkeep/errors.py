@@ -118,12 +118,6 @@ class CallbackError(ShardkeepError, RuntimeError):
 class ProcessError(ShardkeepError, RuntimeError):
     """Another JAX process failed, died, never made the call, or made a different one."""
 
-    def but(self, more: str) -> "ProcessError":
-        """The same error with another sentence added."""
-        error = ProcessError(f"{self}. {more}")
-        error.record = self.record and {**self.record, "message": str(error)}
-        return error
-
 
 class StorageError(ShardkeepError, OSError):
     """The file system or the bucket refused an operation. The message says which, and what remains."""

@@ -442,5 +442,12 @@ class _Job:
                 then = f"The save needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             return storage_error(error, f"saving to {self.path}", then)
         if isinstance(error, ProcessError) and not error.told:
-            return error.but(outcome(self.request.target, self.turn))
+            return _with_outcome(error, outcome(self.request.target, self.turn))
         return error
+
+
+def _with_outcome(error: ProcessError, outcome: str) -> ProcessError:
+    """The error that involves another process, with a sentence on what has become of the checkpoint."""
+    told = ProcessError(f"{error}. {outcome}")
+    told.record = error.record and {**error.record, "message": str(told)}
+    return told

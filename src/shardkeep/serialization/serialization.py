@@ -14,7 +14,7 @@ from shardkeep.callbacks import callback_error
 from shardkeep.choosing import Request
 from shardkeep.errors import an
 from shardkeep.loading import load_request
-from shardkeep.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, follow_save, refuse_unsaid_layout
 from shardkeep.opening import missing_first, new_target
 from shardkeep.pending import BackgroundSave
 from shardkeep.saving import SaveRequest, run_save, start_save
@@ -101,7 +101,7 @@ def tree_serialize_leaves(
     if manager is None:
         run_save(replace(request, on_commit=commit_callback))
     elif isinstance(manager, AsyncCheckpointManager):
-        manager.follow(replace(request, on_commit=commit_callback))
+        follow_save(manager, replace(request, on_commit=commit_callback))
     elif hasattr(manager, "serialize"):
         _hand_overs.setdefault(manager, _HandOver()).add(manager, _Handed(start_save(request), commit_callback))
     else:
