@@ -63,7 +63,8 @@ def load(
             the only one.
         include: A regular expression. Only leaves whose `/`-joined key it matches (`re.search`) are read. Without a
             template, entries of dicts that hold no such leaf are dropped, and other positions (of lists, tuples and
-            classes) become None. With a template, other leaves keep the template's value.
+            classes) become None. With a template, other leaves keep the template's value. If it matches no leaf at
+            all, that is an error.
         mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the layout they were saved with, as
             far as the mesh has the axes and they divide the array. A warning names arrays that are replicated
             instead.

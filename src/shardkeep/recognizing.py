@@ -84,6 +84,8 @@ def _other(here: set[str]) -> str | None:
         return "a PyTorch checkpoint"
     if any(name.endswith(".msgpack") or _FLAX_LEGACY.fullmatch(name) for name in here):
         return "a Flax msgpack checkpoint"
+    if any(name.endswith(".eqx") for name in here):
+        return "an Equinox checkpoint (.eqx)"
     if any(name.endswith(".npz") for name in here):
         return "a NumPy archive (.npz)"
     return None
