@@ -177,10 +177,12 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def an(noun: str) -> str:
     """A noun with its article, for messages.
 
-    >>> an("object"), an("set"), an("uint8")
-    ('an object', 'a set', 'a uint8')
+    >>> an("object"), an("set"), an("uint8"), an("ndarray"), an("bytes")
+    ('an object', 'a set', 'a uint8', 'an ndarray', 'bytes')
     """
-    return f"{'an' if noun.startswith(tuple('aeioAEIO')) else 'a'} {noun}"
+    if noun == "bytes":
+        return noun
+    return f"{'an' if noun.startswith((*'aeioAEIO', 'nd')) else 'a'} {noun}"
 
 
 _BY_ERRNO: dict[int, type[StorageError]] = {

@@ -36,7 +36,7 @@ from shardkeep.planning import Draft
 from shardkeep.processes import Operation, announced, join
 from shardkeep.progress import Bar, Progress
 from shardkeep.reports import SaveReport
-from shardkeep.save_queue import QueueEntry
+from shardkeep.save_queue import QueueEntry, queue_name
 from shardkeep.scopes import Scope
 from shardkeep.staging import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.stores.places import name_path, path_text
@@ -275,7 +275,7 @@ class _Job:
             draft=draft,
             leaves=leaves,
             started=started,
-            entry=scope.add(QueueEntry(target.where if target.store.remote else os.path.realpath(target.where), scope)),
+            entry=scope.add(QueueEntry(queue_name(target.where), scope)),
             turn=Turn(target, draft),
             opened=NewFiles(),
             crew=crew,
