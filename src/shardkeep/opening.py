@@ -26,7 +26,7 @@ from shardkeep.formats.safetensors import SafetensorsFormat
 from shardkeep.formats.tensorstore import TensorstoreFormat
 from shardkeep.manifest import Manifest
 from shardkeep.naming import base_of_shard
-from shardkeep.save_queue import queue_name, running_since
+from shardkeep.save_queue import running_since
 from shardkeep.stores.base import Store
 from shardkeep.stores.places import URLS, is_directory, location, parent_and_name, path_text, sibling, store_at
 from shardkeep.stores.places import exists as exists_at
@@ -84,7 +84,7 @@ def open_checkpoint(path: object) -> tuple[Store, Manifest]:
     """The store and the manifest of the checkpoint at `path`. If there is none, the error names the nearest one."""
     place = location(path)
     # Asked before reading: a save that has ended until then is found.
-    since = running_since(queue_name(place))
+    since = running_since(place)
     try:
         with _explained(path):
             target = find(path)

@@ -12,7 +12,8 @@ class QueueEntry:
     """The place of a save in the queue for a target, from `enter` to `release`."""
 
     def __init__(self, target: str, scope: Scope) -> None:
-        self._target, self._scope = target, scope
+        self._target = target if "://" in target else os.path.realpath(target)
+        self._scope = scope
         self._done = Latch()
         self.since = datetime.datetime.min
 
@@ -40,7 +41,7 @@ class QueueEntry:
         return [other for other in entries[:mine] if other.is_for(self._target)]
 
     def is_for(self, target: str) -> bool:
-        """Whether it is a save to this target that has not ended."""
+        """Whether it is a save to this target (a URL, or a path without symbolic links) that has not ended."""
         return self._target == target and not self._done.is_set
 
     def release(self) -> None:
@@ -49,14 +50,10 @@ class QueueEntry:
             _queue.remove(self)
 
 
-def queue_name(place: str) -> str:
-    """The name under which saves to a place queue: a URL, or a path without symbolic links."""
-    return place if "://" in place else os.path.realpath(place)
-
-
 def running_since(target: str) -> datetime.datetime | None:
     """When the first save of this process to a target that has not ended was called; None if there is none."""
-    return next((entry.since for entry in list(_queue) if entry.is_for(target)), None)
+    real = target if "://" in target else os.path.realpath(target)
+    return next((entry.since for entry in list(_queue) if entry.is_for(real)), None)
 
 
 _queue: list[QueueEntry] = []
