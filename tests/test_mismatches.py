@@ -77,7 +77,7 @@ class TestOtherCauses:
 
     def test_numbered_names_that_differ(self, tmp_path: Path) -> None:
         text = refused(tmp_path, {"block_0": LAYER, "block_1": LAYER}, {"layer_0": LAYER, "layer_1": LAYER})
-        assert "The checkpoint has other names than the template: 'block_0' in the checkpoint is 'layer_0'" in text
+        assert "The checkpoint uses different names than the template: 'block_0' in the checkpoint is 'layer_0'" in text
 
     def test_stacked_layers(self, tmp_path: Path) -> None:
         stacked = {"layers": jax.tree.map(lambda x: np.stack([x] * 3), LAYER)}

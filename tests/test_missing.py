@@ -36,6 +36,9 @@ def test_what_is_missing_is_told_before_what_is_wrong_with_the_arguments(tmp_pat
     for path in (tmp_path / "nope", tmp_path / "nope.safetensors"):
         with pytest.raises(FileNotFoundError, match="no checkpoint at .*nope"):
             shardkeep.load(path, **BAD_ARGUMENTS[name])
+        if not BAD_ARGUMENTS[name].keys() & {"mmap", "template"}:
+            with pytest.raises(FileNotFoundError, match="no checkpoint at .*nope"):
+                shardkeep.abstract(path, **BAD_ARGUMENTS[name])
     shardkeep.save(tmp_path / "run", {"w": np.ones((8, 8))})
     try:
         shardkeep.load(tmp_path / "run", **BAD_ARGUMENTS[name])

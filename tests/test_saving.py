@@ -177,7 +177,7 @@ class TestRefusals:
             ({"a": jnp.ones(2)}, r"metadata\['a'\] is a"),
             ({"a": {(1,): 2}}, r"metadata\['a'\] has the key \(1,\)"),
             ({"a": {1, 2}}, r"metadata\['a'\] is a set"),
-            ({"a": b"x"}, r"metadata\['a'\] is a bytes"),
+            ({"a": b"x"}, r"metadata\['a'\] is bytes"),
             ([1, 2], "metadata must be a dict"),
             ("text", "metadata must be a dict"),
         ],

@@ -168,13 +168,26 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def missing_of(number: int, count: int) -> str:
+    """How many chunks of an array are missing, for messages.
+
+    >>> missing_of(1, 1), missing_of(1, 6), missing_of(2, 2)
+    ('its only chunk is missing', '1 of 6 chunks is missing', 'all 2 chunks are missing')
+    """
+    if number == count:
+        return "its only chunk is missing" if count == 1 else f"all {count:,} chunks are missing"
+    return f"{number:,} of {count:,} chunks {'is' if number == 1 else 'are'} missing"
+
+
 def an(noun: str) -> str:
     """A noun with its article, for messages.
 
-    >>> an("object"), an("set"), an("uint8")
-    ('an object', 'a set', 'a uint8')
+    >>> an("object"), an("set"), an("uint8"), an("ndarray"), an("bytes")
+    ('an object', 'a set', 'a uint8', 'an ndarray', 'bytes')
     """
-    return f"{'an' if noun.startswith(tuple('aeioAEIO')) else 'a'} {noun}"
+    if noun == "bytes":
+        return noun
+    return f"{'an' if noun.startswith((*'aeioAEIO', 'nd')) else 'a'} {noun}"
 
 
 _BY_ERRNO: dict[int, type[StorageError]] = {

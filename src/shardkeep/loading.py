@@ -174,6 +174,7 @@ def abstract(
     >>> shardkeep.load(tmp / "trained", template=template)["momentum"]
     Ellipsis
     """
+    _, manifest = open_checkpoint(path_text(path, "abstract(path)"))
     request = Request(
         prefix=prefix,
         include=_pattern(include),
@@ -182,7 +183,6 @@ def abstract(
         shardings=shardings,
         dtype=None if dtype is None else parse_dtype(dtype),
     )
-    _, manifest = open_checkpoint(path)
     _, choice = _choose(manifest, request)
     return choice.skeleton.rebuild([abstract_leaf(w) for w in choice.wanted if w is not None])
 

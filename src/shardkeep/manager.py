@@ -463,7 +463,7 @@ class AsyncCheckpointManager:
             if raised is None:
                 raise
             # The exception that ended the block must not be hidden.
-            log.error("a pending save failed too, besides the %s: %s", raised.__name__, error)
+            log.error("after the %s that ended the block, a pending save failed too: %s", raised.__name__, error)
 
     def _follow(self, request: SaveRequest) -> PendingSave:
         save = start_save(replace(request, order=self))
@@ -506,7 +506,7 @@ class AsyncCheckpointManager:
     ) -> Any:
         """The tree as it will be stored: gathered, cast and moved to the host as requested."""
         if mesh is None:
-            log.warning("no mesh given: arrays are gathered on the CPU if at all, and keep their sharding otherwise")
+            log.warning("no mesh given: arrays keep their sharding, or are gathered on the CPU if you asked for that")
         tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
         return move_tree(tree, dtype, mesh, do_all_gather, cpu_offload)

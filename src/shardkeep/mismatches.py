@@ -207,7 +207,7 @@ def _other_numbers(saved: Sequence[Path], lacking: Sequence[Path], matched: int)
     if pair is None or at is None:
         return None
     theirs, ours = pair[0][at], pair[1][at]
-    what = "The checkpoint has other names than the template"
+    what = "The checkpoint uses different names than the template"
     if theirs.isdecimal() or ours.isdecimal():
         one, other = ("lists", "dicts") if theirs.isdecimal() else ("dicts", "lists")
         what = f"The checkpoint has {one} where the template has {other}"
