@@ -199,7 +199,8 @@ def check_transformers_reads_a_converted_checkpoint(path: Path) -> None:
         checkpoint = path / format
         shardkeep.save(checkpoint, tree_of(llama()), format=format)
         pieces = {leaf.key: len(leaf.pieces) for leaf in shardkeep.inspect(checkpoint).tree().leaves}
-        assert pieces["model/embed_tokens/weight"] == 8, pieces
+        if format == "safetensors":  # a zarr array of 2 MiB is one chunk
+            assert pieces["model/embed_tokens/weight"] == 8, pieces
         for name, options in {"one": (), "several": ("--max-shard-size", SHARDS)}.items():
             home = path / f"{format}-{name}"
             shardkeep_command("convert", checkpoint, home / "model.safetensors", *options)
