@@ -11,7 +11,13 @@ import jax
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, new_target
-from shardkeep.eformer.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.eformer.manager import (
+    AsyncCheckpointManager,
+    as_dict,
+    checked_chunk_size,
+    follow_save,
+    refuse_unsaid_layout,
+)
 from shardkeep.errors import an
 from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
@@ -101,7 +107,7 @@ def tree_serialize_leaves(
     if manager is None:
         run_save(replace(request, on_commit=commit_callback))
     elif isinstance(manager, AsyncCheckpointManager):
-        manager.follow(replace(request, on_commit=commit_callback))
+        follow_save(manager, replace(request, on_commit=commit_callback))
     elif hasattr(manager, "serialize"):
         _hand_overs.setdefault(manager, _HandOver()).add(manager, _Handed(start_save(request), commit_callback))
     else:
