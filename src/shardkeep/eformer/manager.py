@@ -148,7 +148,21 @@ class AsyncCheckpointManager:
         do_all_gather: bool = False,
         cpu_offload: bool = False,
     ) -> PendingSave:
-        """Like `save`, with the same arguments, but return after the snapshot and write in the background.
+        """Like `save`, but return after the snapshot and write in the background.
+
+        Args:
+            tree: The PyTree to save.
+            path: Where to save it.
+            mesh: See `save`.
+            gather_fns: See `save`.
+            float_dtype: See `save`.
+            metadata: See `save`.
+            callback: Called with the path after the commit, on process 0. The callbacks of one manager start in the
+                order in which its saves were called. If it raises, `wait` raises `CallbackError`; the save is
+                committed.
+            prefix: See `save`.
+            do_all_gather: See `save`.
+            cpu_offload: See `save`.
 
         Returns:
             A `PendingSave`. Its `wait`, or `wait_until_finished`, raises what went wrong.
@@ -158,7 +172,7 @@ class AsyncCheckpointManager:
         with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
-            return self.follow(self._request(prepared, path, metadata, callback, prefix), operation)
+            return self._follow(self._request(prepared, path, metadata, callback, prefix), operation)
 
     def save_pytree(
         self,
@@ -358,12 +372,20 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
-        """The SHA-256 of an array's bytes in C order, as hexadecimal digits."""
+        """The SHA-256 of an array's bytes in C order, as hexadecimal digits.
+
+        Args:
+            array: A JAX or NumPy array.
+        """
         return compute_checksum(array)
 
     @staticmethod
     def is_tensorstore(path: Any) -> bool:
-        """Whether there is a checkpoint in the TensorStore format at `path`. Never raises."""
+        """Whether there is a checkpoint in the TensorStore format at `path`. Never raises.
+
+        Args:
+            path: The directory, or the index file in it.
+        """
         try:
             _, manifest = open_checkpoint(AsyncCheckpointManager.safe_loadpath(path))
         except (OSError, ValueError):
@@ -375,7 +397,11 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def safe_loadpath(path: Any) -> "LoadPath":
-        """The path without the name of the index file, as an object with `/`, `str()` and `exists()`."""
+        """The path without the name of the index file, as an object with `/`, `str()` and `exists()`.
+
+        Args:
+            path: The directory, or the index file in it.
+        """
         text = any_path_text(path, "safe_loadpath(path)")
         if text == INDEX:
             return LoadPath(".")
@@ -434,10 +460,9 @@ class AsyncCheckpointManager:
             if raised is None:
                 raise
             # The exception that ended the block must not be hidden.
-            log.error("a pending save failed too, besides the %s: %s", raised.__name__, error)
+            log.error("after the %s that ended the block, a pending save failed too: %s", raised.__name__, error)
 
-    def follow(self, request: SaveRequest, operation: Operation) -> PendingSave:
-        """Start a save that `wait_until_finished` covers, with its callback in the order of this manager's."""
+    def _follow(self, request: SaveRequest, operation: Operation) -> PendingSave:
         save = start_save(replace(request, order=self), operation)
         with self._lock:
             settled = [earlier for earlier in self._pending if earlier.is_settled]
@@ -478,7 +503,7 @@ class AsyncCheckpointManager:
     ) -> Any:
         """The tree as it will be stored: gathered, cast and moved to the host as requested."""
         if mesh is None:
-            log.warning("no mesh given: arrays are gathered on the CPU if at all, and keep their sharding otherwise")
+            log.warning("no mesh given: arrays keep their sharding, or are gathered on the CPU if you asked for that")
         tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
         return move_tree(tree, dtype, mesh, do_all_gather, cpu_offload)
@@ -558,3 +583,8 @@ def checked_chunk_size(chunk_size: int | None) -> int | None:
 def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
     """A callback on (array, dotted key) as a callback on (array, leaf)."""
     return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
+
+
+def follow_save(manager: AsyncCheckpointManager, request: SaveRequest, operation: Operation) -> PendingSave:
+    """Start a save that the manager's `wait_until_finished` covers, with its callback in the order of the manager's."""
+    return manager._follow(request, operation)  # pyright: ignore[reportPrivateUsage]  (not a method for users)

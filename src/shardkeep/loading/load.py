@@ -63,7 +63,8 @@ def load(
             the only one.
         include: A regular expression. Only leaves whose `/`-joined key it matches (`re.search`) are read. Without a
             template, entries of dicts that hold no such leaf are dropped, and other positions (of lists, tuples and
-            classes) become None. With a template, other leaves keep the template's value.
+            classes) become None. With a template, other leaves keep the template's value. If it matches no leaf at
+            all, that is an error.
         mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the layout they were saved with, as
             far as the mesh has the axes and they divide the array. A warning names arrays that are replicated
             instead.
@@ -173,6 +174,7 @@ def abstract(
     >>> shardkeep.load(tmp / "trained", template=template)["momentum"]
     Ellipsis
     """
+    _, manifest = open_checkpoint(path_text(path, "abstract(path)"))
     request = Request(
         prefix=prefix,
         include=_pattern(include),
@@ -181,7 +183,6 @@ def abstract(
         shardings=shardings,
         dtype=None if dtype is None else parse_dtype(dtype),
     )
-    _, manifest = open_checkpoint(path)
     _, choice = _choose(manifest, request)
     return choice.skeleton.rebuild([abstract_leaf(w) for w in choice.wanted if w is not None])
 
@@ -191,7 +192,10 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
         return include
     if not isinstance(include, str):
         raise TypeError(f"include must be a regular expression (str or re.Pattern), not {an(type(include).__name__)}")
-    return re.compile(include)
+    try:
+        return re.compile(include)
+    except re.error as error:
+        raise ValueError(f"include={include!r} is not a valid regular expression: {error}") from None
 
 
 def load_request(path: object, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:

@@ -82,7 +82,8 @@ def save(
         metadata: A dict to store with the tree; `inspect(path).metadata` returns it. NumPy and JAX scalars become
             Python numbers, tuples lists, paths strings, enums their values, dates ISO strings; NaN and infinities are
             kept. Anything else without an obvious JSON form is a `MetadataError`.
-        overwrite: Whether to replace the tree that is already there. If False, that is a `CheckpointExistsError`.
+        overwrite: Whether to replace the tree that is already there. If False, that is a `CheckpointExistsError`,
+            unless files of that tree are missing or have the wrong size (see `exists`): then it is replaced anyway.
             The old tree is removed after the new one is committed.
         compression: "zstd" compresses arrays in the zarr format. None stores them as they are.
         max_shard_size: For a path that ends in `.safetensors`: the most bytes of arrays in one file, as a number or a
@@ -125,7 +126,8 @@ def save_async(
     (`device_put`, dlpack) and copies them.
 
     Errors in the arguments or the tree are raised here. Later errors are raised by `wait()`, logged at once, and
-    reported when the program ends if nobody waited. Saves to one path are committed in the order of the calls.
+    reported when the program ends if `wait()` was never called. Saves to one path are committed in the order of the
+    calls.
 
     Args:
         path: See `save`.
@@ -286,7 +288,7 @@ class _Job:
             draft=draft,
             leaves=leaves,
             started=started,
-            entry=scope.add(QueueEntry(target.where if target.store.remote else os.path.realpath(target.where), scope)),
+            entry=scope.add(QueueEntry(target.where, scope)),
             turn=Turn(target, draft),
             opened=NewFiles(),
             crew=crew,
@@ -446,5 +448,12 @@ class _Job:
                 then = f"The save needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             return storage_error(error, f"saving to {self.path}", then)
         if isinstance(error, ProcessError) and not error.told:
-            return error.but(outcome(self.request.target, self.turn))
+            return _with_outcome(error, outcome(self.request.target, self.turn))
         return error
+
+
+def _with_outcome(error: ProcessError, outcome: str) -> ProcessError:
+    """The error that involves another process, with a sentence on what has become of the checkpoint."""
+    told = ProcessError(f"{error}. {outcome}")
+    told.record = error.record and {**error.record, "message": str(told)}
+    return told

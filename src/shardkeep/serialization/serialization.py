@@ -11,7 +11,13 @@ import jax
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, new_target
-from shardkeep.eformer.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.eformer.manager import (
+    AsyncCheckpointManager,
+    as_dict,
+    checked_chunk_size,
+    follow_save,
+    refuse_unsaid_layout,
+)
 from shardkeep.errors import an
 from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
@@ -103,7 +109,7 @@ def tree_serialize_leaves(
         if manager is None:
             run_save(replace(request, on_commit=commit_callback), operation)
         elif isinstance(manager, AsyncCheckpointManager):
-            manager.follow(replace(request, on_commit=commit_callback), operation)
+            follow_save(manager, replace(request, on_commit=commit_callback), operation)
         elif hasattr(manager, "serialize"):
             handed = _Handed(start_save(request, operation), commit_callback)
             _hand_overs.setdefault(manager, _HandOver()).add(manager, handed)
