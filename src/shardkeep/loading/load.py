@@ -18,9 +18,8 @@ from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import LEADER, Operation, announced, join
 from shardkeep.runtime.collector import collector
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL
-from shardkeep.stores.location import name_path, path_text
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.location import Location, location, name_path
 
 log = logging.getLogger("shardkeep")
 
@@ -104,8 +103,8 @@ def load(
     {'step': 7}
     """
     with announced(f"loading {name_path(path)}"):
-        path = path_text(path, "load(path)")
-        with missing_first(path):
+        place = location(path, "load(path)")
+        with missing_first(place):
             mmap = mmap if mapped is None else mapped
             if not isinstance(mmap, bool):
                 raise ValueError(f"mmap must be True or False, not {mmap!r}")
@@ -125,7 +124,7 @@ def load(
                 verbose=progress,
                 per_process=per_process,
             )
-            skeleton, leaves, _ = load_request(path, request)
+            skeleton, leaves, _ = load_request(place, request)
     return skeleton.rebuild(leaves)
 
 
@@ -181,7 +180,7 @@ def abstract(
         shardings=shardings,
         dtype=None if dtype is None else parse_dtype(dtype),
     )
-    _, manifest = open_checkpoint(path)
+    _, manifest = open_checkpoint(location(path))
     _, choice = _choose(manifest, request)
     return choice.skeleton.rebuild([abstract_leaf(w) for w in choice.wanted if w is not None])
 
@@ -194,7 +193,7 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
     return re.compile(include)
 
 
-def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], Tree]:
+def load_request(path: Location, request: Request) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
     with join(f"loading {path}") as operation:
         if operation.size > 1:
@@ -221,7 +220,7 @@ def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], T
         )
 
 
-def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | None]:
+def _open_same(path: Location, operation: Operation) -> tuple[Store, Manifest | None]:
     """The checkpoint that the leader sees; no manifest if this process sees a different one."""
     if operation.leads:
         store, manifest = open_checkpoint(path)
@@ -239,7 +238,7 @@ def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | No
 
 
 def _try_load(
-    path: object, store: Store, manifest: Manifest, request: Request, operation: Operation
+    path: Location, store: Store, manifest: Manifest, request: Request, operation: Operation
 ) -> tuple[Skeleton, list[Any], Tree] | None:
     """What was asked for, or None if the checkpoint was replaced meanwhile."""
     try:

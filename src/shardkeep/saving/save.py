@@ -45,7 +45,7 @@ from shardkeep.saving.parts import close, describe, hand_in, outline, settle
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.saving.write import NewFiles, write_files
-from shardkeep.stores.location import name_path, path_text
+from shardkeep.stores.location import Location, location, name_path
 from shardkeep.targets.transaction import Target, Turn, begin, commit, leave, outcome, refuse_existing, refuse_foreign
 
 _NOTHING = Snapshot((), ())
@@ -99,7 +99,7 @@ def save(
     100
     """
     with announced(f"saving to {name_path(path)}"):
-        target = new_target(path_text(path, "save(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save(path, tree)"), format, compression, max_shard_size)
         return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step))
 
 
@@ -149,7 +149,7 @@ def save_async(
     1
     """
     with announced(f"saving to {name_path(path)}"):
-        target = new_target(path_text(path, "save_async(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save_async(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
         return PendingSave(start_save(request))
 
@@ -277,7 +277,7 @@ class _Job:
             draft=draft,
             leaves=leaves,
             started=started,
-            entry=scope.add(QueueEntry(target.where if target.store.remote else os.path.realpath(target.where), scope)),
+            entry=scope.add(QueueEntry(Location(target.where).resolve().text, scope)),
             turn=Turn(target, draft),
             opened=NewFiles(),
             crew=crew,

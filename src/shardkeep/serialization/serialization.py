@@ -20,7 +20,7 @@ from shardkeep.model.tree import flatten
 from shardkeep.saving.callbacks import callback_error
 from shardkeep.saving.pending import BackgroundSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
-from shardkeep.stores.location import any_path_text
+from shardkeep.stores.location import any_path_text, location
 
 log = logging.getLogger("shardkeep")
 
@@ -96,7 +96,7 @@ def tree_serialize_leaves(
     ['w']
     """
     path = any_path_text(checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
-    target = new_target(path, "zarr", None, None, directory=True)
+    target = new_target(location(path), "zarr", None, None, directory=True)
     request = SaveRequest(target, pytree, prefix, None, True, write_index)
     if manager is None:
         run_save(replace(request, on_commit=commit_callback))
@@ -224,10 +224,10 @@ def tree_deserialize_leaves(
     >>> tree_deserialize_leaves(tmp / "leaves", None)["layers"]["0"].shape
     (2,)
     """
-    path = any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)")
+    place = location(any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)"))
     if manager is not None:
         manager.wait_until_finished()
-    with missing_first(path):
+    with missing_first(place):
         refuse_unsaid_layout(mesh, partition_rules, shardings)
         request = Request(
             prefix=prefix,
@@ -239,5 +239,5 @@ def tree_deserialize_leaves(
             in_flight=checked_chunk_size(chunk_size),
             callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
         )
-        skeleton, leaves, _ = load_request(path, request)
+        skeleton, leaves, _ = load_request(place, request)
     return as_dict(skeleton, leaves)
