@@ -33,8 +33,7 @@ from servers.gcs import gcs_process
 from servers.proxy import Proxy
 from servers.s3 import S3Server
 from shardkeep.stores.bucket.store import CONCURRENCY, OBJECT_LIMIT
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 
 ROUNDS = 3
 MIB = 1 << 20

@@ -22,9 +22,8 @@ from shardkeep.layouts.zarr import TensorstoreFormat
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.naming import base_of_shard
 from shardkeep.stores.base import Store
-from shardkeep.stores.location import Location, location
-from shardkeep.stores.lookup import exists as exists_at
-from shardkeep.stores.lookup import is_directory, store_at
+from shardkeep.stores.location import Location, is_directory, location, store_at
+from shardkeep.stores.location import exists as exists_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, parse_size

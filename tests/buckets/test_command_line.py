@@ -10,8 +10,7 @@ import shardkeep
 from buckets.fixtures import Place
 from cli.commands import DEAD, Run
 from shardkeep.stores.bucket import leases
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern, record
 
 

@@ -16,8 +16,7 @@ from servers.gcs import GCSServer
 from servers.proxy import Fault
 from shardkeep.stores.bucket import credentials, leases, objects
 from shardkeep.stores.bucket import store as cloud
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern
 
 # Kinds of requests: method and a part of the path and query. S3 deletes by POST.

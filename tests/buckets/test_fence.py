@@ -17,8 +17,7 @@ from servers.proxy import Fault, Proxy
 from shardkeep.catalog import find, new_target
 from shardkeep.converting.survey import survey
 from shardkeep.stores.bucket import credentials, leases, objects
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from shardkeep.targets.exchange import Exchange
 from shardkeep.targets.transaction import fence
 from support import hold

@@ -9,8 +9,7 @@ import pytest
 import shardkeep
 from buckets.fixtures import Both, Place
 from buckets.writers import Careless, Writer, number_at, tree
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 
 FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf
 

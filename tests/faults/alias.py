@@ -16,8 +16,7 @@ import shardkeep
 from faults import parallel
 from faults.result import Result
 from servers.gcs import GCSServer
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from ways import COMPUTED, PLACED, host_memory
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "complex64", "bool")

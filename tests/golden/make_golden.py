@@ -229,8 +229,7 @@ def checkpoints(root: Path) -> dict[str, Any]:
 def fenced(root: Path) -> dict[str, Any]:
     """Documents with a nonce, as a clean-up in a bucket leaves them: over a checkpoint, and where nothing is."""
     import shardkeep
-    from shardkeep.stores.location import location
-    from shardkeep.stores.lookup import store_at
+    from shardkeep.stores.location import location, store_at
     from shardkeep.targets.directory import Directory
     from shardkeep.targets.exchange import exchange_at
 

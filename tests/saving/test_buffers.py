@@ -15,8 +15,7 @@ import shardkeep
 from shardkeep.model.tree import flatten
 from shardkeep.saving.buffers import owns_its_buffer, shards_of
 from shardkeep.saving.snapshot import take_snapshot
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from support import bits, crew_of, mesh_of, pattern
 from ways import COMPUTED, PLACED, host_memory, lies_in, one, replicated, sharded
 

@@ -16,8 +16,7 @@ import shardkeep
 from shardkeep.runtime.memory import Shard
 from shardkeep.saving import donation
 from shardkeep.saving.donation import Donations, donations
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, bits, crew_of, mesh_of, pattern
 
 

@@ -25,8 +25,7 @@ from shardkeep.serialization.serialization import tree_deserialize_leaves, tree_
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
 from shardkeep.stores.bucket.store import BucketStore
 from shardkeep.stores.local.store import LocalStore
-from shardkeep.stores.location import Location, location
-from shardkeep.stores.lookup import exists, is_directory, is_file, store_at
+from shardkeep.stores.location import Location, exists, is_directory, is_file, location, store_at
 from support import run_python
 
 

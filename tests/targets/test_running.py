@@ -21,8 +21,7 @@ from faults.states import make, same
 from shardkeep.catalog import find
 from shardkeep.stores.base import Store
 from shardkeep.stores.bucket import leases
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from shardkeep.targets.running import explain_unfinished, now, record_lines, recorded_names, unfinished_saves
 from support import FORMATS, hold
 

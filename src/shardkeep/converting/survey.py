@@ -20,8 +20,7 @@ from shardkeep.foreign.zarr import ZARRAY
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.local.store import LocalStore
-from shardkeep.stores.location import Location, location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import Location, location, store_at
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.running import recorded_names, unfinished_saves

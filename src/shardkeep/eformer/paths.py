@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from shardkeep.stores.location import Location, any_path_text, anywhere
-from shardkeep.stores.lookup import exists
+from shardkeep.stores.location import Location, any_path_text, anywhere, exists
 
 
 @dataclass(frozen=True, repr=False)

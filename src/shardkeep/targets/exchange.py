@@ -34,8 +34,7 @@ from shardkeep.model.digests import block_count, seal
 from shardkeep.model.manifest import DataFile, Manifest, Tree, encode_manifest
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.model.tree import Path
-from shardkeep.stores.location import Location
-from shardkeep.stores.lookup import exists, store_at
+from shardkeep.stores.location import Location, exists, store_at
 from shardkeep.targets.base import Turn
 from shardkeep.targets.running import explain_unfinished, recorded_names
 from shardkeep.targets.shards import (

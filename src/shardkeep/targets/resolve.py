@@ -12,8 +12,7 @@ from shardkeep.foreign.recognize import name_foreign
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL, Store
-from shardkeep.stores.location import Location
-from shardkeep.stores.lookup import exists, is_directory, store_at
+from shardkeep.stores.location import Location, exists, is_directory, store_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.directory import Directory

@@ -20,8 +20,7 @@ from shardkeep.stores.bucket import leases, objects
 from shardkeep.stores.bucket import store as cloud
 from shardkeep.stores.bucket.credentials import Bucket
 from shardkeep.stores.bucket.store import BucketStore
-from shardkeep.stores.location import location
-from shardkeep.stores.lookup import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, hold, pattern, run_python
 
 
