@@ -27,6 +27,7 @@ from shardkeep.model.manifest import StoredLeaf, Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path, name_leaf, show_key
+from shardkeep.processes.operation import join
 from shardkeep.saving.save import SaveRequest, run_save
 from shardkeep.stores.location import location
 from shardkeep.targets.exchange import Exchange, parse_size
@@ -149,7 +150,8 @@ def _convert_tree(
         step=tree.step,
         verbose=shows_progress(),
     )
-    report = run_save(request)
+    with join(f"saving to {target.where}") as operation:
+        report = run_save(request, operation)
     seconds = time.perf_counter() - started
     return _Converted(prefix, len(recorded), len(changed), made.scratch, made.lost, seconds, report)
 
