@@ -398,7 +398,7 @@ class TestLocation:
             f"{text}/../run",
         ]
         forms += [f"file://{text}/", f"file://{text}/../run"]
-        assert {location(form) for form in forms} == {text}
+        assert {str(location(form)) for form in forms} == {text}
 
 
 @pytest.mark.parametrize("format", ["safetensors", "tensorstore"])
