@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardkeep.config import MEMORY_BUDGET, read
 from shardkeep.model.arrays import Array
 from shardkeep.model.records import record
 from shardkeep.runtime.scopes import LOOK, Bell, Scope, is_nested, sweep
@@ -112,17 +113,22 @@ class MemoryBudget:
     """The number of bytes that pending snapshots and running loads may hold in total."""
 
     def __init__(self) -> None:
-        self._limit: int | None = None
+        self._limit: int | None = None  # None means the default
+        self._default: int | None = None
         self._claims: dict[Claim, int] = {}
         self._lock = threading.RLock()
         self._changed = Bell()
 
     @property
     def limit(self) -> int:
-        if self._limit is None:
-            text = os.environ.get("SHARDKEEP_MEMORY_BUDGET")
-            self._limit = int(text) if text else available_memory() // 2
-        return self._limit
+        if self._limit is not None:
+            return self._limit
+        nbytes = read(MEMORY_BUDGET)
+        if nbytes is not None:
+            return nbytes
+        if self._default is None:
+            self._default = available_memory() // 2
+        return self._default
 
     @property
     def used(self) -> int:
@@ -131,7 +137,7 @@ class MemoryBudget:
     def set(self, nbytes: int | None) -> None:
         if nbytes is not None and nbytes <= 0:
             raise ValueError(f"the memory budget must be positive, got {nbytes}")
-        self._limit = nbytes
+        self._limit, self._default = nbytes, None
         self._changed.ring()
 
     def take(self, claim: "Claim", nbytes: int, what: str) -> None:
