@@ -294,7 +294,7 @@ for name, more in {kinds!r}.items():
 
 
 def main(arguments: list[str]) -> None:
-    from shardkeep.model.manifest import VERSION
+    from shardkeep.model.document import VERSION
 
     root = Path(arguments[0]) if arguments else HERE / f"v{VERSION}"
     if not arguments:
