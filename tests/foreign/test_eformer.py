@@ -313,7 +313,7 @@ def test_what_the_index_says_is_what_eformer_finds(store: LocalStore) -> None:
     put_json(store, INDEX, index)
     found = read_eformer(store, search=True)
     assert keys(found) == {"m": {"enc.w": "m/enc/w", "enc.b": "m/enc/b", "x": "m/x"}}
-    stored = {leaf.key: leaf.spec for leaf in shardkeep.inspect(store.url).tree("m").leaves if leaf.spec}
+    stored = {leaf.key: leaf.spec for leaf in shardkeep.inspect(store.url).tree("m").arrays}
     assert {leaf.key: leaf.spec for leaf in found.tree("m").leaves} == stored
 
 
