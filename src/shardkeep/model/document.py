@@ -158,9 +158,8 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     leaves = tuple(_decode_leaf(leaf, path, files) for leaf, path in zip(data["leaves"], paths, strict=True))
     if data["format"] not in _FORMATS or data["compression"] not in (None, "zstd"):
         raise ValueError(f"unknown format {data['format']!r} or compression {data['compression']!r}")
-    if data["compression"] is None and any(
-        p.stored is not None for leaf in leaves if isinstance(leaf, StoredArray) for p in leaf.pieces
-    ):
+    arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
+    if data["compression"] is None and any(p.stored is not None for array in arrays for p in array.pieces):
         raise ValueError("a tree without compression has a compressed piece")
     metadata = decode_metadata(data["metadata"])
     if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool):
