@@ -168,7 +168,7 @@ class Operation:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not self.over:
             self.fail(error)
-        self.close()
+        self.over = True
 
     def __del__(self) -> None:
         # Interrupted before it was entered as a context: the other processes must not wait for it.
