@@ -26,7 +26,8 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.eformer import INDEX
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.manifest import check_prefix, check_step
+from shardkeep.model.document import check_step
+from shardkeep.model.manifest import check_prefix
 from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
@@ -382,7 +383,6 @@ class _Job:
             written = write_files(
                 target.store,
                 files,
-                turn.plan.leaves,
                 snapshot.shards,
                 self.crew,
                 self.opened,
