@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from shardkeep.model.arrays import Array, kind_of
-from shardkeep.saving.snapshot import gather_whole, is_prng_dtype
+from shardkeep.processes.collectives import gather_array
+from shardkeep.saving.snapshot import is_prng_dtype
 
 _WIDE = ("int64", "uint64", "float64", "complex128")
 
@@ -40,7 +41,7 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
         return jax.device_put(x, sharding)
     carrier = _carrier(dtype)
     if carrier is None or not (_is_in_device_memory(x.sharding) and _is_in_device_memory(sharding)):
-        return _place(_on_host(x) if here else gather_whole(x), sharding)
+        return _place(_on_host(x) if here else gather_array(x), sharding)
     moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
     return _reinterpret(dtype, sharding)(moved)
 

@@ -9,11 +9,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.errors import JaxRuntimeError
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.errors import IntegrityError, ProcessError
+from shardkeep.errors import IntegrityError
 from shardkeep.foreign.zarr import read_zarr
 from shardkeep.loading.moving import move
 from shardkeep.loading.plan import Fetch, plan_read
@@ -25,10 +23,11 @@ from shardkeep.model.perprocess import KIND, Rows
 from shardkeep.model.tree import name_leaf
 from shardkeep.model.values import show
 from shardkeep.processes.agreement import compare
+from shardkeep.processes.collectives import send_from_leader
 from shardkeep.processes.operation import ALONE, Operation
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
-from shardkeep.runtime.memory import aligned_empty, budget
+from shardkeep.runtime.memory import budget
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
@@ -42,7 +41,6 @@ except ImportError:  # this JAX has it elsewhere
 batched_device_put: Any = _batched
 
 _SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
-_SENT = 64 << 20  # bytes sent to other processes at a time
 
 
 def read_leaves(
@@ -112,20 +110,7 @@ def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operat
             targets.append(None)
             continue
         mine = _array(read[number]) if read is not None else np.empty(w.stored.spec.shape, w.stored.spec.dtype)
-        raw = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
-        try:
-            parts = [
-                np.asarray(multihost_utils.broadcast_one_to_all(raw[start : start + _SENT]))
-                for start in range(0, raw.size, _SENT)
-            ]
-        except JaxRuntimeError as error:
-            raise ProcessError(
-                f"another process ended while arrays were being sent to all processes ({error})"
-            ) from error
-        memory = aligned_empty(raw.size)
-        for start, part in zip(range(0, raw.size, _SENT), parts, strict=True):
-            memory[start : start + part.size] = part
-        array = memory.view(w.stored.spec.dtype).reshape(w.stored.spec.shape)
+        array = send_from_leader(mine)
         regions = _regions(w)
         targets.append(Target(w.stored, regions, own=True, arrays=[array[region.slices] for region in regions]))
     return targets
