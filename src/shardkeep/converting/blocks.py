@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
-from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.errors import ConflictError
 from shardkeep.foreign.zarr import describe, read_zarr
 from shardkeep.loading.plan import plan_read
 from shardkeep.loading.read import Source, Target, read_targets
@@ -22,6 +22,7 @@ from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 from shardkeep.stores.local.store import CONTROL
+from shardkeep.targets.steady import Attempt
 
 Array = np.ndarray[Any, Any]
 
@@ -40,8 +41,9 @@ class Opened:
     def source(self, tree: Tree) -> Source:
         return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
 
-    def was_replaced(self) -> bool:
-        return open_checkpoint(self.path)[1].save_id != self.manifest.save_id
+    def look(self) -> Manifest:
+        """The manifest as it is now."""
+        return open_checkpoint(self.path)[1]
 
 
 def open_at(path: str) -> Opened:
@@ -56,22 +58,16 @@ def steady(*checkpoints: Opened) -> Generator[None]:
     Raises:
         ConflictError: A writer replaced one of them in the meantime.
     """
-    try:
+    with ExitStack() as stack:
+        attempts = [stack.enter_context(Attempt(each.manifest, each.look)) for each in checkpoints]
         yield
-    except (IntegrityError, FileNotFoundError) as error:
-        for checkpoint in checkpoints:
-            if checkpoint.was_replaced():
-                raise ConflictError(_replaced(checkpoint)) from error
-        raise
-    for checkpoint in checkpoints:
-        # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
-        foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
-        if (foreign or os.path.basename(checkpoint.store.control) != CONTROL) and checkpoint.was_replaced():
-            raise ConflictError(_replaced(checkpoint))
-
-
-def _replaced(checkpoint: Opened) -> str:
-    return f"{checkpoint.path} was replaced while it was being read; run the command again"
+        for checkpoint, attempt in zip(checkpoints, attempts, strict=True):
+            # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
+            foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
+            attempt.sure = not foreign and os.path.basename(checkpoint.store.control) == CONTROL
+    for checkpoint, attempt in zip(checkpoints, attempts, strict=True):
+        if attempt.replaced:
+            raise ConflictError(f"{checkpoint.path} was replaced while it was being read; run the command again")
 
 
 def compile_include(include: str | None) -> re.Pattern[str] | None:

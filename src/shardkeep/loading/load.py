@@ -21,10 +21,9 @@ from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import Store
 from shardkeep.stores.local.store import CONTROL
 from shardkeep.stores.location import name_path, path_text
+from shardkeep.targets.steady import TRIES, Attempt
 
 log = logging.getLogger("shardkeep")
-
-_TRIES = 100  # how often a load starts over if other programs keep replacing the checkpoint
 
 
 def load(
@@ -201,7 +200,7 @@ def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], T
             asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
             compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
         manifest = None
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             store, manifest = _open_same(path, operation)
             loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
             everyone = operation.gather(loaded is not None)
@@ -217,7 +216,7 @@ def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], T
             )
         operation.share()
         raise IntegrityError(
-            f"{path} was replaced {_TRIES} times while it was being loaded; load it when nothing is saving to it"
+            f"{path} was replaced {TRIES} times while it was being loaded; load it when nothing is saving to it"
         )
 
 
@@ -242,20 +241,18 @@ def _try_load(
     path: object, store: Store, manifest: Manifest, request: Request, operation: Operation
 ) -> tuple[Skeleton, list[Any], Tree] | None:
     """What was asked for, or None if the checkpoint was replaced meanwhile."""
+    # If one process reads for all, the others are waiting for its data and cannot start over.
+    forgives = not request.read_once or operation.size == 1
+    loaded = None
     try:
-        loaded = _load(store, manifest, request, operation)
-        if _was_one_state(store, loaded[2], request) or open_checkpoint(path)[1].save_id == manifest.save_id:
-            return loaded
-    except (IntegrityError, FileNotFoundError):
-        # Files of replaced trees change only after the manifest: if that is still the same, the damage is real. (If one
-        # process reads for all, the others are waiting for its data and cannot start over.)
-        if open_checkpoint(path)[1].save_id == manifest.save_id or (request.read_once and operation.size > 1):
-            raise
+        with Attempt(manifest, lambda: open_checkpoint(path)[1], forgives=forgives) as attempt:
+            loaded = _load(store, manifest, request, operation)
+            attempt.sure = _was_one_state(store, loaded[2], request)
     except OSError as error:
-        if isinstance(error, ShardkeepError):
+        if isinstance(error, ShardkeepError | FileNotFoundError):
             raise
         raise storage_error(error, f"loading {path}", "Nothing was loaded") from error
-    return None
+    return None if attempt.replaced else loaded
 
 
 def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:

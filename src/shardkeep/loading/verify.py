@@ -19,6 +19,7 @@ from shardkeep.runtime.memory import aligned_empty
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.stores.base import Store, StoredFile
 from shardkeep.stores.location import path_text
+from shardkeep.targets.steady import TRIES, Attempt
 from shardkeep.targets.transaction import Target
 
 _PART = 16 << 20
@@ -51,19 +52,31 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     """
     started = time.perf_counter()
     path = path_text(path, "verify(path)")
-    try:
-        store, manifest = open_checkpoint(path)
-    except IntegrityError as error:
-        target = find(path)
-        where = target.store.locate(_document_of(target))
-        return VerifyReport(str(path), 0, 0, time.perf_counter() - started, 0, (Problem(None, where, str(error)),))
+    for _ in range(TRIES):
+        try:
+            store, manifest = open_checkpoint(path)
+        except IntegrityError as error:
+            target = find(path)
+            where = target.store.locate(_document_of(target))
+            return VerifyReport(str(path), 0, 0, time.perf_counter() - started, 0, (Problem(None, where, str(error)),))
+        report = None
+        with Attempt(manifest, lambda path=path, manifest=manifest: _look(path, manifest)) as attempt:
+            report = _verify(path, store, manifest, prefix, progress, started)
+            attempt.sure = report.ok
+        if report is not None and not attempt.replaced:  # else it looked damaged while it was being replaced
+            return report
+    text = f"{path} was replaced {TRIES} times while it was being checked; check it when nothing is saving to it"
+    return VerifyReport(str(path), 0, 0, time.perf_counter() - started, 0, (Problem(None, str(path), text),))
+
+
+def _verify(
+    path: object, store: Store, manifest: Manifest, prefix: str | None, progress: bool, started: float
+) -> VerifyReport:
     trees = [manifest.tree(prefix)] if prefix is not None else list(manifest.trees.values())
     total = sum(file.size for tree in trees for file in tree.files)
     with Bar(f"checking {path}", total) if progress else nullcontext(lambda _: None) as show:
         check = _Check(store, manifest, show)
         run_tasks((task for tree in trees for task in check.tasks(tree)), store.concurrency)
-    if check.problems and _was_replaced(path, manifest):
-        return verify(path, prefix=prefix, progress=progress)  # it looked damaged while it was being replaced
     return VerifyReport(
         path=manifest.path,
         nbytes=total,
@@ -87,11 +100,12 @@ def _carries_no_digests(leaf: StoredLeaf) -> bool:
     return leaf.kind == "zarr" or any(piece.digests is None for piece in leaf.pieces)
 
 
-def _was_replaced(path: object, manifest: Manifest) -> bool:
+def _look(path: object, before: Manifest) -> Manifest:
+    """The manifest as it is now; the one before if there is none that can be read."""
     try:
-        return open_checkpoint(path)[1].save_id != manifest.save_id
+        return open_checkpoint(path)[1]
     except (OSError, IntegrityError):
-        return False
+        return before
 
 
 @dataclass(frozen=True, slots=True)
