@@ -62,8 +62,7 @@ def begin(turn: Turn, leaves: Sequence[LeafPlan], overwrite: bool, operation: Op
                 "nothing was written"
             )
         turn.record()
-    if operation.size > 1:
-        operation.share([draft.save_id, draft.created, turn.plan.directory])
+    operation.share([draft.save_id, draft.created, turn.plan.directory])
 
 
 def refuse_existing(target: Target, prefix: str) -> None:
