@@ -49,11 +49,45 @@ class CheckpointExistsError(ShardkeepError, FileExistsError):
 
 
 class IntegrityError(ShardkeepError, ValueError):
-    """The stored data is not the data that was saved."""
+    """The stored data is not the data that was saved. What is known about the place of the damage is in attributes.
+
+    Attributes:
+        leaf: The key of the leaf whose data it is; None if it is not the data of one leaf.
+        file: The path or URL of the file; of an array that another program wrote, perhaps its directory. None if it is
+            not about one file.
+        span: The bytes of the file, (start, end), between which the damage is; None if that is not known.
+    """
+
+    leaf: str | None = None
+    file: str | None = None
+    span: tuple[int, int] | None = None
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        leaf: str | None = None,
+        file: str | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        """The message names the leaf first, then the file, unless `problem` says itself which file it is about."""
+        named = problem if file is None or file in problem else f"{file}: {problem}"
+        super().__init__(named if leaf is None else f"leaf {leaf!r}: {named}")
+        self.leaf, self.file, self.span = leaf, file, span
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the damage is, as JSON, for the other processes."""
+        return {"leaf": self.leaf, "file": self.file, "span": self.span}
+
+    @place.setter
+    def place(self, place: dict[str, Any]) -> None:
+        span = place.get("span")
+        self.leaf, self.file, self.span = place.get("leaf"), place.get("file"), None if span is None else tuple(span)
 
 
 class MissingDataError(IntegrityError, FileNotFoundError):
-    """A file that the manifest names is missing."""
+    """A file that the manifest names is missing: `file`, which holds data of `leaf`."""
 
 
 class IncompleteCheckpointError(IntegrityError):
@@ -147,6 +181,15 @@ def error_named(name: str) -> type[ShardkeepError] | None:
     """The class in the tree above with this name, or None."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, ShardkeepError) else None
+
+
+def damage_of(error: Exception, leaf: str | None, file: str) -> IntegrityError:
+    """An error met while data of a leaf was read from a file, as an `IntegrityError` that names both."""
+    if isinstance(error, IntegrityError) and (error.leaf is not None or leaf is None) and error.file is not None:
+        return error
+    kind = type(error) if isinstance(error, IntegrityError) else IntegrityError
+    known = error if isinstance(error, IntegrityError) else IntegrityError(str(error))
+    return kind(str(error), leaf=leaf, file=known.file or file, span=known.span)
 
 
 def storage_error(error: OSError, doing: str, then: str) -> StorageError:

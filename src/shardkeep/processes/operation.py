@@ -20,7 +20,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from shardkeep.errors import ProcessError, ShardkeepError, error_named
+from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
 from shardkeep.processes.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
 
 
@@ -153,6 +153,7 @@ class Operation:
             "process": self.index,
             "kind": type(error).__name__,
             "message": str(error),
+            **(error.place if isinstance(error, IntegrityError) else {}),
         }
         self._group.tell(*self._as_failed(record))
 
@@ -222,6 +223,8 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
         told = f"process {record['process']}: {record['message']}"
     error = (kind or ProcessError)(told)
     error.record, error.told = record, True
+    if isinstance(error, IntegrityError):
+        error.place = record
     return error
 
 
