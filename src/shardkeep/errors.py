@@ -74,6 +74,12 @@ class IntegrityError(ShardkeepError, ValueError):
         named = problem if file is None or file in problem else f"{file}: {problem}"
         super().__init__(named if leaf is None else f"leaf {leaf!r}: {named}")
         self.leaf, self.file, self.span = leaf, file, span
+        self._problem = problem
+
+    def at(self, leaf: str | None, file: str) -> "IntegrityError":
+        """The same error, which also names the leaf and the file if it did not."""
+        leaf = leaf if self.leaf is None else self.leaf
+        return type(self)(self._problem, leaf=leaf, file=self.file or file, span=self.span)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -185,11 +191,7 @@ def error_named(name: str) -> type[ShardkeepError] | None:
 
 def damage_of(error: Exception, leaf: str | None, file: str) -> IntegrityError:
     """An error met while data of a leaf was read from a file, as an `IntegrityError` that names both."""
-    if isinstance(error, IntegrityError) and (error.leaf is not None or leaf is None) and error.file is not None:
-        return error
-    kind = type(error) if isinstance(error, IntegrityError) else IntegrityError
-    known = error if isinstance(error, IntegrityError) else IntegrityError(str(error))
-    return kind(str(error), leaf=leaf, file=known.file or file, span=known.span)
+    return (error if isinstance(error, IntegrityError) else IntegrityError(str(error))).at(leaf, file)
 
 
 def storage_error(error: OSError, doing: str, then: str) -> StorageError:

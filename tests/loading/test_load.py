@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
 from shardkeep.catalog import open_checkpoint
+from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Source, Target, read_targets
+from shardkeep.loading.read import Target, read_targets
 from shardkeep.model.arrays import Region
 from shardkeep.stores.local.mapping import LocalFile
 from support import Dense, Keyed, Point, assert_same, bits, crew_of, every_dtype, mesh_of, pattern, run_python, save_as
@@ -956,7 +957,7 @@ class TestPartialReads:
             region = Region((24, 0), (8, MIB))
             (leaf,) = tree.leaves
             target = Target(leaf, [region], True, [None])
-            source = Source(store, tree.files, tree.compression, verify=verify, mapped=False)
+            source = BlockReader(store, tree.files, tree.compression, verify=verify, mapped=False)
             with crew_of() as crew:
                 read_targets(source, [target], plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
             assert target.arrays[0] is not None
@@ -973,7 +974,7 @@ class TestPartialReads:
         target = Target(leaf, [region], True, [None])
         with crew_of() as crew:
             read_targets(
-                Source(store, tree.files, mapped=False),
+                BlockReader(store, tree.files, mapped=False),
                 [target],
                 plan_read(0, leaf, [region]),
                 1 << 30,

@@ -222,8 +222,8 @@ def _tasks(a: Opened, tree_a: Tree, b: Opened, tree_b: Tree, pair: _Pair, progre
     source_a, source_b = a.source(tree_a), b.source(tree_b)
 
     def compare(region: Region) -> None:
-        one = read_region(a, source_a, pair.a, region, progress)
-        other = read_region(b, source_b, pair.b, region, progress)
+        one = read_region(source_a, pair.a, region, progress)
+        other = read_region(source_b, pair.b, region, progress)
         found = difference_of(one, other)
         with pair.lock:
             assert pair.difference is not None

@@ -34,7 +34,7 @@ from shardkeep.converting.blocks import (
     regions_of,
     steady,
 )
-from shardkeep.loading.read import Source
+from shardkeep.loading.blocks import BlockReader
 from shardkeep.model.arrays import Region
 from shardkeep.model.manifest import StoredLeaf, Tree
 from shardkeep.model.tree import name_leaf
@@ -92,8 +92,8 @@ def _tasks(opened: Opened, tree: Tree, measured: _Measured, progress: Progress) 
     return [lambda r=region: _measure(opened, source, measured, r, progress) for region in regions_of(opened, leaf)]
 
 
-def _measure(opened: Opened, source: Source, measured: _Measured, region: Region, progress: Progress) -> None:
-    found = numbers_of(read_region(opened, source, measured.leaf, region, progress))
+def _measure(opened: Opened, source: BlockReader, measured: _Measured, region: Region, progress: Progress) -> None:
+    found = numbers_of(read_region(source, measured.leaf, region, progress))
     with measured.lock:
         measured.numbers.merge(found)
 

@@ -12,9 +12,10 @@ import numpy as np
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ConflictError
-from shardkeep.foreign.zarr import describe, read_zarr
+from shardkeep.foreign.zarr import describe
+from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Source, Target, read_targets
+from shardkeep.loading.read import Target, read_targets
 from shardkeep.model.arrays import Region
 from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
 from shardkeep.model.tree import name_leaf
@@ -38,8 +39,8 @@ class Opened:
     store: Store
     manifest: Manifest
 
-    def source(self, tree: Tree) -> Source:
-        return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
+    def source(self, tree: Tree) -> BlockReader:
+        return BlockReader(self.store, tree.files, tree.compression, mapped=self.store.mappable)
 
     def look(self) -> Manifest:
         """The manifest as it is now."""
@@ -154,23 +155,14 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
         yield from split_region(band, itemsize, limit)
 
 
-def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
+def read_region(reader: BlockReader, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
-    if leaf.kind == "zarr":
-        (found,) = read_zarr(opened.store, leaf, [region])
-        progress(region.size * _itemsize(leaf))
-        return found
     target = Target(leaf, [region], own=False, arrays=[None])
     # One thread, because the caller runs several of these at once.
-    read_targets(source, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
+    read_targets(reader, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
     array = target.arrays[0]
     assert array is not None
     return array
-
-
-def _itemsize(leaf: StoredLeaf) -> int:
-    assert leaf.spec is not None
-    return leaf.spec.dtype.itemsize
 
 
 def logical(leaf: StoredLeaf) -> tuple[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 import jax
@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.zarr import read_zarr
+from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.moving import move
 from shardkeep.loading.plan import Fetch, plan_read
-from shardkeep.loading.read import Source, Target, read_targets
+from shardkeep.loading.read import Target, read_targets
 from shardkeep.loading.select import Request, Wanted
 from shardkeep.model.arrays import NUMPY_NAMES, Array, Region, kind_of
 from shardkeep.model.manifest import Tree
@@ -89,15 +89,10 @@ def _read(
         fetches += plan_read(len(targets), w.stored, regions)
         targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
         slots.append(targets[-1])
-    crew.run(partial(_read_foreign, store, target) for target in targets if target.leaf.kind == "zarr")
     mapped = store.remote or (request.mmap and store.mappable)
-    source = Source(store, tree.files, tree.compression, request.verify, mapped)
-    read_targets(source, targets, fetches, budget.limit, crew, progress)
+    reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
+    read_targets(reader, targets, fetches, budget.limit, crew, progress)
     return slots
-
-
-def _read_foreign(store: Store, target: Target) -> None:
-    target.arrays[:] = read_zarr(store, target.leaf, target.regions)
 
 
 def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operation: Operation) -> list[Target | None]:
