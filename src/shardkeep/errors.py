@@ -56,11 +56,13 @@ class IntegrityError(ShardkeepError, ValueError):
         file: The path or URL of the file; of an array that another program wrote, perhaps its directory. None if it is
             not about one file.
         span: The bytes of the file, (start, end), between which the damage is; None if that is not known.
+        problem: What is wrong, without the leaf.
     """
 
     leaf: str | None = None
     file: str | None = None
     span: tuple[int, int] | None = None
+    problem: str = ""
 
     def __init__(
         self,
@@ -74,22 +76,7 @@ class IntegrityError(ShardkeepError, ValueError):
         named = problem if file is None or file in problem else f"{file}: {problem}"
         super().__init__(named if leaf is None else f"leaf {leaf!r}: {named}")
         self.leaf, self.file, self.span = leaf, file, span
-        self._problem = problem
-
-    def at(self, leaf: str | None, file: str) -> "IntegrityError":
-        """The same error, which also names the leaf and the file if it did not."""
-        leaf = leaf if self.leaf is None else self.leaf
-        return type(self)(self._problem, leaf=leaf, file=self.file or file, span=self.span)
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Where the damage is, as JSON, for the other processes."""
-        return {"leaf": self.leaf, "file": self.file, "span": self.span}
-
-    @place.setter
-    def place(self, place: dict[str, Any]) -> None:
-        span = place.get("span")
-        self.leaf, self.file, self.span = place.get("leaf"), place.get("file"), None if span is None else tuple(span)
+        self.problem = problem
 
 
 class MissingDataError(IntegrityError, FileNotFoundError):
@@ -190,8 +177,11 @@ def error_named(name: str) -> type[ShardkeepError] | None:
 
 
 def damage_of(error: Exception, leaf: str | None, file: str) -> IntegrityError:
-    """An error met while data of a leaf was read from a file, as an `IntegrityError` that names both."""
-    return (error if isinstance(error, IntegrityError) else IntegrityError(str(error))).at(leaf, file)
+    """An error met while data was read, as an `IntegrityError` that names the leaf and the file, each once."""
+    if not isinstance(error, IntegrityError):
+        return IntegrityError(str(error), leaf=leaf, file=file)
+    leaf = leaf if error.leaf is None else error.leaf
+    return type(error)(error.problem, leaf=leaf, file=error.file or file, span=error.span)
 
 
 def storage_error(error: OSError, doing: str, then: str) -> StorageError:

@@ -23,7 +23,8 @@ from shardkeep.loading.blocks import BlockReader, Range, parts_of
 from shardkeep.loading.place import check_fits
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
-from shardkeep.model.manifest import Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import ForeignArray, Piece, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.progress import Progress
@@ -53,13 +54,10 @@ class Made:
 
 def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
     """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
+    if not isinstance(leaf, StoredArray):
+        return None
     spec = leaf.spec
-    if (
-        spec is None
-        or dtype is None
-        or leaf.kind in ("prng", "per_process")
-        or kind_of(spec.dtype) in ("other", "bool")
-    ):
+    if dtype is None or not leaf.holds_numbers or kind_of(spec.dtype) in ("other", "bool"):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
 
@@ -82,7 +80,7 @@ def make(
     made = Made([], [], 0, maker.lost)
     scratch: list[tuple[int, int]] = []  # (part, where it begins)
     for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
-        if spec is None:
+        if spec is None or not isinstance(leaf, StoredArray):
             continue
         regions = _regions(leaf, whole)
         direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
@@ -93,7 +91,12 @@ def make(
                 scratch.append((len(made.parts) - 1, made.scratch))
                 made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
     rooms = _allot(made, scratch, directory)
-    tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
+    tasks = [
+        task
+        for number, leaf in enumerate(tree.leaves)
+        if number in rooms and isinstance(leaf, StoredArray)
+        for task in maker.filling(leaf, rooms[number])
+    ]
     run_tasks([*maker.checks, *tasks])
     return made
 
@@ -110,16 +113,15 @@ def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> di
     return rooms
 
 
-def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
+def _regions(leaf: StoredArray, whole: bool) -> list[Region]:
     """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
-    assert leaf.spec is not None
     even = len({piece.region.shape for piece in leaf.pieces}) == 1
-    if whole or leaf.kind == "zarr" or not even:
+    if whole or isinstance(leaf.origin, ForeignArray) or not even:
         return [Region.whole(leaf.spec.shape)]
     return [piece.region for piece in leaf.pieces]
 
 
-def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+def _is_stored_so(leaf: StoredArray, regions: Sequence[Region]) -> bool:
     """Whether the stored bytes of each part are the bytes to save."""
     pieces = leaf.pieces
     return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
@@ -136,9 +138,8 @@ class _Maker:
         self._maps: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
-    def mapped(self, leaf: StoredLeaf, piece: Piece) -> Array:
+    def mapped(self, leaf: StoredArray, piece: Piece) -> Array:
         """A piece, memory-mapped from its file; it is verified later, by one of `checks`."""
-        assert leaf.spec is not None
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
         if piece.file not in self._maps:
@@ -152,14 +153,14 @@ class _Maker:
             mapping.data[piece.offset : piece.offset + piece.length].view(leaf.spec.dtype).reshape(piece.region.shape)
         )
 
-    def _check(self, leaf: StoredLeaf, piece: Piece, mapping: Mapping, part: Range) -> None:
+    def _check(self, leaf: StoredArray, piece: Piece, mapping: Mapping, part: Range) -> None:
         start = piece.offset + part[0] * DIGEST_BLOCK
         end = piece.offset + min(part[1] * DIGEST_BLOCK, piece.length)
         mapping.bring_in(start, end)
         self.reader.check(leaf.key, piece, part, mapping.data[start:end])
         self._progress(end - start)
 
-    def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
+    def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
         """Tasks that read a leaf into its memory, block by block."""
 
         def fill(region: Region) -> None:

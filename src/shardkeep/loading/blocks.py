@@ -15,7 +15,8 @@ import zstandard
 from shardkeep.errors import IntegrityError, MissingDataError, damage_of
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
-from shardkeep.model.manifest import DataFile, Piece
+from shardkeep.model.leaves import Piece
+from shardkeep.model.manifest import DataFile
 from shardkeep.stores.base import Mapping, Store, StoredFile
 
 PART = 16 << 20  # bytes of a piece that one task reads

@@ -10,7 +10,7 @@ from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.loading.plan import Fetch, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
-from shardkeep.model.manifest import StoredLeaf
+from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
@@ -28,18 +28,16 @@ Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and the offset at
 class Target:
     """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
 
-    leaf: StoredLeaf
+    leaf: StoredArray
     regions: Sequence[Region]
     own: bool
     arrays: list[Array | None]
 
     def nbytes(self, number: int) -> int:
-        assert self.leaf.spec is not None
         return self.regions[number].size * self.leaf.spec.dtype.itemsize
 
     def take(self, number: int, memory: Array) -> None:
         """Use this memory for a region."""
-        assert self.leaf.spec is not None
         self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
 
 
@@ -52,7 +50,11 @@ def read_targets(
     progress: Progress,
 ) -> None:
     """Fill every target. Pieces are read in steps, so that memory beyond the targets stays within the budget."""
-    crew.run(partial(_read_foreign, reader.store, t, progress) for t in targets if t.leaf.kind == "zarr")
+    crew.run(
+        partial(_read_foreign, reader.store, target, target.leaf.origin.directory, progress)
+        for target in targets
+        if isinstance(target.leaf.origin, ForeignArray)
+    )
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
@@ -73,9 +75,9 @@ def read_targets(
     _allocate([(target, n) for target in targets for n, array in enumerate(target.arrays) if array is None])  # empty
 
 
-def _read_foreign(store: Store, target: Target, progress: Progress) -> None:
+def _read_foreign(store: Store, target: Target, directory: str, progress: Progress) -> None:
     """An array of another program, which has no pieces."""
-    target.arrays[:] = read_zarr(store, target.leaf, target.regions)
+    target.arrays[:] = read_zarr(store, target.leaf, directory, target.regions)
     progress(sum(map(target.nbytes, range(len(target.regions)))))
 
 
@@ -120,9 +122,8 @@ def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Sequence[Tar
     return maps
 
 
-def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[Range]:
+def needed_blocks(fetch: Fetch, leaf: StoredArray) -> list[Range]:
     """The ranges of blocks of a piece that a fetch reads."""
-    assert leaf.spec is not None
     count = block_count(fetch.piece.length)
     if count == 1:
         return [(0, 1)]
@@ -173,7 +174,6 @@ class _Unit:
     def view(self, common: Region) -> Array:
         """A view of a part of the piece."""
         if self._whole is None:
-            assert self.target.leaf.spec is not None
             self._whole = self.memory.view(self.target.leaf.spec.dtype).reshape(self.piece.region.shape)
         if common == self.piece.region:
             return self._whole

@@ -11,7 +11,8 @@ from shardkeep.errors import IntegrityError, damage_of
 from shardkeep.foreign.zarr import check_zarr
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.model.digests import BLOCK, block_count, digest
-from shardkeep.model.manifest import Manifest, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import aligned_empty
@@ -85,7 +86,7 @@ def _verify(
         nbytes=total,
         files=sum(len(tree.files) for tree in trees),
         seconds=time.perf_counter() - started,
-        unchecked=sum(_carries_no_digests(leaf) for tree in trees for leaf in tree.leaves),
+        unchecked=sum(_carries_no_digests(leaf) for tree in trees for leaf in tree.arrays),
         problems=tuple(sorted(problems, key=lambda p: (p.file, p.leaf or "", p.message))),
     )
 
@@ -99,8 +100,8 @@ def _document_of(target: Target) -> str:
     return target.documents[0]
 
 
-def _carries_no_digests(leaf: StoredLeaf) -> bool:
-    return leaf.kind == "zarr" or any(piece.digests is None for piece in leaf.pieces)
+def _carries_no_digests(leaf: StoredArray) -> bool:
+    return isinstance(leaf.origin, ForeignArray) or any(piece.digests is None for piece in leaf.pieces)
 
 
 def _look(path: object, before: Manifest) -> Manifest:
@@ -123,7 +124,7 @@ class _Check:
     def run(self, crew: Crew) -> None:
         """Check all files, then the pieces in those that are complete."""
         keys: dict[int, dict[str, None]] = {}
-        for leaf in self._tree.leaves:
+        for leaf in self._tree.arrays:
             for piece in leaf.pieces:
                 keys.setdefault(piece.file, {})[leaf.key] = None
         crew.run(
@@ -133,10 +134,10 @@ class _Check:
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
-        small: list[tuple[StoredLeaf, Piece]] = []
-        for leaf in self._tree.leaves:
-            if leaf.kind == "zarr":
-                tasks.append(partial(self._check_foreign, leaf))
+        small: list[tuple[StoredArray, Piece]] = []
+        for leaf in self._tree.arrays:
+            if isinstance(leaf.origin, ForeignArray):
+                tasks.append(partial(self._check_foreign, leaf, leaf.origin.directory))
             for piece in leaf.pieces:
                 if piece.file in self._incomplete:
                     continue
@@ -167,14 +168,14 @@ class _Check:
         except (IntegrityError, OSError, EOFError) as error:
             self._report(None, where, error)
 
-    def _check_foreign(self, leaf: StoredLeaf) -> None:
+    def _check_foreign(self, leaf: StoredArray, directory: str) -> None:
         """An array of another program has no digests, but its chunks must be there and have their sizes."""
         try:
-            check_zarr(self._reader.store, leaf)
+            check_zarr(self._reader.store, leaf, directory)
         except (IntegrityError, OSError) as error:
-            self._report(leaf.key, self._reader.store.locate(leaf.extra["directory"]), error)
+            self._report(leaf.key, self._reader.store.locate(directory), error)
 
-    def _check_batch(self, batch: list[tuple[StoredLeaf, Piece]]) -> None:
+    def _check_batch(self, batch: list[tuple[StoredArray, Piece]]) -> None:
         """Small pieces that are next to each other, read together."""
         first, last = batch[0][1], batch[-1][1]
         where = self._reader.where(first.file)
@@ -195,7 +196,7 @@ class _Check:
             except IntegrityError as error:
                 self._report(leaf.key, where, error)
 
-    def _check_piece(self, leaf: StoredLeaf, piece: Piece, part: Range) -> None:
+    def _check_piece(self, leaf: StoredArray, piece: Piece, part: Range) -> None:
         try:
             memory = aligned_empty(min(part[1] * BLOCK, piece.length) - part[0] * BLOCK)
             self._reader.read(leaf.key, piece, part, memory)
@@ -212,9 +213,9 @@ def _affected(keys: list[str]) -> str:
     return f"; {len(keys):,} leaves are affected: {shown}" if keys else ""
 
 
-def _neighbours(pieces: list[tuple[StoredLeaf, Piece]]) -> list[list[tuple[StoredLeaf, Piece]]]:
+def _neighbours(pieces: list[tuple[StoredArray, Piece]]) -> list[list[tuple[StoredArray, Piece]]]:
     """Pieces of one file that are next to each other, in groups of a useful size."""
-    batches: list[list[tuple[StoredLeaf, Piece]]] = []
+    batches: list[list[tuple[StoredArray, Piece]]] = []
     for leaf, piece in sorted(pieces, key=lambda at: (at[1].file, at[1].offset, at[1].length)):
         first, last = (batches[-1][0][1], batches[-1][-1][1]) if batches else (None, None)
         near = last is not None and last.file == piece.file and piece.offset == last.offset + last.length

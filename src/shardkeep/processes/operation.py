@@ -23,6 +23,8 @@ from typing import Any
 from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
 from shardkeep.processes.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
 
+_PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
+
 
 class Operation:
     """One save or load that every process of the group takes part in. The group may be a single process.
@@ -153,7 +155,7 @@ class Operation:
             "process": self.index,
             "kind": type(error).__name__,
             "message": str(error),
-            **(error.place if isinstance(error, IntegrityError) else {}),
+            **({name: getattr(error, name) for name in _PLACE} if isinstance(error, IntegrityError) else {}),
         }
         self._group.tell(*self._as_failed(record))
 
@@ -223,8 +225,9 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
         told = f"process {record['process']}: {record['message']}"
     error = (kind or ProcessError)(told)
     error.record, error.told = record, True
-    if isinstance(error, IntegrityError):
-        error.place = record
+    if isinstance(error, IntegrityError) and "problem" in record:
+        error.leaf, error.file, error.problem = record["leaf"], record["file"], record["problem"]
+        error.span = record["span"] and tuple(record["span"])
     return error
 
 
