@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import shardkeep
 from shardkeep.catalog import open_checkpoint
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Target, read_targets
+from shardkeep.loading.plan import Target, plan_read
+from shardkeep.loading.read import read_targets
 from shardkeep.model.arrays import Region
 from shardkeep.stores.local.mapping import LocalFile
 from support import Dense, Keyed, Point, assert_same, bits, crew_of, every_dtype, mesh_of, pattern, run_python, save_as
@@ -959,7 +959,7 @@ class TestPartialReads:
             target = Target(leaf, [region], True, [None])
             source = BlockReader(store, tree.files, tree.compression, verify=verify, mapped=False)
             with crew_of() as crew:
-                read_targets(source, [target], plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
+                read_targets(source, {0: target}, plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
             assert target.arrays[0] is not None
             assert bits(target.arrays[0]) == host[24:32].tobytes()
         assert counter.total == 2 * 8 * MIB
@@ -975,7 +975,7 @@ class TestPartialReads:
         with crew_of() as crew:
             read_targets(
                 BlockReader(store, tree.files, mapped=False),
-                [target],
+                {0: target},
                 plan_read(0, leaf, [region]),
                 1 << 30,
                 crew,

@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
 from shardkeep.loading import place as placing
-from shardkeep.loading.place import apply_function, cast_array, check_fits, read_leaves, stays_numpy
-from shardkeep.loading.select import Request, Wanted, choose
+from shardkeep.loading.adapt import apply_function, cast_array, check_fits
+from shardkeep.loading.load import read_leaves
+from shardkeep.loading.moving import stays_numpy
+from shardkeep.loading.select import Request, Wanted, choose, choose_places
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import dtype_from_name
 from shardkeep.model.leaves import PrngKeys
@@ -40,7 +42,8 @@ def saved(store: LocalStore, tree: Any) -> Tree:
 
 def read(store: LocalStore, tree: Tree, **asked: Any) -> dict[str, Any]:
     request = Request(**asked)
-    wanted = [w for w in choose(tree, "", request).wanted if w is not None]
+    wanted = [w for w in choose(tree, request).wanted if w is not None]
+    choose_places(wanted, "", request)
     return dict(zip([w.stored.key for w in wanted], read_leaves(store, tree, wanted, request), strict=True))
 
 

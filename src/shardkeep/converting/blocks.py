@@ -14,8 +14,8 @@ from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ConflictError
 from shardkeep.foreign.zarr import describe
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Target, read_targets
+from shardkeep.loading.plan import Target, plan_read
+from shardkeep.loading.read import read_targets
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
@@ -157,10 +157,8 @@ def read_region(reader: BlockReader, leaf: StoredArray, region: Region, progress
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
     target = Target(leaf, [region], own=False, arrays=[None])
     # One thread, because the caller runs several of these at once.
-    read_targets(reader, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
-    array = target.arrays[0]
-    assert array is not None
-    return array
+    read_targets(reader, {0: target}, plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
+    return target.whole
 
 
 def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:

@@ -19,8 +19,8 @@ import numpy as np
 from shardkeep.converting.blocks import Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
+from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.blocks import BlockReader, Range, parts_of
-from shardkeep.loading.place import check_fits
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray, StoredLeaf

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from shardkeep.loading.moving import move, take_rows
-from shardkeep.loading.place import stays_numpy
+from shardkeep.loading.moving import move, stays_numpy, take_rows
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader

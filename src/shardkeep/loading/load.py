@@ -3,21 +3,33 @@
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
+import numpy as np
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
-from shardkeep.loading.place import read_leaves
-from shardkeep.loading.select import Choice, Request, abstract_leaf, choose, choose_process
+from shardkeep.loading.adapt import adapt, warn_numpy
+from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.place import place
+from shardkeep.loading.plan import Target, plan_targets
+from shardkeep.loading.read import read_targets
+from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
-from shardkeep.processes.operation import LEADER, Operation, join
+from shardkeep.processes.collectives import send_from_leader
+from shardkeep.processes.operation import ALONE, LEADER, Operation, join
 from shardkeep.runtime.collector import collector
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.memory import budget
+from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.local.store import CONTROL
 from shardkeep.stores.location import name_path, path_text
@@ -240,6 +252,7 @@ def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | No
     return store, manifest if manifest.save_id == expected else None
 
 
+@collector.paused()
 def _try_load(
     path: object, store: Store, manifest: Manifest, request: Request, operation: Operation
 ) -> tuple[Skeleton, list[Any], Tree] | None:
@@ -249,8 +262,13 @@ def _try_load(
     loaded = None
     try:
         with Attempt(manifest, lambda: open_checkpoint(path)[1], forgives=forgives) as attempt:
-            loaded = _load(store, manifest, request, operation)
-            attempt.sure = _was_one_state(store, loaded[2], request)
+            tree, choice = _choose(manifest, request)
+            choose_process(choice, request, manifest.path, operation.index, operation.size)
+            wanted = [w for w in choice.wanted if w is not None]
+            values = iter(read_leaves(store, tree, wanted, request, operation))
+            leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
+            loaded = choice.skeleton, leaves, tree
+            attempt.sure = _was_one_state(store, tree, request)
     except OSError as error:
         if isinstance(error, ShardkeepError | FileNotFoundError):
             raise
@@ -269,20 +287,51 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
     return store.remote or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
 
 
-@collector.paused()
-def _load(store: Store, manifest: Manifest, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
-    tree, choice = _choose(manifest, request)
-    choose_process(choice, request, manifest.path, operation.index, operation.size)
-    values = iter(read_leaves(store, tree, [w for w in choice.wanted if w is not None], request, operation))
-    leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
-    return choice.skeleton, leaves, tree
+def read_leaves(
+    store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, operation: Operation = ALONE
+) -> list[Any]:
+    """The values of the leaves, in order: plan → read → place → adapt. At most `in_flight` are read at once."""
+    read_once = request.read_once and operation.size > 1
+    step = request.in_flight or (1 if read_once else max(len(wanted), 1))
+    if read_once:
+        compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
+    mapped = store.remote or (request.mmap and store.mappable)
+    reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
+    total = sum(w.stored.nbytes for w in wanted)
+    bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
+    values: list[Any] = []
+    with Scope(f"loading {store.url}") as scope, bar as progress:
+        crew = scope.add(Crew(store.concurrency))
+        for start in range(0, len(wanted), step):
+            some = wanted[start : start + step]
+            targets, fetches = plan_targets(some, whole=read_once)
+            if operation.leads or not read_once:
+                read_targets(reader, targets, fetches, budget.limit, crew, progress)
+            if read_once:
+                _send(some, targets, operation)
+            placed = place(some, targets)
+            values += [adapt(w, value, request) for w, value in zip(some, placed, strict=True)]
+    warn_numpy(wanted, values)
+    return values
+
+
+def _send(wanted: Sequence[Wanted], targets: Mapping[int, Target], operation: Operation) -> None:
+    """Send the data that the leader has read to every process. Each keeps the regions it needs."""
+    operation.gather(None)
+    operation.share()  # no process enters a collective before the data is read and all of them are ready
+    for number, target in targets.items():
+        spec = target.leaf.spec
+        array = send_from_leader(target.whole if operation.leads else np.empty(spec.shape, spec.dtype))
+        target.regions, target.own = wanted[number].regions(target.leaf), True
+        target.arrays = [array[region.slices] for region in target.regions]
 
 
 def _choose(manifest: Manifest, request: Request) -> tuple[Tree, Choice]:
     """The saved tree and what to load of it. Classes that cannot be rebuilt are named in a warning."""
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
-    choice = choose(tree, prefix, request)
+    choice = choose(tree, request)
+    choose_places([w for w in choice.wanted if w is not None], prefix, request)
     opaque_nodes = choice.skeleton.opaque_nodes()
     if opaque_nodes:
         log.warning(

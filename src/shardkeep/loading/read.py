@@ -1,58 +1,41 @@
 """Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.zarr import read_zarr
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
-from shardkeep.loading.plan import Fetch, plan_steps, split_fetch
+from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
-from shardkeep.stores.base import Mapping, Store
+from shardkeep.stores.base import Mapping as MappedFile
+from shardkeep.stores.base import Store
 
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _STEP = 256 << 20
 _NEAR = 4 << 10  # pieces no further apart are read ahead together
 _REQUEST = 1 << 20  # a request to a bucket takes about as long as reading this
 
-Maps = dict[int, tuple[Mapping, int]]  # by file: its mapping, and the offset at which it starts
-
-
-@dataclass(slots=True)
-class Target:
-    """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
-
-    leaf: StoredArray
-    regions: Sequence[Region]
-    own: bool
-    arrays: list[Array | None]
-
-    def nbytes(self, number: int) -> int:
-        return self.regions[number].size * self.leaf.spec.dtype.itemsize
-
-    def take(self, number: int, memory: Array) -> None:
-        """Use this memory for a region."""
-        self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
+Maps = dict[int, tuple[MappedFile, int]]  # by file: its mapping, and the offset at which it starts
 
 
 def read_targets(
     reader: BlockReader,
-    targets: Sequence[Target],
+    targets: Mapping[int, Target],
     fetches: Sequence[Fetch],
     budget: int,
     crew: Crew,
     progress: Progress,
 ) -> None:
-    """Fill every target. Pieces are read in steps, so that memory beyond the targets stays within the budget."""
+    """Fill every target, by number of the leaf. Pieces are read in steps: memory beyond the targets fits the budget."""
     crew.run(
         partial(_read_foreign, reader.store, target, target.leaf.origin.directory, progress)
-        for target in targets
+        for target in targets.values()
         if isinstance(target.leaf.origin, ForeignArray)
     )
     limit = min(budget, _STEP)
@@ -68,11 +51,13 @@ def read_targets(
         staying = Slabs(fetch.piece.length for fetch, whole in read if whole)
         passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # freed after this step
         into = {id(fetch): staying if whole else passing for fetch, whole in read}
-        units = [_Unit(reader, f, targets[f.leaf], maps, into.get(id(f), passing), progress) for f in step]
+        units = [_Unit(reader, f, targets[f.leaf], maps, into.get(id(f), passing)) for f in step]
         _deliver(units, alone)
-        crew.run(_tasks(units, reader))
+        crew.run(_tasks(units, reader, progress))
         crew.run([unit.copy for unit in units if unit.copies and len(unit.ranges) > 1])  # several threads read these
-    _allocate([(target, n) for target in targets for n, array in enumerate(target.arrays) if array is None])  # empty
+    _allocate(
+        [(target, n) for target in targets.values() for n, array in enumerate(target.arrays) if array is None]
+    )  # empty
 
 
 def _read_foreign(store: Store, target: Target, directory: str, progress: Progress) -> None:
@@ -81,7 +66,7 @@ def _read_foreign(store: Store, target: Target, directory: str, progress: Progre
     progress(sum(map(target.nbytes, range(len(target.regions)))))
 
 
-def _goes_whole(fetch: Fetch, targets: Sequence[Target], alone: set[tuple[int, int]]) -> bool:
+def _goes_whole(fetch: Fetch, targets: Mapping[int, Target], alone: set[tuple[int, int]]) -> bool:
     """Whether the piece is exactly its only target, so that it can be read into its final place."""
     number, common = fetch.targets[0]
     wanted = targets[fetch.leaf].regions[number]
@@ -97,7 +82,7 @@ def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
     return {pair for pair, n in count.items() if n == 1}
 
 
-def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Sequence[Target]) -> Maps:
+def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Mapping[int, Target]) -> Maps:
     """Mappings of the files from which this step reads enough, with the offsets at which they start."""
     if not reader.mapped:
         return {}
@@ -139,13 +124,10 @@ def needed_blocks(fetch: Fetch, leaf: StoredArray) -> list[Range]:
 class _Unit:
     """One piece that is being read."""
 
-    __slots__ = ("_progress", "_reader", "_whole", "copies", "fetch", "mapping", "memory", "piece", "ranges", "target")
+    __slots__ = ("_whole", "copies", "fetch", "mapping", "memory", "piece", "ranges", "target")
 
-    def __init__(
-        self, reader: BlockReader, fetch: Fetch, target: Target, maps: Maps, slabs: Slabs, progress: Progress
-    ) -> None:
+    def __init__(self, reader: BlockReader, fetch: Fetch, target: Target, maps: Maps, slabs: Slabs) -> None:
         self.fetch, self.target, self.piece = fetch, target, fetch.piece
-        self._reader, self._progress = reader, progress
         self._whole: Array | None = None
         self.copies: list[tuple[int, Region]] = []  # parts that must be copied: (number of the target, part)
         self.mapping = maps.get(self.piece.file) if self.piece.stored is None else None
@@ -161,15 +143,6 @@ class _Unit:
                 problem = f"cannot allocate {self.piece.length:,} bytes ({error})"
                 raise IntegrityError(problem, leaf=target.leaf.key) from error
         self.ranges = parts_of(self.piece, needed_blocks(fetch, target.leaf))
-
-    def read(self, first: int, last: int) -> None:
-        """Read blocks, unless they are mapped, and check them."""
-        memory = self.memory[first * BLOCK : last * BLOCK]
-        if self.mapping is None:
-            self._reader.read(self.target.leaf.key, self.piece, (first, last), memory)
-        else:
-            self._reader.check(self.target.leaf.key, self.piece, (first, last), memory)
-        self._progress(memory.size)
 
     def view(self, common: Region) -> Array:
         """A view of a part of the piece."""
@@ -196,7 +169,7 @@ class _Unit:
             filled[common.within(self.target.regions[number]).slices] = self.view(common)
 
 
-def _tasks(units: Sequence[_Unit], reader: BlockReader) -> list[Task]:
+def _tasks(units: Sequence[_Unit], reader: BlockReader, progress: Progress) -> list[Task]:
     """Tasks of a useful size: parts of large pieces, or many small pieces."""
     large: list[Task] = []
     small: list[tuple[_Unit, int, int]] = []
@@ -207,20 +180,20 @@ def _tasks(units: Sequence[_Unit], reader: BlockReader) -> list[Task]:
     for unit in units:
         for first, last in unit.ranges:
             if last - first >= PART // BLOCK:
-                large.append(partial(_read_all, [(unit, first, last)]))
+                large.append(partial(_read_all, reader, progress, [(unit, first, last)]))
                 continue
             small.append((unit, first, last))
             size += min(unit.piece.length, (last - first) * BLOCK) + overhead
             if size >= PART:
-                tasks.append(partial(_read_all, small))
+                tasks.append(partial(_read_all, reader, progress, small))
                 small, size = [], 0
     if small:
-        tasks.append(partial(_read_all, small))
+        tasks.append(partial(_read_all, reader, progress, small))
     return [*large, *tasks]
 
 
-def _read_all(ranges: Sequence[tuple[_Unit, int, int]]) -> None:
-    spans: list[tuple[Mapping, int, int]] = []
+def _read_all(reader: BlockReader, progress: Progress, ranges: Sequence[tuple[_Unit, int, int]]) -> None:
+    spans: list[tuple[MappedFile, int, int]] = []
     for unit, first, last in ranges:
         if unit.mapping is None:
             continue
@@ -233,7 +206,9 @@ def _read_all(ranges: Sequence[tuple[_Unit, int, int]]) -> None:
     for mapping, start, end in spans:
         mapping.bring_in(start, end)
     for unit, first, last in ranges:
-        unit.read(first, last)
+        key, memory = unit.target.leaf.key, unit.memory[first * BLOCK : last * BLOCK]
+        (reader.read if unit.mapping is None else reader.check)(key, unit.piece, (first, last), memory)
+        progress(memory.size)
         if len(unit.ranges) == 1:
             unit.copy()  # while it is in the cache
 
