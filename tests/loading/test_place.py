@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading import place as placing
+from shardkeep import jaxapi
 from shardkeep.loading.adapt import apply_function, cast_array, check_fits
 from shardkeep.loading.load import read_leaves
 from shardkeep.loading.moving import stays_numpy
@@ -263,7 +263,7 @@ class TestArraysThatAreAlike:
         sharding = self.SHARDINGS[how]
         asked: dict[str, Any] = {} if sharding is None else {"shardings": dict.fromkeys(state, sharding)}
         fast = read(store, tree, **asked)
-        monkeypatch.setattr(placing, "batched_device_put", None)
+        monkeypatch.setattr(jaxapi, "batched_device_put", lambda: None)
         public = read(store, tree, **asked)
         for name, array in state.items():
             assert bits(fast[name]) == bits(public[name]) == bits(array)
@@ -283,6 +283,6 @@ class TestArraysThatAreAlike:
         def other(only: Any) -> Any:
             called.append(only)
 
-        monkeypatch.setattr(placing, "batched_device_put", other)
+        monkeypatch.setattr(jaxapi, "batched_device_put", lambda: other)
         assert_same(read(store, tree), state)
         assert not called

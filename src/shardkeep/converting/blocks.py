@@ -22,8 +22,8 @@ from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import name_leaf
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.location import location
 from shardkeep.targets.steady import Attempt
 
 Array = np.ndarray[Any, Any]
@@ -45,12 +45,12 @@ class Opened:
 
     def look(self) -> Manifest:
         """The manifest as it is now."""
-        return open_checkpoint(self.path)[1]
+        return open_checkpoint(location(self.path))[1]
 
 
 def open_at(path: str) -> Opened:
     """The checkpoint at `path`, whichever program wrote it."""
-    return Opened(path, *open_checkpoint(path))
+    return Opened(path, *open_checkpoint(location(path)))
 
 
 @contextmanager

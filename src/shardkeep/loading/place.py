@@ -1,26 +1,16 @@
 """Arrays from host memory onto their devices."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from shardkeep.jaxapi import put_like
 from shardkeep.loading.plan import Target
 from shardkeep.loading.select import Wanted
 from shardkeep.model.arrays import Array, Region
 from shardkeep.runtime.forks import refuse_without_jax
-
-log = logging.getLogger("shardkeep")
-
-try:
-    from jax._src.interpreters.pxla import batched_device_put as _batched
-except ImportError:  # this JAX has it elsewhere
-    _batched = None
-batched_device_put: Any = _batched
-
-_SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
 
 
 def place(wanted: Sequence[Wanted], targets: Mapping[int, Target]) -> list[Any]:
@@ -67,17 +57,11 @@ def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequen
 
     (first,) = publicly(targets[:1])
     rest = targets[1:]
-    if batched_device_put is None or not rest:
-        return [first, *publicly(rest)]
+    if not rest:
+        return [first]
     devices, pick = _parts(targets[0], first.sharding)
-    try:
-        more = [
-            batched_device_put(first.aval, first.sharding, pick(target), devices, cast(Any, first).committed)
-            for target in rest
-        ]
-    except TypeError:  # this JAX has another signature
-        return [first, *publicly(rest)]
-    return [first, *more]
+    more = put_like(first, devices, [pick(target) for target in rest])
+    return [first, *(publicly(rest) if more is None else more)]
 
 
 def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Target], list[Any]]]:

@@ -19,7 +19,7 @@ from shardkeep.runtime.memory import aligned_empty
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
-from shardkeep.stores.location import path_text
+from shardkeep.stores.location import Location, location, path_text
 from shardkeep.targets.steady import TRIES, Attempt
 from shardkeep.targets.transaction import Target
 
@@ -51,32 +51,34 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     True
     """
     started = time.perf_counter()
-    path = path_text(path, "verify(path)")
+    place = location(path, "verify(path)")
     for _ in range(TRIES):
         try:
-            store, manifest = open_checkpoint(path)
+            store, manifest = open_checkpoint(place)
         except IntegrityError as error:
-            target = find(path)
+            target = find(place)
             where = target.store.locate(_document_of(target))
-            return VerifyReport(str(path), 0, 0, time.perf_counter() - started, 0, (Problem(None, where, str(error)),))
+            problem = Problem(None, where, str(error))
+            return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
         report = None
-        with Attempt(manifest, lambda path=path, manifest=manifest: _look(path, manifest)) as attempt:
-            report = _verify(path, store, manifest, prefix, progress, started)
+        with Attempt(manifest, partial(_look, place, manifest)) as attempt:
+            report = _verify(place, store, manifest, prefix, progress, started)
             attempt.sure = report.ok
         if report is not None and not attempt.replaced:  # else it looked damaged while it was being replaced
             return report
-    text = f"{path} was replaced {TRIES} times while it was being checked; check it when nothing is saving to it"
-    return VerifyReport(str(path), 0, 0, time.perf_counter() - started, 0, (Problem(None, str(path), text),))
+    text = f"{place} was replaced {TRIES} times while it was being checked; check it when nothing is saving to it"
+    problem = Problem(None, str(place), text)
+    return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
 
 
 def _verify(
-    path: object, store: Store, manifest: Manifest, prefix: str | None, progress: bool, started: float
+    place: Location, store: Store, manifest: Manifest, prefix: str | None, progress: bool, started: float
 ) -> VerifyReport:
     trees = [manifest.tree(prefix)] if prefix is not None else list(manifest.trees.values())
     total = sum(file.size for tree in trees for file in tree.files)
-    with Bar(f"checking {path}", total) if progress else nullcontext(lambda _: None) as show:
+    with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
         checks = [_Check(store, tree, show) for tree in trees]
-        with Scope(f"checking {path}") as scope:
+        with Scope(f"checking {place}") as scope:
             crew = scope.add(Crew(store.concurrency))
             for check in checks:
                 check.run(crew)
@@ -104,10 +106,10 @@ def _carries_no_digests(leaf: StoredArray) -> bool:
     return isinstance(leaf.origin, ForeignArray) or any(piece.digests is None for piece in leaf.pieces)
 
 
-def _look(path: object, before: Manifest) -> Manifest:
+def _look(place: Location, before: Manifest) -> Manifest:
     """The manifest as it is now; the one before if there is none that can be read."""
     try:
-        return open_checkpoint(path)[1]
+        return open_checkpoint(place)[1]
     except (OSError, IntegrityError):
         return before
 

@@ -26,13 +26,15 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.eformer import INDEX
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.manifest import check_prefix, check_step
+from shardkeep.model.document import check_step
+from shardkeep.model.manifest import check_prefix
 from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Leaf, flatten, to_json
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import Operation, join
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, budget
 from shardkeep.runtime.priority import priority
@@ -45,7 +47,7 @@ from shardkeep.saving.parts import close, describe, hand_in, outline, settle
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.saving.write import NewFiles, write_files
-from shardkeep.stores.location import name_path, path_text
+from shardkeep.stores.location import location, name_path
 from shardkeep.targets.transaction import Target, Turn, begin, commit, leave, outcome, refuse_existing, refuse_foreign
 
 _NOTHING = Snapshot((), ())
@@ -100,7 +102,7 @@ def save(
     100
     """
     with join(f"saving to {name_path(path)}") as operation:
-        target = new_target(path_text(path, "save(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step)
         return run_save(request, operation)
 
@@ -152,7 +154,7 @@ def save_async(
     1
     """
     with join(f"saving to {name_path(path)}") as operation:
-        target = new_target(path_text(path, "save_async(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save_async(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
         return PendingSave(start_save(request, operation))
 
@@ -346,15 +348,16 @@ class _Job:
         if self.request.target.gathers and operation.size > 1:  # first: in a collective they would wait forever
             refuse_unsupported(self.leaves, operation.size)
             compare(operation, [f"path {self.path}", *outline(self.leaves)])
-        self.snapshot = take_snapshot(
-            self.leaves,
-            keep=keep,
-            watched=self.watched,
-            copy=self.request.copy,
-            index=operation.index,
-            size=operation.size,
-            gathered=self.request.target.gathers,
-        )
+        with collector.paused():
+            self.snapshot = take_snapshot(
+                self.leaves,
+                keep=keep,
+                watched=self.watched,
+                copy=self.request.copy,
+                index=operation.index,
+                size=operation.size,
+                gathered=self.request.target.gathers,
+            )
         self.leaves = []  # do not keep the caller's arrays longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
 
@@ -380,7 +383,6 @@ class _Job:
             written = write_files(
                 target.store,
                 files,
-                turn.plan.arrays,
                 snapshot.shards,
                 self.crew,
                 self.opened,
@@ -396,7 +398,9 @@ class _Job:
             if checksums:
                 self.draft.metadata["checksum"].update(checksums)
             if operation.leads:
-                commit(turn, target.finish(turn, turn.plan.tree(everyones, self.draft)))
+                with collector.paused():
+                    tree = turn.plan.tree(everyones, self.draft)
+                commit(turn, target.finish(turn, tree))
             total = close(operation, turn, [sum(file.size for file in everyones), len(everyones)])
             if not target.keeps_control:
                 leave(target)  # the last one to get here finds no other save running
