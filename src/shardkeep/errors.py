@@ -72,9 +72,10 @@ class IntegrityError(ShardkeepError, ValueError):
         file: str | None = None,
         span: tuple[int, int] | None = None,
     ) -> None:
-        """The message names the leaf first, then the file, unless `problem` says itself which file it is about."""
+        """The message names the leaf first, then the file, each unless `problem` does so itself."""
         named = problem if file is None or file in problem else f"{file}: {problem}"
-        super().__init__(named if leaf is None else f"leaf {leaf!r}: {named}")
+        subject = f"leaf {leaf!r}"
+        super().__init__(named if leaf is None or problem.startswith(subject) else f"{subject}: {named}")
         self.leaf, self.file, self.span = leaf, file, span
         self.problem = problem
 

@@ -53,7 +53,8 @@ def _as_keys(data: Any, impl: str, key: str) -> Any:
     try:
         return jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
-        raise IntegrityError(f"leaf {key!r} does not hold PRNG keys that this JAX can use: {error}") from error
+        problem = f"leaf {key!r} does not hold PRNG keys that this JAX can use: {error}"
+        raise IntegrityError(problem, leaf=key) from error
 
 
 def _settled(w: Wanted, origin: Origin | None, value: Array) -> Any:

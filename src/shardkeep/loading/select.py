@@ -388,9 +388,8 @@ def abstract_leaf(w: Wanted) -> Any:
         dtype = _key_dtype(origin.impl)
         if dtype is None:
             impl = origin.impl
-            raise IntegrityError(
-                f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
-            )
+            problem = f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
+            raise IntegrityError(problem, leaf=stored.key)
     elif w.dtype is not None and kind_of(w.dtype) == kind_of(dtype):
         dtype = w.dtype
     elif w.as_numpy and isinstance(origin, NumpyArray) and origin.order is not None:
