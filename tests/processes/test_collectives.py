@@ -60,8 +60,5 @@ def test_a_process_that_ended_is_one_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_array_is_gathered_from_the_shards_that_are_here() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("a",))
-    array = jax.device_put(
-        pattern("float32", (16, 3)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-    )
+    array = jax.device_put(pattern("float32", (16, 3)), NamedSharding(mesh_of(8), PartitionSpec("a")))
     assert_same(collectives.gather_array(array), np.asarray(array))
