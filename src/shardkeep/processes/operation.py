@@ -21,9 +21,11 @@ from contextlib import suppress
 from typing import Any
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
-from shardkeep.errors import ProcessError, ShardkeepError, error_named
+from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
 from shardkeep.jaxapi import Membership, membership, present_client
 from shardkeep.processes.group import LEADER, Group, Watch, doing
+
+_PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
 
 
 class Operation:
@@ -155,6 +157,7 @@ class Operation:
             "process": self.index,
             "kind": type(error).__name__,
             "message": str(error),
+            **({name: getattr(error, name) for name in _PLACE} if isinstance(error, IntegrityError) else {}),
         }
         self._group.tell(*self._as_failed(record))
 
@@ -218,6 +221,9 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
         told = f"process {record['process']}: {record['message']}"
     error = (kind or ProcessError)(told)
     error.record, error.told = record, True
+    if isinstance(error, IntegrityError) and "problem" in record:
+        error.leaf, error.file, error.problem = record["leaf"], record["file"], record["problem"]
+        error.span = record["span"] and tuple(record["span"])
     return error
 
 
