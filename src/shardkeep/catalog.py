@@ -25,10 +25,10 @@ from shardkeep.stores.base import Store
 from shardkeep.stores.location import URLS, is_directory, location, parent_and_name, path_text, sibling, store_at
 from shardkeep.stores.location import exists as exists_at
 from shardkeep.targets.base import Target
+from shardkeep.targets.cleanup import delete as delete_target
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, parse_size
 from shardkeep.targets.resolve import TooManyError, find, find_complete, find_newest, look
-from shardkeep.targets.transaction import delete as delete_target
 
 log = logging.getLogger("shardkeep")
 

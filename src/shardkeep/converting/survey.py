@@ -24,7 +24,7 @@ from shardkeep.stores.location import location, sibling, store_at
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.running import recorded_names, unfinished_saves
-from shardkeep.targets.transaction import Target
+from shardkeep.targets.base import Target
 
 State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
 Kind = Literal["directory", "exchange", "eformer", "safetensors"]

@@ -1,16 +1,15 @@
-"""Plans of what is written: plain values, made before any byte is written."""
+"""The values a plan is made of: leaves, pieces, files, and what is known of a save when it begins."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.model.arrays import ArraySpec, Region
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
 from shardkeep.model.records import record
 from shardkeep.model.tree import Path, Skeleton, show_key
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.collector import collector
 
 
 @record
@@ -53,15 +52,20 @@ class PiecePlan:
         return PiecePlan(self.leaf, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FilePlan:
-    """A file to write: its header, then its pieces. `size` is None if it depends on compression."""
+    """A file to write: its header, then its pieces. `size` is None if it depends on the codec."""
 
     name: str
     header: bytes
     pieces: tuple[PiecePlan, ...]
     size: int | None
     writer: int = LEADER
+    codec: Codec = RAW
+
+    def named(self, name: str) -> "FilePlan":
+        """The same file under another name."""
+        return FilePlan(name, self.header, self.pieces, self.size, self.writer, self.codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,60 +79,6 @@ class Draft:
     created: str
     indexed: bool = True
     step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Everything a save will write."""
-
-    save_id: str
-    format: str
-    compression: str | None
-    skeleton: Skeleton
-    leaves: tuple[LeafPlan, ...]
-    files: tuple[FilePlan, ...]
-    directory: str = ""
-
-    def files_of(self, writer: int) -> list[FilePlan]:
-        """The files that one of the processes writes."""
-        return [file for file in self.files if file.writer == writer]
-
-    @property
-    def names(self) -> list[str]:
-        return [file.name for file in self.files]
-
-    @property
-    def nbytes(self) -> int:
-        """An upper bound on the bytes that will be written."""
-        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
-
-    @collector.paused()
-    def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
-        """The Tree to commit, once sizes and digests are known."""
-        pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
-        files: list[DataFile] = []
-        for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
-            loose = done.size if plan.size is None else len(plan.header)
-            files.append(DataFile(plan.name, done.size, loose, done.header_digest))
-            for piece, digests in zip(plan.pieces, done.digests, strict=True):
-                stored = done.size if plan.size is None else None
-                pieces[piece.leaf].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
-        leaves = tuple(
-            StoredLeaf(leaf.path, leaf.kind, leaf.spec, tuple(pieces.get(i, ())), leaf.value, leaf.extra)
-            for i, leaf in enumerate(self.leaves)
-        )
-        return Tree(
-            save_id=self.save_id,
-            format=self.format,
-            skeleton=self.skeleton,
-            leaves=leaves,
-            files=tuple(files),
-            metadata=draft.metadata,
-            created=draft.created,
-            compression=self.compression,
-            indexed=draft.indexed,
-            step=draft.step,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import RAW, Codec
+from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.manifest import no_duplicates
-from shardkeep.model.tree import join_key
+from shardkeep.model.tree import Path, join_key
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.memory import ALIGN, PAGE
@@ -48,8 +50,8 @@ TO_CODE = {
 FROM_CODE = {code: name for name, code in TO_CODE.items()}
 
 
-@dataclass
-class SafetensorsFormat:
+@dataclass(frozen=True)
+class SafetensorsLayout:
     """Few large files, with pieces packed as the devices hold them.
 
     Args:
@@ -58,30 +60,37 @@ class SafetensorsFormat:
 
     limit: int | None = None
     name: str = "safetensors"
-    compression: str | None = None
-    whole: int = SMALL
+    codec: Codec = RAW
+    whole: float = SMALL
+    gathers: bool = False
+
+    def describe(self) -> str:
+        return f"{self.name}, compression {self.codec.name}"
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Do nothing: any leaf has a name here."""
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         if self.limit is None:
             return [region]
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(
-        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
-    ) -> list[FilePlan]:
+    def lay_out(self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         keys = [join_key(leaf.path) for leaf in leaves]
         ordered = sorted(pieces, key=lambda p: p.writer)
         named = [p.placed(p.offset, _piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
-        start = f"{directory}/" if directory else ""
-        metadata = {"shardkeep": "1", "shardkeep_save": save_id}
+        metadata = {"shardkeep": "1", "shardkeep_save": draft.save_id}
         groups = group_by_size(
             [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
         )
         return [
-            pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
+            pack(f"{draft.save_id}-{number:05d}.safetensors", leaves, group, metadata)
             for number, group in enumerate(groups)
         ]
+
+    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+        return file.header
 
 
 def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:

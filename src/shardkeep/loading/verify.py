@@ -19,7 +19,7 @@ from shardkeep.runtime.memory import aligned_empty
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.stores.base import Store, StoredFile
 from shardkeep.stores.location import path_text
-from shardkeep.targets.transaction import Target
+from shardkeep.targets.base import Target
 
 _PART = 16 << 20
 _SHOWN = 5  # leaves named for a file that is missing or truncated
