@@ -215,7 +215,7 @@ def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 10
 
     It has the signals of a program that was started from a terminal.
     """
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": _with_tests()}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": with_tests()}
     env.update(environment)
     start = START + "import jax, jax.numpy as jnp, numpy as np, shardkeep\nfrom support import *\n"
     done = subprocess.run(
@@ -230,7 +230,8 @@ def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 10
     return done.stdout
 
 
-def _with_tests() -> str:
+def with_tests() -> str:
+    """The `PYTHONPATH` for a program that uses the tests' modules and the same shardkeep as the tests."""
     return os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 
 
@@ -250,6 +251,7 @@ __all__ = [
     "pattern",
     "run_python",
     "save_as",
+    "with_tests",
 ]
 
 

@@ -349,7 +349,7 @@ class TestLatest:
             shardkeep.save(tmp_path / f"step_{step}", {"x": 1})
         (tmp_path / "step_2" / "manifest.json").write_text("{")
         assert shardkeep.latest(tmp_path) == str(tmp_path / "step_1")
-        assert f"skipping {tmp_path}/step_2: " in caplog.text
+        assert caplog.text.count(f"skipping {tmp_path}/step_2: ") == 1
 
     def test_one_of_a_later_version_counts(self, tmp_path: Path) -> None:
         """Going back to an older one would lose steps without a word."""

@@ -1,7 +1,9 @@
 """Checkpoints of every released format version load, bit by bit, with this version (tests/golden/make_golden.py)."""
 
+import base64
 import importlib.util
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ def _golden_script() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["make_golden"] = module  # where its static classes are looked for
     spec.loader.exec_module(module)
     return module
 
@@ -75,6 +78,87 @@ def test_metadata_comes_back(version: str) -> None:
     wanted = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
     for path in ("safetensors", "tensorstore", "single/model.safetensors", "sharded/model.safetensors"):
         assert shardkeep.inspect(GOLDEN / version / path).tree("").metadata == wanted
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+@pytest.mark.parametrize("name", golden.KINDS)
+def test_metadata_that_json_does_not_carry_comes_back(version: str, name: str) -> None:
+    tree = shardkeep.inspect(GOLDEN / version / "metadata" / name).tree("")
+    loss, no_tag = tree.metadata.pop("loss"), tree.metadata.pop("no tag")
+    assert math.isnan(loss)
+    assert math.isnan(no_tag.pop("more"))
+    assert no_tag == {"$shardkeep": {"float": "nan"}}
+    assert tree.metadata == {
+        "bounds": [-math.inf, math.inf],
+        "long": 2**2001,
+        "text": "\ud800",
+        "tag": {"$shardkeep": {"float": "nan"}},
+        "inside": {"$shardkeep": [{"$shardkeep": math.inf}]},
+    }
+    assert tree.step == 7
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_tagged_metadata_is_what_the_format_says(version: str) -> None:
+    document = (GOLDEN / version / "metadata" / "safetensors" / "manifest.json").read_text()
+    metadata = json.loads(document, parse_constant=pytest.fail)["trees"][""]["metadata"]
+    tagged = {"float": "nan"}, {"float": "-inf"}, {"float": "inf"}, {"int": hex(2**2001)}, {"text": "7aCA"}
+    nan, below, above, long, text = ({"$shardkeep": typed} for typed in tagged)
+    assert metadata == {
+        "loss": nan,
+        "bounds": [below, above],
+        "long": long,
+        "text": text,
+        "tag": {"$shardkeep": {"dict": [["$shardkeep", {"dict": [["float", "nan"]]}]]}},
+        "inside": {"$shardkeep": {"dict": [["$shardkeep", [{"dict": [["$shardkeep", {"float": "inf"}]]}]]]}},
+        "no tag": {**nan, "more": nan},
+    }
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+@pytest.mark.parametrize("name", golden.KINDS)
+def test_classes_come_back_where_the_program_has_registered_them(version: str, name: str) -> None:
+    tree = shardkeep.load(GOLDEN / version / "auxiliary" / name)
+    assert type(tree["layer"]) is golden.Layer
+    assert type(tree["layer"].settings) is golden.Settings
+    assert type(tree["pair"]) is golden.Pair
+    assert {type(value) for value in tree.values()} == {golden.Layer, golden.Pair, *golden.STATIC}
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_elsewhere_their_arrays_come_back_without_them(version: str) -> None:
+    path = GOLDEN / version / "auxiliary" / "safetensors"
+    program = f"""
+import shardkeep
+tree = shardkeep.load({str(path)!r})
+print(tree["layer"].class_name, tree["layer"]["0"].tolist(), type(tree["pair"]).__name__, tree["config"].class_name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "__main__:Layer [0, 1, 2] Pair make_golden:Config\n"
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_auxiliary_data_is_what_the_format_says(version: str) -> None:
+    document = json.loads((GOLDEN / version / "auxiliary" / "safetensors" / "manifest.json").read_text())
+    nodes = dict(document["trees"][""]["structure"]["dict"])
+    assert nodes["layer"]["registered"] == "golden.Layer"
+    assert base64.b64decode(nodes["layer"]["aux_bytes"]) == "\0gelu \u00fc".encode()
+    assert nodes["pair"]["registered"] == "golden.Pair"
+    fields = [
+        ["width", {"int": "0x8"}],
+        ["rate", {"float": "-inf"}],
+        ["shape", {"tuple": [{"int": "0x2"}, {"int": "0x3"}]}],
+    ]
+    assert nodes["config"] == {"custom": "make_golden:Config", "children": [], "static": {"fields": {"dict": fields}}}
+    assert {name: node["static"] for name, node in nodes.items() if "static" in node and name != "config"} == {
+        "mode": {"member": "EVAL"},
+        "text": {"value": "text"},
+        "number": {"value": {"int": hex(-(2**70))}},
+        "rate": {"value": {"float": "nan:7ff8000000000000"}},
+        "blob": {"value": {"bytes": "AP8="}},
+        "shape": {"value": {"tuple": [{"int": "0x2"}, {"int": "0x3"}]}},
+    }
 
 
 @pytest.mark.parametrize("version", EXPECTED)

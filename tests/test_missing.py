@@ -1,6 +1,5 @@
 """What is missing is said first, whatever else is wrong with the arguments of a load."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,15 @@ def test_what_is_missing_is_told_before_what_is_wrong_with_the_arguments(tmp_pat
     for path in (tmp_path / "nope", tmp_path / "nope.safetensors"):
         with pytest.raises(FileNotFoundError, match="no checkpoint at .*nope"):
             shardkeep.load(path, **BAD_ARGUMENTS[name])
+        if not BAD_ARGUMENTS[name].keys() & {"mmap", "template"}:
+            with pytest.raises(FileNotFoundError, match="no checkpoint at .*nope"):
+                shardkeep.abstract(path, **BAD_ARGUMENTS[name])
     shardkeep.save(tmp_path / "run", {"w": np.ones((8, 8))})
     try:
         shardkeep.load(tmp_path / "run", **BAD_ARGUMENTS[name])
     except FileNotFoundError as error:
         raise AssertionError("it is there") from error
-    except (ValueError, TypeError, re.error) as error:
+    except (ValueError, TypeError) as error:
         assert "no checkpoint" not in str(error)  # noqa: PT017  (some arguments are used only where they matter)
 
 

@@ -50,7 +50,11 @@ DOCUMENTED = {  # by eFormer
     "estimate_array_nbytes", "flatten_for_broadcast", "group_keys_by_shard_size", "is_gcs_path",
     "optimize_shard_layout", "parse_gcs_path", "read_process_array", "reshard", "to_host",
 }  # fmt: skip
-MOST_FUNCTIONS, MOST_FILES, MOST_DEPTH = 140, 23, 11
+MANAGER = {
+    "check_for_errors", "close", "compute_checksum", "global_manager", "is_tensorstore", "load", "load_pytree",
+    "load_tree_parallel", "safe_loadpath", "save", "save_async", "save_pytree", "save_tree", "wait_until_finished",
+}  # fmt: skip
+MOST_FUNCTIONS, MOST_FILES, MOST_DEPTH = 140, 25, 11
 
 
 def _modules() -> dict[str, Path]:
@@ -99,9 +103,18 @@ def test_nothing_else_looks_public() -> None:
     assert looks_public - {"__version__"} <= set(shardkeep.__all__)
 
 
+def test_no_helper_of_ours_looks_like_a_method_of_the_user() -> None:
+    assert {name for name in vars(AsyncCheckpointManager) if not name.startswith("_")} == MANAGER
+    for name in shardkeep.__all__:
+        if name.endswith("Error"):
+            own = vars(getattr(shardkeep, name)).items()
+            assert not [key for key, value in own if inspect.isfunction(value) and not key.startswith("_")]
+
+
 def _explained() -> list[tuple[str, Any]]:
     """Public functions whose docstrings explain every parameter."""
-    found = [(name, getattr(shardkeep, name)) for name in ("save", "save_async", "set_memory_budget")]
+    public = [(name, getattr(shardkeep, name)) for name in shardkeep.__all__]
+    found = [(name, thing) for name, thing in public if inspect.isfunction(thing)]
     found += [("PendingSave.wait", shardkeep.PendingSave.wait), ("Manifest.tree", shardkeep.Manifest.tree)]
     for module in (serialization, sharding_utils, utils):
         found += [
@@ -109,9 +122,8 @@ def _explained() -> list[tuple[str, Any]]:
             for name, thing in vars(module).items()
             if inspect.isfunction(thing) and not name.startswith("_") and name in DOCUMENTED
         ]
-    methods = ("save", "save_pytree", "load", "load_pytree", "load_tree_parallel")
-    found += [(f"manager.{name}", getattr(AsyncCheckpointManager, name)) for name in methods]
-    return found
+    methods = [(name, getattr(AsyncCheckpointManager, name)) for name in sorted(MANAGER)]
+    return found + [(f"manager.{name}", method) for name, method in methods if inspect.isfunction(method)]
 
 
 @pytest.mark.parametrize(("name", "function"), _explained(), ids=[name for name, _ in _explained()])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from shardkeep.errors import (
     CheckpointNotFoundError,
+    IncompleteCheckpointError,
     IntegrityError,
     NewerFormatError,
     NotADirectoryPathError,
@@ -21,6 +22,7 @@ from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import TensorstoreFormat
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.naming import base_of_shard
+from shardkeep.runtime.save_queue import running_since
 from shardkeep.stores.base import Store
 from shardkeep.stores.location import URLS, is_directory, location, parent_and_name, path_text, sibling, store_at
 from shardkeep.stores.location import exists as exists_at
@@ -80,12 +82,20 @@ def _format(name: str, compression: str | None, limit: int | None) -> Format:
 
 def open_checkpoint(path: object) -> tuple[Store, Manifest]:
     """The store and the manifest of the checkpoint at `path`. If there is none, the error names the nearest one."""
+    place = location(path)
+    # Asked before reading: a save that has ended until then is found.
+    since = running_since(place)
     try:
         with _explained(path):
             target = find(path)
             return target.store, target.read()
     except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(_with_hint(location(path), str(error))) from None
+        if since is not None:  # it has not created the directory yet
+            raise IncompleteCheckpointError(
+                f"{place} holds no committed checkpoint yet: a save by this process, started {since:%F %T} UTC, is "
+                "running. Call wait() on it first"
+            ) from None
+        raise CheckpointNotFoundError(_with_hint(place, str(error))) from None
 
 
 @contextmanager

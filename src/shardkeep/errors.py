@@ -118,12 +118,6 @@ class CallbackError(ShardkeepError, RuntimeError):
 class ProcessError(ShardkeepError, RuntimeError):
     """Another JAX process failed, died, never made the call, or made a different one."""
 
-    def but(self, more: str) -> "ProcessError":
-        """The same error with another sentence added."""
-        error = ProcessError(f"{self}. {more}")
-        error.record = self.record and {**self.record, "message": str(error)}
-        return error
-
 
 class StorageError(ShardkeepError, OSError):
     """The file system or the bucket refused an operation. The message says which, and what remains."""
@@ -174,13 +168,26 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def missing_of(number: int, count: int) -> str:
+    """How many chunks of an array are missing, for messages.
+
+    >>> missing_of(1, 1), missing_of(1, 6), missing_of(2, 2)
+    ('its only chunk is missing', '1 of 6 chunks is missing', 'all 2 chunks are missing')
+    """
+    if number == count:
+        return "its only chunk is missing" if count == 1 else f"all {count:,} chunks are missing"
+    return f"{number:,} of {count:,} chunks {'is' if number == 1 else 'are'} missing"
+
+
 def an(noun: str) -> str:
     """A noun with its article, for messages.
 
-    >>> an("object"), an("set"), an("uint8")
-    ('an object', 'a set', 'a uint8')
+    >>> an("object"), an("set"), an("uint8"), an("ndarray"), an("bytes")
+    ('an object', 'a set', 'a uint8', 'an ndarray', 'bytes')
     """
-    return f"{'an' if noun.startswith(tuple('aeioAEIO')) else 'a'} {noun}"
+    if noun == "bytes":
+        return noun
+    return f"{'an' if noun.startswith((*'aeioAEIO', 'nd')) else 'a'} {noun}"
 
 
 _BY_ERRNO: dict[int, type[StorageError]] = {

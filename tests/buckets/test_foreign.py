@@ -123,7 +123,7 @@ def test_zarr_arrays_another_program_wrote(compressor: Any, separator: str, plac
     assert_same(np.asarray(loaded), values)
     assert shardkeep.verify(path).ok
     place.client.delete(next(name for name in place.names("zarr") if not name.endswith(".zarray")))
-    with pytest.raises(shardkeep.IntegrityError, match="1 of 6 chunks are missing"):
+    with pytest.raises(shardkeep.IntegrityError, match="1 of 6 chunks is missing"):
         shardkeep.load(path)
 
 

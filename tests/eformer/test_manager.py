@@ -76,7 +76,7 @@ class TestPending:
         with pytest.raises(ZeroDivisionError, match="division"), AsyncCheckpointManager() as manager:  # noqa: PT012
             manager.save_async(STATE, blocked[0], MESH)
             _ = 1 // 0
-        assert any("pending save failed too" in message and "file0" in message for message in caplog.messages)
+        assert any("a pending save failed too" in message and "file0" in message for message in caplog.messages)
 
     def test_a_save_that_failed_is_raised_at_the_end_of_with(self, blocked: list[Path]) -> None:
         with pytest.raises(NotADirectoryError, match="file0"), AsyncCheckpointManager() as manager:

@@ -120,7 +120,7 @@ def _finished(ended: Callable[[Outcome], bool]) -> Callable[[Outcome, bool, int 
 
 
 def _failed(outcome: Outcome, reached: bool, now: int | None) -> None:
-    told = "FAILED and nobody waited for it" in outcome.log and "failed: " in outcome.log
+    told = "FAILED and wait() was never called" in outcome.log and "failed: " in outcome.log
     if outcome.code or outcome.signal:
         raise Violation(f"ended with code {outcome.code}, signal {outcome.signal}: {outcome.log[-500:]}")
     if now != 2 and not told:

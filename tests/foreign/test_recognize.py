@@ -140,7 +140,7 @@ CHECKPOINTS = {
     "orbax/one_tree": "an Orbax checkpoint",
     "orbax/v1": "an Orbax checkpoint (v1)",
     "orbax/v1/state": "an Orbax checkpoint",
-    "orbax/manager": "a directory of Orbax checkpoints (of an Orbax CheckpointManager)",
+    "orbax/manager": "the checkpoints of an Orbax CheckpointManager",
     "orbax/manager/0": "an Orbax checkpoint",
     "jax/pytree": JAX,
 }
@@ -195,6 +195,7 @@ def _write_flax(path: Path) -> None:
         ("state.npz", _write_npz, "a NumPy archive (.npz)"),
         ("flax_model.msgpack", _write_flax, "a Flax msgpack checkpoint"),
         ("checkpoint_100", _write_flax, "a Flax msgpack checkpoint"),
+        ("model.eqx", Path.touch, "an Equinox checkpoint (.eqx)"),
         ("model.pt", Path.touch, "a PyTorch checkpoint"),
         ("weights.pth", Path.touch, "a PyTorch checkpoint"),
         ("pytorch_model-00001-of-00002.bin", Path.touch, "a PyTorch checkpoint"),

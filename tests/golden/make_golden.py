@@ -9,12 +9,14 @@ add a new format version, or before a version is released. What a checkpoint mus
 encoding so that the test does not trust the code it tests.
 """
 
+import enum
 import json
 import os
 import shutil
 import sys
 import tempfile
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ if __name__ == "__main__":  # before JAX is imported
     os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -58,6 +61,74 @@ JAX_DTYPES = [
     "complex64",
 ]
 NUMPY_DTYPES = ["int64", "uint64", "float64", "complex128", "datetime64[ns]", "timedelta64[s]"]
+
+
+class Settings:
+    """Auxiliary data that is not plain."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Layer:
+    """A node whose auxiliary data is saved with the functions registered with `jax.export`."""
+
+    def __init__(self, kernel: Any, settings: Settings) -> None:
+        self.kernel, self.settings = kernel, settings
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int
+    rate: float = 0.1
+    shape: tuple[int, ...] = ()
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+    EVAL = "evaluate"
+
+
+class Text(str):
+    """A static str."""
+
+
+class Number(int):
+    """A static int."""
+
+
+class Rate(float):
+    """A static float."""
+
+
+class Blob(bytes):
+    """A static bytes."""
+
+
+class Shape(tuple[int, ...]):
+    """A static tuple."""
+
+
+STATIC = (Config, Mode, Text, Number, Rate, Blob, Shape)
+
+jax.tree_util.register_pytree_node(
+    Layer, lambda layer: ((layer.kernel,), layer.settings), lambda aux, children: Layer(children[0], aux)
+)
+jax.export.register_pytree_node_serialization(
+    Layer,
+    serialized_name="golden.Layer",
+    serialize_auxdata=lambda settings: b"\x00" + settings.text.encode(),
+    deserialize_auxdata=lambda stored: Settings(bytes(stored[1:]).decode()),
+)
+jax.export.register_namedtuple_serialization(Pair, serialized_name="golden.Pair")
+for static in STATIC:
+    static.__module__ = "make_golden"  # also when this file runs as a program: the name that is stored
+    jax.tree_util.register_static(static)
+if __name__ == "__main__":
+    sys.modules["make_golden"] = sys.modules[__name__]
 
 
 def bit_pattern(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
@@ -158,6 +229,9 @@ def expected(tree: Any) -> list[dict[str, Any]]:
                 visit(child, f"{path}[{number}]")
             fields = list(getattr(value, "_fields", ()))
             found.append({"at": path, "type": type(value).__name__, "length": len(value), "fields": fields})
+        elif isinstance(value, Layer):
+            visit(value.kernel, f"{path}.kernel")
+            found.append({"at": path, "type": "Layer", "settings": value.settings.text})
         else:
             found.append({"at": path, **described(value)})
 
@@ -223,6 +297,8 @@ def checkpoints(root: Path) -> dict[str, Any]:
             "sharded/model.safetensors": plain,
             "bare": jnp.arange(3),
         }
+        | auxiliary(root)
+        | tagged_metadata(root)
     )
 
 
@@ -291,6 +367,54 @@ for name, more in {kinds!r}.items():
         shardkeep.save(where / "one" / name, {"data": shardkeep.PerProcess(value(1)), "step": 7}, **more)
     trees = {"one": {"data": [value(1)], "step": 7}, "two": {"data": [value(0), value(1)], "step": 7}}
     return {f"per process/{count}/{name}": tree for count, tree in trees.items() for name in kinds}
+
+
+# Every way of storing a tree that has a document of its own.
+KINDS: dict[str, dict[str, Any]] = {
+    "safetensors": {},
+    "zarr": {"format": "zarr"},
+    "single/model.safetensors": {},
+    "sharded/model.safetensors": {"max_shard_size": 10},
+}
+
+
+def auxiliary(root: Path) -> dict[str, Any]:
+    """Classes whose auxiliary data is stored in the fields `registered`, `aux_bytes` and `static`."""
+    import shardkeep
+
+    tree = {
+        "layer": Layer(jnp.arange(3), Settings("gelu \u00fc")),
+        "pair": Pair(jnp.ones(2), [Layer(1, Settings(""))]),
+        "config": Config(8, float("-inf"), (2, 3)),
+        "mode": Mode.EVAL,
+        "text": Text("text"),
+        "number": Number(-(2**70)),
+        "rate": Rate("nan"),
+        "blob": Blob(b"\x00\xff"),
+        "shape": Shape((2, 3)),
+    }
+    for name, more in KINDS.items():
+        shardkeep.save(root / "auxiliary" / name, tree, **more)
+    return {f"auxiliary/{name}": tree for name in KINDS}
+
+
+def tagged_metadata(root: Path) -> dict[str, Any]:
+    """Metadata that JSON does not carry as it is, and a recorded step."""
+    import shardkeep
+
+    tree = {"w": jnp.arange(3), "v": jnp.ones(3)}
+    metadata = {
+        "loss": float("nan"),
+        "bounds": [float("-inf"), float("inf")],
+        "long": 2**2001,
+        "text": "\ud800",
+        "tag": {"$shardkeep": {"float": "nan"}},
+        "inside": {"$shardkeep": [{"$shardkeep": float("inf")}]},
+        "no tag": {"$shardkeep": {"float": "nan"}, "more": float("nan")},
+    }
+    for name, more in KINDS.items():
+        shardkeep.save(root / "metadata" / name, tree, metadata=metadata, step=7, **more)
+    return {f"metadata/{name}": tree for name in KINDS}
 
 
 def main(arguments: list[str]) -> None:

@@ -169,7 +169,7 @@ def check_transformers_reads_one_file_of_ours(path: Path) -> None:
         shardkeep.save(home / "model.safetensors", tree_of(model))
         model.config.save_pretrained(home)
         assert [file.name for file in home.glob("*.safetensors*")] == ["model.safetensors"]
-        same_model(home, model, dtype=True)
+        same_model(home, model, dtype="auto")
 
 
 def check_transformers_reads_shards_of_ours(path: Path) -> None:
@@ -199,7 +199,8 @@ def check_transformers_reads_a_converted_checkpoint(path: Path) -> None:
         checkpoint = path / format
         shardkeep.save(checkpoint, tree_of(llama()), format=format)
         pieces = {leaf.key: len(leaf.pieces) for leaf in shardkeep.inspect(checkpoint).tree().leaves}
-        assert pieces["model.embed_tokens.weight"] == 8, pieces
+        if format == "safetensors":  # a zarr array of 2 MiB is one chunk
+            assert pieces["model/embed_tokens/weight"] == 8, pieces
         for name, options in {"one": (), "several": ("--max-shard-size", SHARDS)}.items():
             home = path / f"{format}-{name}"
             shardkeep_command("convert", checkpoint, home / "model.safetensors", *options)
@@ -218,7 +219,7 @@ def check_transformers_reads_one_tree_of_a_training_state_cast_to_bfloat16(path:
     LlamaConfig(**config).save_pretrained(home)
     half = AutoModelForCausalLM.from_config(llama().config, dtype=torch.bfloat16).eval()
     half.load_state_dict(llama().state_dict())  # torch casts them
-    same_model(home, half, dtype=True)
+    same_model(home, half, dtype="auto")
 
 
 def check_a_model_goes_there_and_back(path: Path) -> None:

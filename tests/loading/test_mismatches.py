@@ -77,7 +77,7 @@ class TestOtherCauses:
 
     def test_numbered_names_that_differ(self, tmp_path: Path) -> None:
         text = refused(tmp_path, {"block_0": LAYER, "block_1": LAYER}, {"layer_0": LAYER, "layer_1": LAYER})
-        assert "The checkpoint has other names than the template: 'block_0' in the checkpoint is 'layer_0'" in text
+        assert "The checkpoint uses different names than the template: 'block_0' in the checkpoint is 'layer_0'" in text
 
     def test_stacked_layers(self, tmp_path: Path) -> None:
         stacked = {"layers": jax.tree.map(lambda x: np.stack([x] * 3), LAYER)}
@@ -85,6 +85,16 @@ class TestOtherCauses:
         assert "The checkpoint has numbered layers where the template has stacked arrays" in text
         text = refused(tmp_path, stacked, {"layers": params()["layers"]})
         assert "The template has numbered layers where the checkpoint has stacked arrays" in text
+
+    def test_stacked_layers_with_names(self, tmp_path: Path) -> None:
+        stacked = {"params": jax.tree.map(lambda x: np.stack([x] * 3), LAYER)}
+        separate = {"params": {f"layer_{i}": LAYER for i in range(3)}}
+        text = refused(tmp_path, separate, stacked)
+        assert "The checkpoint has numbered layers where the template has stacked arrays" in text
+        text = refused(tmp_path, stacked, separate)
+        assert "The template has numbered layers where the checkpoint has stacked arrays" in text
+        text = refused(tmp_path, {"params": {"layer_0": LAYER}}, {"params": LAYER})
+        assert "stacked" not in text
 
     @pytest.mark.parametrize(
         ("change", "cause"),
@@ -124,6 +134,11 @@ class TestLength:
         if template == "both":
             assert "Missing array for key 'arrays/b0'" in text
             assert "Array shape mismatch for key 'arrays/a0'" in text
+
+    def test_long_keys_are_cut(self, tmp_path: Path) -> None:
+        text = refused(tmp_path, {"a": 1}, {"k" * 100_000 + str(i): 0 for i in range(20)})
+        assert len(text) < 10_000
+        assert "Missing value for key 'kkk" in text
 
     def test_a_program_can_have_all_of_them(self, tmp_path: Path) -> None:
         shardkeep.save(tmp_path / "c", {"a": 1})

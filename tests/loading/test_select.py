@@ -109,6 +109,18 @@ class TestByTemplate:
         assert list(by_key(choice)) == ["deep/e", "j"]
         assert choice.skeleton.rebuild([1, 2]) == {"deep": {"e": 1}, "j": 2}
 
+    def test_an_include_that_matches_nothing_in_a_template_is_an_error(self, saved: Saved) -> None:
+        """Else nothing is loaded, without a word, and a run goes on with new weights."""
+        tree = saved({"params": {"w": 1, "b": 2}})
+        template = {"params": {"w": 0, "b": 0}}
+        for pattern in ("wieghts", r"params\.w"):
+            told = "matches no leaf of the template; the keys are params/w, params/b$"
+            with pytest.raises(shardkeep.MissingLeafError, match=told):
+                chosen(tree, template=template, include=re.compile(pattern))
+        with pytest.raises(shardkeep.MissingLeafError, match="of the template; the tree has none"):
+            chosen(tree, template={}, include=re.compile("w"))
+        assert chosen(tree, template={"params": ...}, include=re.compile("params")).kept == {0: ...}
+
     def test_what_include_leaves_out_is_kept_by_its_number(self, saved: Saved) -> None:
         template = {"a": "mine", "j": jnp.zeros((8, 2)), "w": None, "z": 5}
         choice = chosen(saved(TREE), template=template, include=re.compile("j"))

@@ -19,7 +19,7 @@ from shardkeep.errors import CheckpointExistsError, ProcessError
 from shardkeep.processes import group
 from shardkeep.processes import operation as processes
 from shardkeep.processes.group import Group
-from shardkeep.processes.operation import ALONE, Operation, announced, join
+from shardkeep.processes.operation import ALONE, Operation, join
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +54,53 @@ def raise_in(index: int, error: BaseException):
 
 
 def test_alone_there_is_nobody_to_ask() -> None:
-    assert join("x") is ALONE
-    assert (ALONE.index, ALONE.size, ALONE.leads) == (0, 1, True)
-    assert ALONE.gather({"a": 1}) == [{"a": 1}]
-    assert ALONE.share([1]) == [1]
-    assert ALONE.heard() is None
-
-
-def test_what_is_wrong_before_a_call_begins_belongs_to_it() -> None:
-    with announced("saving to x") as operation:
-        assert join("something else") is operation
-    with pytest.raises(ValueError, match="no"), announced("saving to x"):
+    for alone in (ALONE, join("x")):
+        assert (alone.index, alone.size, alone.leads) == (0, 1, True)
+        assert alone.gather({"a": 1}) == [{"a": 1}]
+        assert alone.share([1]) == [1]
+        assert alone.heard() is None
+    with pytest.raises(ValueError, match="no"), join("saving to x"):
         raise ValueError("no")
+
+
+def test_an_error_after_the_end_concerns_one_process_only(three: list[Group]) -> None:
+    """As one in a callback, which runs after the commit."""
+
+    def work(operation: Operation) -> object:
+        said = operation.share("done")
+        operation.close()
+        if operation.leads:
+            raise ZeroDivisionError("in a callback")
+        time.sleep(0.2)
+        return said, operation.heard()
+
+    leader, *others = everywhere(three, work)
+    assert isinstance(leader, ZeroDivisionError)
+    assert others == [("done", None)] * 2
+
+
+def test_the_first_error_of_a_process_is_the_one_that_others_hear(three: list[Group]) -> None:
+    def work(operation: Operation) -> object:
+        if operation.index == 1:
+            operation.fail(OSError("the disk is full"))
+            raise ValueError("what followed from it")
+        operation.gather(1)
+        return operation.share("done")
+
+    leader, _, other = everywhere(three, work)
+    assert str(leader) == str(other) == "process 1: OSError: the disk is full"
+
+
+def test_an_operation_may_say_later_what_it_does(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(group.DEADLINE, "0.3")
+
+    def work(operation: Operation) -> object:
+        operation.specify("saving to /here/lonely")
+        return operation.gather(1)
+
+    (error,) = everywhere(three[:1], work, "saving to lonely")
+    assert str(error).startswith("saving to /here/lonely: processes 1, 2 did not make this call")
+    assert everywhere(three, lambda o: o.share("together"), "saving to other") == ["together"] * 3
 
 
 def test_the_leader_gets_what_all_bring_and_all_get_what_it_says(three: list[Group]) -> None:
@@ -316,8 +351,7 @@ def test_a_forked_child_is_told_that_it_cannot_take_part(three: list[Group], mon
     child = os.fork()
     if child == 0:
         said: list[str] = []
-        begun = announced("loading z")
-        for call in (lambda: join("saving to y"), begun.__enter__, inherited.share):
+        for call in (lambda: join("saving to y"), inherited.share):
             try:
                 call()
             except BaseException as error:  # noqa: BLE001  (the child must not go on with the tests)
@@ -329,8 +363,7 @@ def test_a_forked_child_is_told_that_it_cannot_take_part(three: list[Group], mon
         told = json.loads(pipe.read())
     os.waitpid(child, 0)
     assert told[0].startswith("ProcessError: saving to y: this process was forked from one of 3 JAX processes")
-    assert told[1].startswith("ProcessError: loading z: this process was forked from one of 3 JAX processes")
-    assert told[2].startswith("ProcessError: saving to inherited: this process was forked")
+    assert told[1].startswith("ProcessError: saving to inherited: this process was forked")
     everywhere([three[0], three[2]], lambda o: None)  # in step again
 
 
@@ -340,8 +373,8 @@ def test_a_signal_handler_may_take_part_at_any_line(monkeypatch: pytest.MonkeyPa
     found: list[tuple[str, str]] = []
 
     def take_part(what: str) -> None:
-        with announced(what) as one:
-            found.append((join(what).what, one._keys))
+        with join(what) as one:
+            found.append((one.what, one._keys))
 
     with pausable() as (first, *_):
         member(monkeypatch, first)
@@ -354,7 +387,6 @@ def test_a_signal_handler_may_take_part_at_any_line(monkeypatch: pytest.MonkeyPa
                 break
             assert sorted(what for what, _ in found) == ["inner", "outer"], line
             assert len({keys for _, keys in found}) == 2, line
-            assert getattr(processes._announced, "operation", None) is None
             (group,) = processes._groups.values()
             if not known:
                 group.close()
@@ -369,8 +401,8 @@ def test_an_exception_at_any_line_leaves_nothing_behind(three: list[Group], monk
     member(monkeypatch, leader)
 
     def call() -> None:
-        with announced("saving to x"):
-            join("saving to x")
+        with join("saving to x"):
+            pass
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -383,7 +415,6 @@ def test_an_exception_at_any_line_leaves_nothing_behind(three: list[Group], monk
             reached = True
         if not reached:
             break
-        assert getattr(processes._announced, "operation", None) is None
         assert not leader._signing._is_owned()
         last = int(leader.next_keys().rpartition("/")[2])
         for number in range(first + 1, last):
@@ -392,8 +423,8 @@ def test_an_exception_at_any_line_leaves_nothing_behind(three: list[Group], monk
             while not any(key.endswith("abort") for key, _ in leader.list(f"{keys}/")):
                 assert time.monotonic() < deadline, f"line {line}: nobody is told of {keys}"
                 time.sleep(0.02)
-        with announced("saving to y") as operation:
-            assert join("saving to y") is operation
+        with join("saving to y") as operation:
+            assert operation.size == 3
     assert line > 20
 
 

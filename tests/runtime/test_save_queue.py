@@ -167,3 +167,24 @@ print(leaks())
 def _made(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+@pytest.mark.parametrize("name", ["run", "model.safetensors"])
+def test_a_load_before_wait_says_that_the_save_is_running(name: str, tmp_path: Path) -> None:
+    """Even if nothing is there yet: `save_async` followed by `load` is a likely mistake."""
+    (tmp_path / "linked").symlink_to(tmp_path)
+    shardkeep.save(tmp_path / "other", {"a": 1})
+    with Scope("saving") as scope:
+        scope.add(QueueEntry(str(tmp_path.resolve() / name), scope)).enter()
+        for path in (tmp_path / name, tmp_path / "linked" / name):
+            for action in (shardkeep.load, shardkeep.inspect, shardkeep.abstract):
+                with pytest.raises(
+                    shardkeep.IncompleteCheckpointError,
+                    match=r"holds no committed checkpoint yet: a save by this process, started \S+ \S+ UTC, "
+                    r"is running\. Call wait\(\) on it first$",
+                ):
+                    action(path)
+            assert not shardkeep.exists(path)
+        assert shardkeep.load(tmp_path / "other") == {"a": 1}
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="there is nothing there"):
+        shardkeep.load(tmp_path / name)

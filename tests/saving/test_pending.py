@@ -24,9 +24,7 @@ from shardkeep.runtime.save_queue import QueueEntry, _queue
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from signals import START
-from support import assert_same
-
-TESTS = Path(__file__).parents[1]
+from support import assert_same, with_tests
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +54,7 @@ class Program:
             while not os.path.exists({str(self.pause.path)!r} + ".reached"):
                 time.sleep(0.001)
         """
-        env = {**os.environ, "LD_PRELOAD": str(shim()), "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(TESTS)}
+        env = {**os.environ, "LD_PRELOAD": str(shim()), "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": with_tests()}
         return subprocess.Popen(
             [sys.executable, "-c", START + textwrap.dedent(start) + textwrap.dedent(code)],
             env=env,
@@ -148,7 +146,7 @@ class TestEndOfProgram:
         assert "the save to" in at_once
         assert "failed" in at_once
         assert "No space left" in at_once
-        assert "FAILED and nobody waited for it" in at_the_end
+        assert "FAILED and wait() was never called" in at_the_end
         assert str(program.path / "run") in at_the_end
 
     def test_a_failure_after_the_end_of_the_program_is_reported(self, program: Program) -> None:
@@ -160,7 +158,7 @@ class TestEndOfProgram:
             go_after=None,
         )
         assert code == 0
-        assert "FAILED and nobody waited for it" in err
+        assert "FAILED and wait() was never called" in err
         assert "is finished" not in err
 
     def test_a_failure_that_was_waited_for_is_not_reported_again(self, program: Program) -> None:
@@ -175,7 +173,7 @@ class TestEndOfProgram:
             go_after=None,
         )
         assert "caught" in out
-        assert "nobody waited" not in err
+        assert "never called" not in err
 
     def test_a_quiet_program_stays_quiet(self, program: Program) -> None:
         """A save that is waited for writes nothing to the terminal."""

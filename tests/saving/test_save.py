@@ -128,7 +128,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("leaf", "message"),
         [
-            (object(), r"layers/1/w: a builtins.object is neither"),
+            (object(), r"layers/1/w: an object is neither"),
             (lambda x: x, r"layers/1/w: a function"),
             (np.ma.masked_array([1, 2], [True, False]), r"layers/1/w: a MaskedArray"),
             (np.array([{}, None]), r"layers/1/w: NumPy dtype object"),
@@ -136,8 +136,9 @@ class TestRefusals:
             (np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]), r"layers/1/w: NumPy dtype"),
             (np.longdouble(1) * np.ones(2, np.longdouble), r"layers/1/w: NumPy dtype"),
             (jax.ShapeDtypeStruct((2,), jnp.float32), r"layers/1/w: an abstract array"),
-            ({1, 2}, r"layers/1/w: a builtins.set"),
+            ({1, 2}, r"layers/1/w: a set is neither"),
             (open, r"layers/1/w: a function"),
+            (..., r"layers/1/w: ... marks a leaf that is not loaded"),
         ],
     )
     def test_a_leaf_that_is_no_data_is_named(self, tmp_path: Path, how: str, leaf: Any, message: str) -> None:
@@ -176,7 +177,7 @@ class TestRefusals:
             ({"a": jnp.ones(2)}, r"metadata\['a'\] is a"),
             ({"a": {(1,): 2}}, r"metadata\['a'\] has the key \(1,\)"),
             ({"a": {1, 2}}, r"metadata\['a'\] is a set"),
-            ({"a": b"x"}, r"metadata\['a'\] is a bytes"),
+            ({"a": b"x"}, r"metadata\['a'\] is bytes"),
             ([1, 2], "metadata must be a dict"),
             ("text", "metadata must be a dict"),
         ],

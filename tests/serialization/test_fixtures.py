@@ -317,7 +317,7 @@ def test_a_class_with_other_aux_data_needs_a_template(
 def test_a_save_killed_half_way_is_refused(manager: AsyncCheckpointManager) -> None:
     """eFormer gives zeros for the arrays that are not there."""
     for load in (manager.load, tree_deserialize_leaves):
-        with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'l\d\d': 1 of 1 chunks are missing"):
+        with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'l\d\d': its only chunk is missing"):
             load(where("broken_killed_mid_save"), None)
     with pytest.raises(FileNotFoundError, match="never finished, or files were lost"):
         shardkeep.load(where("broken_killed_mid_save"))
@@ -377,7 +377,7 @@ def test_a_chunk_that_was_deleted_is_missed(name: str, copy_of: Copy, manager: A
     path = copy_of(name) / "ckpt"
     chunk = next(p for p in sorted(path.rglob("*")) if p.name in ("0.0", "1.0", "0") and p.is_file())
     chunk.unlink()
-    with pytest.raises(FileNotFoundError, match="chunks are missing"):
+    with pytest.raises(FileNotFoundError, match="(chunks?) (is|are) missing"):
         manager.load(path, None)
 
 

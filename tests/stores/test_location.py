@@ -96,8 +96,8 @@ def test_forms_of_one_local_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("", "not a path: '' is empty"),
         ("a\0b", "contains a NUL character"),
         ("gs://bucket/a\0b", "contains a NUL character"),
-        (b"run", r"got b'run' as path, which is a bytes; pass a str \(os\.fsdecode\(path\)\)"),
-        (bytearray(b"run"), "is a bytearray; pass a str"),
+        (b"run", r"the path must be a str or os\.PathLike, not bytes \(b'run'\); use os\.fsdecode"),
+        (bytearray(b"run"), r"not a bytearray \(bytearray\(b'run'\)\)"),
         ("/", r"'/' is the root directory; pass another directory"),
         ("//", "is the root directory"),
         ("///", "is the root directory"),
@@ -444,3 +444,9 @@ def test_whether_something_is_there_costs_one_page(gcs: Place) -> None:
 
 def test_local_places_do_not_import_the_client() -> None:
     assert run_python("import sys; shardkeep.exists('/nonexistent'); print('obstore' in sys.modules)") == "False\n"
+
+
+def test_every_reader_says_where_none_may_come_from() -> None:
+    for read in (shardkeep.load, shardkeep.abstract, shardkeep.inspect, shardkeep.verify, shardkeep.delete):
+        with pytest.raises(TypeError, match=rf"{read.__name__}\(path\): None is not .*; latest\(\) returns None"):
+            read(None)

@@ -27,6 +27,7 @@ from shardkeep.model.manifest import StoredLeaf, Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path, name_leaf, show_key
+from shardkeep.processes.operation import join
 from shardkeep.saving.save import SaveRequest, run_save
 from shardkeep.targets.exchange import Exchange, parse_size
 from shardkeep.targets.transaction import Target, refuse_existing
@@ -148,7 +149,8 @@ def _convert_tree(
         step=tree.step,
         verbose=shows_progress(),
     )
-    report = run_save(request)
+    with join(f"saving to {target.where}") as operation:
+        report = run_save(request, operation)
     seconds = time.perf_counter() - started
     return _Converted(prefix, len(recorded), len(changed), made.scratch, made.lost, seconds, report)
 

@@ -30,7 +30,7 @@ from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import rate_of
 from shardkeep.model.tree import Skeleton, flatten, nest
-from shardkeep.processes.operation import announced
+from shardkeep.processes.operation import Operation, join
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
 from shardkeep.stores.location import BucketPath, any_path_text, name_path
@@ -126,17 +126,11 @@ class AsyncCheckpointManager:
         """
         if self._is_off(path, call := "save(tree, path)"):
             return any_path_text(path)
-        failure = None
-        with announced(f"saving to {name_path(path)}"):
+        with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
             request = self._request(prepared, path, metadata, callback, prefix)
-            try:
-                self._tell("saved", run_save(request))
-            except CallbackError as raised:
-                failure = raised  # raised below: the other processes have nothing to do with it
-        if failure is not None:
-            raise failure
+            self._tell("saved", run_save(request, operation))
         return path
 
     save_tree = save
@@ -154,17 +148,31 @@ class AsyncCheckpointManager:
         do_all_gather: bool = False,
         cpu_offload: bool = False,
     ) -> PendingSave:
-        """Like `save`, with the same arguments, but return after the snapshot and write in the background.
+        """Like `save`, but return after the snapshot and write in the background.
+
+        Args:
+            tree: The PyTree to save.
+            path: Where to save it.
+            mesh: See `save`.
+            gather_fns: See `save`.
+            float_dtype: See `save`.
+            metadata: See `save`.
+            callback: Called with the path after the commit, on process 0. The callbacks of one manager start in the
+                order in which its saves were called. If it raises, `wait` raises `CallbackError`; the save is
+                committed.
+            prefix: See `save`.
+            do_all_gather: See `save`.
+            cpu_offload: See `save`.
 
         Returns:
             A `PendingSave`. Its `wait`, or `wait_until_finished`, raises what went wrong.
         """
         if self._is_off(path, call := "save_async(tree, path)"):
             return PendingSave(BackgroundSave.nothing(any_path_text(path)))
-        with announced(f"saving to {name_path(path)}"):
+        with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             prepared = self._prepared(tree, mesh, gather_fns, float_dtype, do_all_gather, cpu_offload)
-            return self.follow(self._request(prepared, path, metadata, callback, prefix))
+            return self._follow(self._request(prepared, path, metadata, callback, prefix), operation)
 
     def save_pytree(
         self,
@@ -197,13 +205,13 @@ class AsyncCheckpointManager:
         """
         if self._is_off(path, call := "save_pytree(pytree, path)"):
             return any_path_text(path)
-        with announced(f"saving to {name_path(path)}"):
+        with join(f"saving to {name_path(path)}") as operation:
             path = any_path_text(path, call)
             if not isinstance(prefix, str) or not prefix:
                 raise PrefixError(f"save_pytree needs a prefix that is a non-empty string, not {prefix!r}")
             prepared = self._prepared(pytree, mesh, None, dtype, do_all_gather, cpu_offload)
             request = self._request(prepared, path, extras, None, prefix, directory=True, indexed=write_index)
-            self._tell("saved", run_save(request))
+            self._tell("saved", run_save(request, operation))
         return path
 
     def load(
@@ -248,7 +256,8 @@ class AsyncCheckpointManager:
         if prefix_filter is not None:
             warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
             prefix = prefix_filter if prefix is None else prefix
-        with announced(f"loading {name_path(path)}"), missing_first(path := self._located(path, "load(path, mesh)")):
+        call = "load(path, mesh)"
+        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
             request = Request(
                 prefix=prefix,
                 mesh=mesh,
@@ -263,7 +272,7 @@ class AsyncCheckpointManager:
                 verbose=self.verbose,
             )
             refuse_unsaid_layout(mesh, partition_rules, shardings)
-            return self._load_dict(path, request, validate)
+            return self._load_dict(path, request, validate, operation)
 
     def load_pytree(
         self,
@@ -300,7 +309,7 @@ class AsyncCheckpointManager:
             The tree, and the extras.
         """
         call = "load_pytree(path, mesh)"
-        with announced(f"loading {name_path(path)}"), missing_first(path := self._located(path, call)):
+        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
             request = Request(
                 template=template,
                 prefix=prefix,
@@ -316,7 +325,7 @@ class AsyncCheckpointManager:
                 callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            skeleton, leaves, tree = self._load(path, request, None)
+            skeleton, leaves, tree = self._load(path, request, None, operation)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
 
     def load_tree_parallel(
@@ -344,7 +353,8 @@ class AsyncCheckpointManager:
         Returns:
             The tree, and the `CheckpointMetadata` as a dict.
         """
-        with missing_first(path := self._located(path, "load_tree_parallel(path)")):
+        call = "load_tree_parallel(path)"
+        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
             name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
             prefix = None if name is None else self._prefix_named(path, name)
             request = Request(
@@ -358,16 +368,24 @@ class AsyncCheckpointManager:
                 callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            return self._load_dict(path, request, validate)
+            return self._load_dict(path, request, validate, operation)
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
-        """The SHA-256 of an array's bytes in C order, as hexadecimal digits."""
+        """The SHA-256 of an array's bytes in C order, as hexadecimal digits.
+
+        Args:
+            array: A JAX or NumPy array.
+        """
         return compute_checksum(array)
 
     @staticmethod
     def is_tensorstore(path: Any) -> bool:
-        """Whether there is a checkpoint in the TensorStore format at `path`. Never raises."""
+        """Whether there is a checkpoint in the TensorStore format at `path`. Never raises.
+
+        Args:
+            path: The directory, or the index file in it.
+        """
         try:
             _, manifest = open_checkpoint(AsyncCheckpointManager.safe_loadpath(path))
         except (OSError, ValueError):
@@ -379,7 +397,11 @@ class AsyncCheckpointManager:
 
     @staticmethod
     def safe_loadpath(path: Any) -> "LoadPath":
-        """The path without the name of the index file, as an object with `/`, `str()` and `exists()`."""
+        """The path without the name of the index file, as an object with `/`, `str()` and `exists()`.
+
+        Args:
+            path: The directory, or the index file in it.
+        """
         text = any_path_text(path, "safe_loadpath(path)")
         if text == INDEX:
             return LoadPath(".")
@@ -438,11 +460,10 @@ class AsyncCheckpointManager:
             if raised is None:
                 raise
             # The exception that ended the block must not be hidden.
-            log.error("a pending save failed too, besides the %s: %s", raised.__name__, error)
+            log.error("after the %s that ended the block, a pending save failed too: %s", raised.__name__, error)
 
-    def follow(self, request: SaveRequest) -> PendingSave:
-        """Start a save that `wait_until_finished` covers, with its callback in the order of this manager's."""
-        save = start_save(replace(request, order=self))
+    def _follow(self, request: SaveRequest, operation: Operation) -> PendingSave:
+        save = start_save(replace(request, order=self), operation)
         with self._lock:
             settled = [earlier for earlier in self._pending if earlier.is_settled]
             self._pending = [earlier for earlier in self._pending if earlier not in settled] + [save]
@@ -482,7 +503,7 @@ class AsyncCheckpointManager:
     ) -> Any:
         """The tree as it will be stored: gathered, cast and moved to the host as requested."""
         if mesh is None:
-            log.warning("no mesh given: arrays are gathered on the CPU if at all, and keep their sharding otherwise")
+            log.warning("no mesh given: arrays keep their sharding, or are gathered on the CPU if you asked for that")
         tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
         return move_tree(tree, dtype, mesh, do_all_gather, cpu_offload)
@@ -513,13 +534,17 @@ class AsyncCheckpointManager:
             verbose=self.verbose,
         )
 
-    def _load_dict(self, path: Any, request: Request, validate: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        skeleton, leaves, tree = self._load(path, request, validate)
+    def _load_dict(
+        self, path: Any, request: Request, validate: bool | None, operation: Operation
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        skeleton, leaves, tree = self._load(path, request, validate, operation)
         return as_dict(skeleton, leaves), metadata_of(tree)
 
-    def _load(self, path: Any, request: Request, validate: bool | None) -> tuple[Skeleton, list[Any], Tree]:
+    def _load(
+        self, path: Any, request: Request, validate: bool | None, operation: Operation
+    ) -> tuple[Skeleton, list[Any], Tree]:
         started = time.perf_counter()
-        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate))
+        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate), operation)
         seconds = time.perf_counter() - started
         rate = rate_of(tree.nbytes, seconds)
         self._tell("loaded", f"{path}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
@@ -558,3 +583,8 @@ def checked_chunk_size(chunk_size: int | None) -> int | None:
 def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
     """A callback on (array, dotted key) as a callback on (array, leaf)."""
     return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
+
+
+def follow_save(manager: AsyncCheckpointManager, request: SaveRequest, operation: Operation) -> PendingSave:
+    """Start a save that the manager's `wait_until_finished` covers, with its callback in the order of the manager's."""
+    return manager._follow(request, operation)  # pyright: ignore[reportPrivateUsage]  (not a method for users)

@@ -65,7 +65,7 @@ def _orbax(found: set[str], here: set[str], directory: str) -> str | None:
         return "an Orbax checkpoint"
     below = {name.partition("/")[2] for name in found}
     if below & {*_ORBAX, "_ROOT_METADATA"}:
-        return "a directory of Orbax checkpoints (of an Orbax CheckpointManager)"
+        return "the checkpoints of an Orbax CheckpointManager"
     if any(_ORBAX_TEMPORARY in name.partition("/")[0] for name in found):
         return "an unfinished Orbax checkpoint"
     return None
@@ -84,6 +84,8 @@ def _other(here: set[str]) -> str | None:
         return "a PyTorch checkpoint"
     if any(name.endswith(".msgpack") or _FLAX_LEGACY.fullmatch(name) for name in here):
         return "a Flax msgpack checkpoint"
+    if any(name.endswith(".eqx") for name in here):
+        return "an Equinox checkpoint (.eqx)"
     if any(name.endswith(".npz") for name in here):
         return "a NumPy archive (.npz)"
     return None

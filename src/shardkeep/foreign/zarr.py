@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.errors import IntegrityError, MissingDataError, missing_of
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.model.manifest import StoredLeaf, no_duplicates
@@ -185,8 +185,9 @@ def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Regi
     if len(names) < count:
         there = set(names)
         missing = next(name for name, _ in array.each_chunk(region) if name not in there)
+        example = ": " if count - len(names) == 1 else ", for example "
         raise MissingDataError(
-            f"leaf {leaf.key!r}: {count - len(names):,} of {count:,} chunks are missing, for example "
+            f"leaf {leaf.key!r}: {missing_of(count - len(names), count)}{example}"
             f"{store.locate(_join(directory, missing))}. The save that wrote it never finished, or files were lost"
         )
     for name in names:

@@ -216,7 +216,7 @@ def header_length(start: bytes, file_size: int, where: str) -> int:
         raise IntegrityError(f"{where} is too short to be a safetensors file")
     (length,) = struct.unpack("<Q", start[:8])
     if length > min(file_size - 8, HEADER_LIMIT):
-        raise IntegrityError(f"{where} is not a safetensors file: it announces a header of {length:,} bytes")
+        raise IntegrityError(f"{where} is not a safetensors file: it declares a header of {length:,} bytes")
     return length
 
 
@@ -224,7 +224,7 @@ def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> in
     start, end = entry["data_offsets"]
     shape = entry["shape"]
     if any(type(n) is not int or n < 0 for n in (start, end, *shape)) or not is_possible(shape, 16):
-        raise ValueError(f"impossible numbers for {name!r}")
+        raise ValueError(f"invalid shape or offsets for {name!r}")
     bits = _BITS[entry["dtype"]]
     for n in shape:
         bits *= n

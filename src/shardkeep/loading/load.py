@@ -16,7 +16,7 @@ from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
-from shardkeep.processes.operation import LEADER, Operation, announced, join
+from shardkeep.processes.operation import LEADER, Operation, join
 from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import Store
 from shardkeep.stores.local.store import CONTROL
@@ -63,7 +63,8 @@ def load(
             the only one.
         include: A regular expression. Only leaves whose `/`-joined key it matches (`re.search`) are read. Without a
             template, entries of dicts that hold no such leaf are dropped, and other positions (of lists, tuples and
-            classes) become None. With a template, other leaves keep the template's value.
+            classes) become None. With a template, other leaves keep the template's value. If it matches no leaf at
+            all, that is an error.
         mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the layout they were saved with, as
             far as the mesh has the axes and they divide the array. A warning names arrays that are replicated
             instead.
@@ -103,7 +104,7 @@ def load(
     >>> shardkeep.load(tmp / "state", template={"step": 0})
     {'step': 7}
     """
-    with announced(f"loading {name_path(path)}"):
+    with join(f"loading {name_path(path)}") as operation:
         path = path_text(path, "load(path)")
         with missing_first(path):
             mmap = mmap if mapped is None else mapped
@@ -125,7 +126,7 @@ def load(
                 verbose=progress,
                 per_process=per_process,
             )
-            skeleton, leaves, _ = load_request(path, request)
+            skeleton, leaves, _ = load_request(path, request, operation)
     return skeleton.rebuild(leaves)
 
 
@@ -173,6 +174,7 @@ def abstract(
     >>> shardkeep.load(tmp / "trained", template=template)["momentum"]
     Ellipsis
     """
+    _, manifest = open_checkpoint(path_text(path, "abstract(path)"))
     request = Request(
         prefix=prefix,
         include=_pattern(include),
@@ -181,7 +183,6 @@ def abstract(
         shardings=shardings,
         dtype=None if dtype is None else parse_dtype(dtype),
     )
-    _, manifest = open_checkpoint(path)
     _, choice = _choose(manifest, request)
     return choice.skeleton.rebuild([abstract_leaf(w) for w in choice.wanted if w is not None])
 
@@ -191,34 +192,36 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
         return include
     if not isinstance(include, str):
         raise TypeError(f"include must be a regular expression (str or re.Pattern), not {an(type(include).__name__)}")
-    return re.compile(include)
+    try:
+        return re.compile(include)
+    except re.error as error:
+        raise ValueError(f"include={include!r} is not a valid regular expression: {error}") from None
 
 
-def load_request(path: object, request: Request) -> tuple[Skeleton, list[Any], Tree]:
+def load_request(path: object, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
-    with join(f"loading {path}") as operation:
-        if operation.size > 1:
-            asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
-            compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
-        manifest = None
-        for _ in range(_TRIES):
-            store, manifest = _open_same(path, operation)
-            loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
-            everyone = operation.gather(loaded is not None)
-            if operation.share(all(everyone)) and loaded is not None:
-                return loaded
-        # The leader may have seen the same checkpoint each time, and another process a different one.
-        seen = operation.gather(manifest.save_id if manifest is not None else None)
-        different = next((i for i, found in enumerate(seen) if found != seen[LEADER]), None)
-        if operation.leads and different is not None:
-            raise ProcessError(
-                f"loading {path}: processes {LEADER} and {different} do not see the same checkpoint. "
-                "All processes must load from the same shared directory or bucket"
-            )
-        operation.share()
-        raise IntegrityError(
-            f"{path} was replaced {_TRIES} times while it was being loaded; load it when nothing is saving to it"
+    operation.specify(f"loading {path}")
+    asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
+    compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
+    manifest = None
+    for _ in range(_TRIES):
+        store, manifest = _open_same(path, operation)
+        loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
+        everyone = operation.gather(loaded is not None)
+        if operation.share(all(everyone)) and loaded is not None:
+            return loaded
+    # The leader may have seen the same checkpoint each time, and another process a different one.
+    seen = operation.gather(manifest.save_id if manifest is not None else None)
+    different = next((i for i, found in enumerate(seen) if found != seen[LEADER]), None)
+    if operation.leads and different is not None:
+        raise ProcessError(
+            f"loading {path}: processes {LEADER} and {different} do not see the same checkpoint. "
+            "All processes must load from the same shared directory or bucket"
         )
+    operation.share()
+    raise IntegrityError(
+        f"{path} was replaced {_TRIES} times while it was being loaded; load it when nothing is saving to it"
+    )
 
 
 def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | None]:

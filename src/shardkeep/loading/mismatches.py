@@ -12,9 +12,11 @@ from shardkeep.errors import MissingLeafError, TemplateMismatchError, counted
 from shardkeep.model.keys import loose_key
 from shardkeep.model.manifest import Tree
 from shardkeep.model.nodes import Child, Node
+from shardkeep.model.summaries import cut
 from shardkeep.model.tree import Path, Skeleton, name_leaf
 
 _SHOWN = 12  # leaves listed in the message
+_LONGEST = 500  # characters of a line
 _COMPARED = 500  # saved keys that a missing one is compared with, to suggest the nearest
 _SAMPLES = 64  # missing leaves that suggest a cause
 _HEADS = 8  # places in the checkpoint that are remembered for the end of a path
@@ -90,6 +92,7 @@ def _listed(every: Sequence[Mismatch], stored: Sequence[Path]) -> list[str]:
     shown += others[: _SHOWN - len(shown)]
     nearest = _Nearest(stored)
     lines = [one.text + (nearest(one.path) if one.missing else "") for one in shown]
+    lines = [line if len(line) <= _LONGEST else cut(line, _LONGEST) for line in lines]
     return lines + _more(len(every) - len(lines))
 
 
@@ -204,7 +207,7 @@ def _other_numbers(saved: Sequence[Path], lacking: Sequence[Path], matched: int)
     if pair is None or at is None:
         return None
     theirs, ours = pair[0][at], pair[1][at]
-    what = "The checkpoint has other names than the template"
+    what = "The checkpoint uses different names than the template"
     if theirs.isdecimal() or ours.isdecimal():
         one, other = ("lists", "dicts") if theirs.isdecimal() else ("dicts", "lists")
         what = f"The checkpoint has {one} where the template has {other}"
@@ -223,6 +226,9 @@ def _other_stacking(saved: Sequence[Path], lacking: Sequence[Path], matched: int
     pair = _first_pair(saved, lacking, _unnumbered, matched)
     if pair is None or len(pair[0]) == len(pair[1]):
         return None
+    longer, separately = (pair[0], saved) if len(pair[0]) > len(pair[1]) else (pair[1], lacking)
+    if sum(_unnumbered(path) == _unnumbered(longer) for path in separately) < 2:
+        return None  # one layer is not many
     theirs, ours = ("/".join(path) for path in pair)
     stacked, separate = ("template", "checkpoint") if len(pair[0]) > len(pair[1]) else ("checkpoint", "template")
     return (
@@ -232,7 +238,9 @@ def _other_stacking(saved: Sequence[Path], lacking: Sequence[Path], matched: int
 
 
 def _unnumbered(path: Path) -> Path:
-    return tuple(name for name in path if not name.isdecimal())
+    """Without layer numbers: `0`, and above a leaf also names such as `layer_0`."""
+    above = tuple(name for name in path[:-1] if not re.search(r"\d\Z", name))
+    return above if path[-1].isdecimal() else (*above, path[-1])
 
 
 def _first_pair(

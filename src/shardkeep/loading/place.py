@@ -337,7 +337,7 @@ def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
             check_fits(int(part.min()), int(part.max()), dtype, key)
     if isinstance(array, jax.Array) and stays_numpy(dtype):
         log.warning(
-            "leaf %r is a NumPy array, because JAX does not hold %s; set jax_enable_x64 to get a JAX array",
+            "leaf %r is a NumPy array because JAX cannot hold %s by default; set jax_enable_x64 to get a JAX array",
             key,
             dtype.name,
         )

@@ -199,7 +199,7 @@ class _Unit:
                 self.memory = slabs.take(self.piece.length)
             except (MemoryError, OSError, OverflowError, ValueError) as error:
                 raise IntegrityError(
-                    f"leaf {target.leaf.key!r}: cannot allocate memory for {self.piece.length:,} bytes ({error})"
+                    f"leaf {target.leaf.key!r}: cannot allocate {self.piece.length:,} bytes ({error})"
                 ) from error
         self.ranges = self._ranges()
 

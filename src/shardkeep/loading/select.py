@@ -102,17 +102,24 @@ def _choose_by_name(tree: Tree, request: Request) -> Choice:
         return Choice(tree.skeleton, [want(leaf) for leaf in tree.leaves], {})
     keep = [request.include.search("/".join(leaf.path)) is not None for leaf in tree.leaves]
     if not any(keep):
-        some = ", ".join("/".join(leaf.path) for leaf in tree.leaves[:5])
-        raise MissingLeafError(
-            f"include={request.include.pattern!r} matches no leaf; "
-            + (f"the keys are {some}{', …' if len(tree.leaves) > 5 else ''}" if some else "the tree has none")
-        )
+        raise _no_match(request.include, "", [leaf.path for leaf in tree.leaves])
     wanted = [want(leaf) for leaf, kept in zip(tree.leaves, keep, strict=True) if kept]
     return Choice(tree.skeleton.prune(keep), list(wanted), {})
 
 
+def _no_match(include: re.Pattern[str], where: str, paths: Sequence[Path]) -> MissingLeafError:
+    """The error for an `include` that matches nothing, with some of the keys that it was matched against."""
+    some = ", ".join("/".join(path) for path in paths[:_SHOWN])
+    more = ", …" if len(paths) > _SHOWN else ""
+    found = f"the keys are {some}{more}" if some else "the tree has none"
+    return MissingLeafError(f"include={include.pattern!r} matches no leaf{where}; {found}")
+
+
 def _choose_by_template(tree: Tree, request: Request) -> Choice:
     skeleton, leaves = flatten(request.template)
+    if request.include is not None and not any(_is_included(leaf.path, request) for leaf in leaves):
+        # Nothing would be loaded, and the program would go on with the values it has made for the template.
+        raise _no_match(request.include, " of the template", [leaf.path for leaf in leaves])
     per_process = {leaf.path for leaf in tree.leaves if leaf.kind == KIND and _is_included(leaf.path, request)}
     if per_process:
         skeleton, leaves = fold_containers(skeleton, leaves, per_process)

@@ -270,13 +270,22 @@ def _match_rules(
         return {}
     if mesh is None and any(isinstance(spec, PartitionSpec) for _, spec in rules):
         raise ShardingError("partition_rules need a mesh; pass mesh=")
-    patterns = [(re.compile(pattern), spec) for pattern, spec in rules]
+    patterns = [(_compiled(pattern), spec) for pattern, spec in rules]
     starts = [(), tuple(prefix.split("."))] if prefix else [()]
     for start in reversed(starts) if prefix_first else starts:
         found = _hits(["/".join((*start, *leaf.path)) for leaf in leaves], patterns)
         if found:
             return found
     return {}
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ShardingError(
+            f"the pattern {pattern!r} in partition_rules is not a valid regular expression: {error}"
+        ) from None
 
 
 def _hits(names: Sequence[str], patterns: Sequence[tuple[re.Pattern[str], Any]]) -> dict[int, Any]:

@@ -122,7 +122,7 @@ def _place(where: _Where) -> str:
 
 def _refused(value: Any, where: _Where) -> MetadataError:
     advice = "convert it to a string, a number, a list or a dict"
-    if getattr(value, "shape", ()) != ():
+    if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         advice = "save it as a leaf of the tree, or convert it with .tolist()"
     elif isinstance(value, set | frozenset):
         advice = "convert it to a list, for example with sorted()"

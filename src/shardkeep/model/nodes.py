@@ -219,7 +219,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 def is_loaded_otherwise(node: Node) -> bool:
-    """Whether the class has other fields than when it was saved, which `rebuild` reports."""
+    """Whether the class does not have the fields that it was saved with, which `rebuild` reports."""
     cls = _registered_class(node)
     return cls is not None and len(fields_of(cls)) != len(node.fields)
 
@@ -261,7 +261,7 @@ def _build_custom(node: Node, children: list[Any]) -> Any:
     if cls is not None and node.cls is None and node.fields:
         now = _as_it_is_now(cls, node, children)
         if now is None:
-            log.warning("%s has other fields than when it was saved: it is loaded as an OpaqueNode", node.class_name)
+            log.warning("%s no longer has the fields it was saved with: it is loaded as an OpaqueNode", node.class_name)
             return OpaqueNode(node.class_name, dict(zip(node.names, children, strict=True)))
         node, children = now
     cls = usable_class(node)

@@ -167,14 +167,14 @@ class _Reader:
 
     def take(self, count: int) -> Array:
         if not 0 <= count <= self.raw.size - self.position:
-            raise ValueError(f"it speaks of {count:,} bytes where it has {self.raw.size - self.position:,}")
+            raise ValueError(f"it declares {count:,} bytes, but only {self.raw.size - self.position:,} are left")
         self.position += count
         return self.raw[self.position - count : self.position]
 
 
 def _one_pair(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) != 1:
-        raise ValueError("an object that is no typed value")
+        raise ValueError("an object that is not a typed value")
     return dict(pairs)
 
 

@@ -1,6 +1,6 @@
 """What the processes of one call must have in common, and the error that names the first difference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardkeep.errors import ProcessError
 from shardkeep.model.digests import digest
@@ -13,11 +13,15 @@ _NOTHING = "(nothing)"
 tell_end_at_exit()  # of every program that can save or load, even if it never does
 
 
-def compare(operation: Operation, lines: Sequence[str]) -> None:
+def compare(operation: Operation, lines: Iterable[str]) -> None:
     """Raise a `ProcessError` on every process that names the first difference, unless all pass the same lines.
 
-    A line begins with its subject ("path …", "leaf a/b: …"). Lines with the same subject are compared.
+    A line begins with its subject ("path …", "leaf a/b: …"). Lines with the same subject are compared. A process
+    that is alone has nothing to compare, and does not even make the lines.
     """
+    if operation.size == 1:
+        return
+    lines = list(lines)
     brought = operation.gather(_digest("\n".join(lines)))
     if operation.share(len(set(brought)) == 1):
         return

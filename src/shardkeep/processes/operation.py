@@ -17,9 +17,7 @@ import atexit
 import json
 import os
 import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from shardkeep.errors import ProcessError, ShardkeepError, error_named
@@ -36,7 +34,7 @@ class Operation:
     ([7], 8)
     """
 
-    over: bool = True  # no other process is waiting for this one
+    over: bool = True  # no other process waits for this one, or hears of its errors
     _keys: str = ""
 
     def __init__(self, what: str, group: "Group | None" = None) -> None:
@@ -45,6 +43,7 @@ class Operation:
         self.leads = self.index == LEADER
         self._group = group
         self._round = 0
+        self._has_failed = False
         if group is not None:
             try:
                 with doing(what):
@@ -136,11 +135,20 @@ class Operation:
                     return _as_error(json.loads(text))
         return None
 
+    def specify(self, what: str) -> None:
+        """Say more precisely what is done, for messages."""
+        self.what = what
+
+    def close(self) -> None:
+        """Take part no longer: what is raised from now on concerns this process only."""
+        self.over = True
+
     def fail(self, error: BaseException) -> None:
         """Report an error to the other processes: now, or as soon as the service answers again."""
         self.over = True
-        if self._group is None or not self._keys:
+        if self._group is None or not self._keys or self._has_failed:
             return
+        self._has_failed = True  # the first error is the cause of those that follow
         record = getattr(error, "record", None) or {
             "process": self.index,
             "kind": type(error).__name__,
@@ -156,9 +164,9 @@ class Operation:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
+        if error is not None and not self.over:
             self.fail(error)
-        self.over = True
+        self.close()
 
     def __del__(self) -> None:
         # Interrupted before it was entered as a context: the other processes must not wait for it.
@@ -170,19 +178,16 @@ class Operation:
 
 
 def join(what: str) -> Operation:
-    """Take part in the group's next operation. Call this in the user's thread: the order of calls must be the same."""
-    operation: Operation | None = getattr(_announced, "operation", None)
-    if operation is not None:
-        _announced.operation = None  # the next call is another operation
-        if operation is ALONE or not operation.over:
-            if operation.size > 1:
-                operation.what = what  # more is known about it by now
-            return operation
+    """Take part in the group's next operation.
+
+    Call this in the user's thread, since the order of calls must be the same on every process, and before the arguments
+    are checked, so that an error in them reaches the other processes.
+    """
     from jax._src import distributed
 
     client = distributed.global_state.client
     size = distributed.global_state.num_processes or 1
-    return ALONE if client is None or size == 1 else Operation(what, _group_of(client, size, what))
+    return Operation(what, None if client is None or size == 1 else _group_of(client, size, what))
 
 
 def _group_of(client: Any, size: int, what: str) -> Group:
@@ -204,24 +209,6 @@ def _group_of(client: Any, size: int, what: str) -> Group:
             old.close()  # it belongs to an earlier jax.distributed.initialize()
     group.live()
     return group
-
-
-@contextmanager
-def announced(what: str) -> Generator[Operation]:
-    """Take part from here on, so that errors in the arguments reach the other processes too. `join` returns the same.
-
-    >>> with announced("saving to x") as operation:
-    ...     join("saving to /somewhere/x") is operation
-    True
-    """
-    before: Operation | None = getattr(_announced, "operation", None)  # set if a signal handler calls this
-    try:
-        _announced.operation = None
-        with join(what) as operation:
-            _announced.operation = operation
-            yield operation
-    finally:
-        _announced.operation = before
 
 
 def _as_error(record: dict[str, Any]) -> ShardkeepError:
@@ -265,13 +252,11 @@ def _leave_parent() -> None:
     for group in _groups.values():
         group.forked = True
     _groups.clear()
-    _announced.operation = None
 
 
 ALONE = Operation("")
 _groups: dict[int, Group] = {}  # by the id of JAX's current client
 _inherited: Any = None  # the client of the process this one was forked from
-_announced = threading.local()
 os.register_at_fork(after_in_child=_leave_parent)
 _tells_end = False
 tell_end_at_exit()

@@ -1,5 +1,6 @@
 """The order of saves: saves to one target run one after another, in the order of the calls."""
 
+import datetime
 import os
 from contextlib import suppress
 
@@ -11,11 +12,14 @@ class QueueEntry:
     """The place of a save in the queue for a target, from `enter` to `release`."""
 
     def __init__(self, target: str, scope: Scope) -> None:
-        self._target, self._scope = target, scope
+        self._target = target if "://" in target else os.path.realpath(target)
+        self._scope = scope
         self._done = Latch()
+        self.since = datetime.datetime.min
 
     def enter(self) -> None:
         """Join the end of the queue."""
+        self.since = datetime.datetime.now(datetime.UTC)
         _queue.append(self)
 
     def wait(self) -> None:
@@ -34,12 +38,22 @@ class QueueEntry:
     def _ahead(self) -> "list[QueueEntry]":
         entries = list(_queue)
         mine = entries.index(self) if self in entries else 0
-        return [other for other in entries[:mine] if other._target == self._target and not other._done.is_set]
+        return [other for other in entries[:mine] if other.is_for(self._target)]
+
+    def is_for(self, target: str) -> bool:
+        """Whether it is a save to this target (a URL, or a path without symbolic links) that has not ended."""
+        return self._target == target and not self._done.is_set
 
     def release(self) -> None:
         self._done.set()
         with suppress(ValueError):
             _queue.remove(self)
+
+
+def running_since(target: str) -> datetime.datetime | None:
+    """When the first save of this process to a target that has not ended was called; None if there is none."""
+    real = target if "://" in target else os.path.realpath(target)
+    return next((entry.since for entry in list(_queue) if entry.is_for(real)), None)
 
 
 _queue: list[QueueEntry] = []

@@ -70,7 +70,7 @@ def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
 
 def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
     """The snapshot with every `PerProcess` leaf in its place. Only after `compare`: all have the same leaves."""
-    lengths = unsettled_lengths(snapshot)
+    lengths = unsettled_lengths(snapshot) if operation.size > 1 else ()
     if not lengths:
         return snapshot
     return settle_rows(snapshot, operation.share(operation.gather(lengths)), operation.index)
@@ -80,6 +80,8 @@ def hand_in(
     operation: Operation, turn: Turn, written: Sequence[WrittenFile], checksums: Mapping[str, str]
 ) -> tuple[list[WrittenFile], dict[str, str]]:
     """The written files of all processes, in the order of the plan, and checksums: for the leader, else nothing."""
+    if operation.size == 1:
+        return list(written), dict(checksums)
     if not operation.leads:
         told = [[file.size, file.header_digest, file.digests] for file in written]
         turn.note({"written": told, "checksums": dict(checksums)})

@@ -168,8 +168,8 @@ class BackgroundSave:
     def unraised(self) -> str:
         """What nobody has asked about."""
         if self.error is not None:
-            return f"the save to {self.path} FAILED and nobody waited for it: {self.error}"
-        return f"{self._callback_errors[0]} (nobody waited for this save)" if self._callback_errors else ""
+            return f"the save to {self.path} FAILED and wait() was never called: {self.error}"
+        return f"{self._callback_errors[0]} (wait() was never called)" if self._callback_errors else ""
 
 
 class PendingSave:

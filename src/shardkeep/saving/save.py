@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Leaf, flatten, to_json
 from shardkeep.processes.agreement import compare
-from shardkeep.processes.operation import Operation, announced, join
+from shardkeep.processes.operation import Operation, join
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, budget
 from shardkeep.runtime.priority import priority
@@ -82,7 +82,8 @@ def save(
         metadata: A dict to store with the tree; `inspect(path).metadata` returns it. NumPy and JAX scalars become
             Python numbers, tuples lists, paths strings, enums their values, dates ISO strings; NaN and infinities are
             kept. Anything else without an obvious JSON form is a `MetadataError`.
-        overwrite: Whether to replace the tree that is already there. If False, that is a `CheckpointExistsError`.
+        overwrite: Whether to replace the tree that is already there. If False, that is a `CheckpointExistsError`,
+            unless files of that tree are missing or have the wrong size (see `exists`): then it is replaced anyway.
             The old tree is removed after the new one is committed.
         compression: "zstd" compresses arrays in the zarr format. None stores them as they are.
         max_shard_size: For a path that ends in `.safetensors`: the most bytes of arrays in one file, as a number or a
@@ -98,9 +99,10 @@ def save(
     >>> shardkeep.load(tmp / "step_100")["step"]
     100
     """
-    with announced(f"saving to {name_path(path)}"):
+    with join(f"saving to {name_path(path)}") as operation:
         target = new_target(path_text(path, "save(path, tree)"), format, compression, max_shard_size)
-        return run_save(SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step))
+        request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step)
+        return run_save(request, operation)
 
 
 def save_async(
@@ -124,7 +126,8 @@ def save_async(
     (`device_put`, dlpack) and copies them.
 
     Errors in the arguments or the tree are raised here. Later errors are raised by `wait()`, logged at once, and
-    reported when the program ends if nobody waited. Saves to one path are committed in the order of the calls.
+    reported when the program ends if `wait()` was never called. Saves to one path are committed in the order of the
+    calls.
 
     Args:
         path: See `save`.
@@ -148,10 +151,10 @@ def save_async(
     >>> pending.wait().files
     1
     """
-    with announced(f"saving to {name_path(path)}"):
+    with join(f"saving to {name_path(path)}") as operation:
         target = new_target(path_text(path, "save_async(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
-        return PendingSave(start_save(request))
+        return PendingSave(start_save(request, operation))
 
 
 @dataclass(frozen=True)
@@ -177,11 +180,12 @@ class SaveRequest:
     step: int | None = None
 
 
-def run_save(request: SaveRequest) -> SaveReport:
+def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
     """Save a tree in the foreground. `CallbackError` after the commit if the callback raises something."""
     what = f"saving to {request.target.where}"
+    operation.specify(what)
     with Scope(what) as outer:
-        with join(what) as operation, Scope(what) as scope:
+        with Scope(what) as scope:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
             job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
             job.take_snapshot(None)
@@ -193,16 +197,18 @@ def run_save(request: SaveRequest) -> SaveReport:
             else:
                 report = job.run(lambda _: None)
         # All that the save has taken is given back by now: the callback is the user's own time.
+        operation.close()
         failure = None if callback is None else callback.run()
     if failure is not None:
         raise failure
     return report
 
 
-def start_save(request: SaveRequest) -> BackgroundSave:
+def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
     """Save a tree in the background: returns after the snapshot."""
     what = f"saving to {request.target.where}"
-    with Scope(what) as outer, join(what) as operation, Scope(what) as scope:
+    operation.specify(what)
+    with Scope(what) as outer, Scope(what) as scope:
         job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, background=True))
         job.refuse_existing()
         sized = staged_sizes(job.leaves)
@@ -219,6 +225,7 @@ def start_save(request: SaveRequest) -> BackgroundSave:
         job.entry.enter()
         save = BackgroundSave(job.path)
         save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
+        operation.close()  # from here on, its thread tells the other processes what goes wrong
         return save
 
 
@@ -232,8 +239,12 @@ def _work(job: "_Job", save: BackgroundSave, verbose: bool) -> SaveReport:
     priority.enable_pauses()
     priority.lower()  # and the crew's with it: the snapshot is taken, so nothing waits for these threads
     bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
-    with job.operation, bar as show:
-        return job.run(progress)
+    try:
+        with bar as show:
+            return job.run(progress)
+    except BaseException as error:
+        job.operation.fail(error)
+        raise
 
 
 @dataclass(eq=False)
@@ -277,7 +288,7 @@ class _Job:
             draft=draft,
             leaves=leaves,
             started=started,
-            entry=scope.add(QueueEntry(target.where if target.store.remote else os.path.realpath(target.where), scope)),
+            entry=scope.add(QueueEntry(target.where, scope)),
             turn=Turn(target, draft),
             opened=NewFiles(),
             crew=crew,
@@ -354,12 +365,11 @@ class _Job:
         try:
             self.entry.wait()
             clock = [time.perf_counter()]
-            if operation.size > 1:
-                compare(operation, self._asked())
-                if target.gathers:  # files that reserve room for their manifest need the checksums first
-                    for some in operation.gather(dict(parts)):
-                        self.draft.metadata.get("checksum", {}).update(some)
-                snapshot = self.snapshot = settle(operation, snapshot)
+            compare(operation, self._asked())
+            if target.gathers:  # files that reserve room for their manifest need the checksums first
+                for some in filter(None, operation.gather(dict(parts))):
+                    self.draft.metadata["checksum"].update(some)
+            snapshot = self.snapshot = settle(operation, snapshot)
             if operation.leads and target.keeps_control and (inside := target.store.children("")):
                 self._refuse_hiding(set(inside))
             self.is_tidy = False
@@ -382,16 +392,12 @@ class _Job:
             priority.yield_to_training()
             target.store.sync([file.name for file in files])
             clock.append(time.perf_counter())
-            everyones = written
-            if operation.size > 1:
-                everyones, checksums = hand_in(operation, turn, written, {} if target.gathers else parts)
-                if checksums:
-                    self.draft.metadata["checksum"].update(checksums)
+            everyones, checksums = hand_in(operation, turn, written, {} if target.gathers else parts)
+            if checksums:
+                self.draft.metadata["checksum"].update(checksums)
             if operation.leads:
                 commit(turn, target.finish(turn, turn.plan.tree(everyones, self.draft)))
-            total = [sum(file.size for file in everyones), len(everyones)]
-            if operation.size > 1:
-                total = close(operation, turn, total)
+            total = close(operation, turn, [sum(file.size for file in everyones), len(everyones)])
             if not target.keeps_control:
                 leave(target)  # the last one to get here finds no other save running
             self.is_tidy = True
@@ -405,20 +411,18 @@ class _Job:
         phases = {"snapshot": self.snapshot_seconds, **phases}
         return SaveReport(self.path, total[0], total[1], seconds, phases, share)
 
-    def _asked(self) -> list[str]:
+    def _asked(self) -> Iterator[str]:
         """The arguments that must be the same on every process, line by line."""
         draft = self.draft
         metadata = {key: value for key, value in draft.metadata.items() if key != "timestamp"}  # clocks differ
-        return [
-            f"path {self.path}",
-            f"prefix {draft.prefix!r}",
-            f"format {self.request.target.describe()}",
-            f"overwrite {self.request.overwrite}",
-            f"step {draft.step}",
-            f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}",
-            f"structure {json.dumps(to_json(draft.skeleton.root))}",
-            *describe(self.snapshot),
-        ]
+        yield f"path {self.path}"
+        yield f"prefix {draft.prefix!r}"
+        yield f"format {self.request.target.describe()}"
+        yield f"overwrite {self.request.overwrite}"
+        yield f"step {draft.step}"
+        yield f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}"
+        yield f"structure {json.dumps(to_json(draft.skeleton.root))}"
+        yield from describe(self.snapshot)
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other processes before removing what was written, and raise the error as one of ours."""
@@ -444,5 +448,12 @@ class _Job:
                 then = f"The save needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
             return storage_error(error, f"saving to {self.path}", then)
         if isinstance(error, ProcessError) and not error.told:
-            return error.but(outcome(self.request.target, self.turn))
+            return _with_outcome(error, outcome(self.request.target, self.turn))
         return error
+
+
+def _with_outcome(error: ProcessError, outcome: str) -> ProcessError:
+    """The error that involves another process, with a sentence on what has become of the checkpoint."""
+    told = ProcessError(f"{error}. {outcome}")
+    told.record = error.record and {**error.record, "message": str(told)}
+    return told

@@ -404,7 +404,7 @@ def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
 def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:
     """The error that names the leaves that cannot be saved."""
     shown = "\n".join(f"  {key}: {problem}" for key, problem in problems[:_SHOWN])
-    more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    more = f"\n  … and {len(problems) - _SHOWN:,} more" if len(problems) > _SHOWN else ""
     return UnsupportedLeafError(
         f"{counted(len(problems), 'leaf', 'leaves')} cannot be saved; nothing was written:\n{shown}{more}"
     )
@@ -431,7 +431,9 @@ def _problem(value: Any, size: int) -> str | None:
         return "an abstract array (ShapeDtypeStruct) has no data"
     if callable(value):
         return f"a function or class ({getattr(value, '__name__', value)!s:.60}) is not data; remove it from the tree"
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if value is ...:
+        return "... marks a leaf that is not loaded; it is not data"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{an(kind)} is neither an array nor a plain value; register it as a pytree node or leave it out"
 
 

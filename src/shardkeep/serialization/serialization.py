@@ -11,16 +11,23 @@ import jax
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, new_target
-from shardkeep.eformer.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.eformer.manager import (
+    AsyncCheckpointManager,
+    as_dict,
+    checked_chunk_size,
+    follow_save,
+    refuse_unsaid_layout,
+)
 from shardkeep.errors import an
 from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.tree import flatten
+from shardkeep.processes.operation import join
 from shardkeep.saving.callbacks import callback_error
 from shardkeep.saving.pending import BackgroundSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
-from shardkeep.stores.location import any_path_text
+from shardkeep.stores.location import any_path_text, name_path
 
 log = logging.getLogger("shardkeep")
 
@@ -95,20 +102,22 @@ def tree_serialize_leaves(
     >>> sorted(tree_deserialize_leaves(tmp / "leaves", None))
     ['w']
     """
-    path = any_path_text(checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
-    target = new_target(path, "zarr", None, None, directory=True)
-    request = SaveRequest(target, pytree, prefix, None, True, write_index)
-    if manager is None:
-        run_save(replace(request, on_commit=commit_callback))
-    elif isinstance(manager, AsyncCheckpointManager):
-        manager.follow(replace(request, on_commit=commit_callback))
-    elif hasattr(manager, "serialize"):
-        _hand_overs.setdefault(manager, _HandOver()).add(manager, _Handed(start_save(request), commit_callback))
-    else:
-        raise TypeError(
-            "manager must be an AsyncCheckpointManager or JAX's own GlobalAsyncCheckpointManager, "
-            f"not {an(type(manager).__name__)}"
-        )
+    with join(f"saving to {name_path(checkpoint_dir)}") as operation:
+        path = any_path_text(checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
+        target = new_target(path, "zarr", None, None, directory=True)
+        request = SaveRequest(target, pytree, prefix, None, True, write_index)
+        if manager is None:
+            run_save(replace(request, on_commit=commit_callback), operation)
+        elif isinstance(manager, AsyncCheckpointManager):
+            follow_save(manager, replace(request, on_commit=commit_callback), operation)
+        elif hasattr(manager, "serialize"):
+            handed = _Handed(start_save(request, operation), commit_callback)
+            _hand_overs.setdefault(manager, _HandOver()).add(manager, handed)
+        else:
+            raise TypeError(
+                "manager must be an AsyncCheckpointManager or JAX's own GlobalAsyncCheckpointManager, "
+                f"not {an(type(manager).__name__)}"
+            )
 
 
 class _Handed(NamedTuple):
@@ -224,20 +233,21 @@ def tree_deserialize_leaves(
     >>> tree_deserialize_leaves(tmp / "leaves", None)["layers"]["0"].shape
     (2,)
     """
-    path = any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)")
-    if manager is not None:
-        manager.wait_until_finished()
-    with missing_first(path):
-        refuse_unsaid_layout(mesh, partition_rules, shardings)
-        request = Request(
-            prefix=prefix,
-            mesh=mesh,
-            rules=partition_rules,
-            shardings=shardings,
-            follow_saved=False,
-            all_jax=True,
-            in_flight=checked_chunk_size(chunk_size),
-            callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
-        )
-        skeleton, leaves, _ = load_request(path, request)
+    with join(f"loading {name_path(checkpoint_dir)}") as operation:
+        path = any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)")
+        if manager is not None:
+            manager.wait_until_finished()
+        with missing_first(path):
+            refuse_unsaid_layout(mesh, partition_rules, shardings)
+            request = Request(
+                prefix=prefix,
+                mesh=mesh,
+                rules=partition_rules,
+                shardings=shardings,
+                follow_saved=False,
+                all_jax=True,
+                in_flight=checked_chunk_size(chunk_size),
+                callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
+            )
+            skeleton, leaves, _ = load_request(path, request, operation)
     return as_dict(skeleton, leaves)

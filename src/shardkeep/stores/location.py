@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 URLS = ("gs://", "s3://")
 _ONE_SLASH = re.compile(r"\A(gs:|s3:|file:)/(?!/)")
 _SCHEME = re.compile(r"\A(gs|s3|file):/")
+_READERS = ("load", "abstract", "inspect", "verify", "delete", "tree_deserialize_leaves")  # of what `latest` may return
 _NEVER_PATHS = (numbers.Number, bytes, bytearray, memoryview, Mapping, Set, Sequence, Iterator)
 
 
@@ -95,11 +96,13 @@ def _is_tree(thing: object) -> bool:
 def _not_a_path(path: object, call: str) -> PathTypeError:
     start = f"{call}: " if call else ""
     if path is None:
-        hint = "; latest() returns None when there is no checkpoint" if call.startswith(("load", "inspect")) else ""
+        hint = "; latest() returns None when there is no checkpoint" if call.startswith(_READERS) else ""
         return PathTypeError(f"{start}None is not a path{hint}")
     kind = "an array" if _is_array(path) else an(type(path).__name__)
     if isinstance(path, bytes | bytearray | memoryview):
-        return PathTypeError(f"{start}got {path!r:.60} as path, which is {kind}; pass a str (os.fsdecode(path))")
+        return PathTypeError(
+            f"{start}the path must be a str or os.PathLike, not {kind} ({path!r:.60}); use os.fsdecode"
+        )
     names = call.partition("(")[2].rstrip(")").split(", ")
     if len(names) < 2:
         return PathTypeError(f"{start}expected a path (a str or os.PathLike), got {kind}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from shardkeep.errors import IntegrityError, counted
+from shardkeep.errors import IntegrityError, missing_of
 from shardkeep.foreign.zarr import describe
 from shardkeep.model.arrays import Region
 from shardkeep.model.manifest import StoredLeaf, Tree
@@ -28,7 +28,7 @@ def find_damage(store: Store, trees: Iterable[Tree], described: bool = True) -> 
         where = store.locate(wrong[0])
         found = sizes[wrong[0]]
         what = "is missing" if found is None else f"has {found:,} bytes instead of {files[wrong[0]]:,}"
-        more = f", and so on: {counted(len(wrong), 'file')} of {len(files):,}" if len(wrong) > 1 else ""
+        more = f"; {len(wrong):,} of {len(files):,} files are missing or have the wrong size" if len(wrong) > 1 else ""
         return f"{where} {what}{more}"
     foreign = (leaf for tree in trees for leaf in tree.leaves if leaf.kind == "zarr")
     return (
@@ -50,7 +50,7 @@ def _missing_chunks(store: Store, leaf: StoredLeaf, files: dict[str, int]) -> st
         return f"leaf {leaf.key!r}: chunks are missing in {store.locate(directory)}"
     chunks = [files.get(start + name) for name in array.chunk_names(whole)]
     if None in chunks:
-        return f"leaf {leaf.key!r}: {chunks.count(None):,} of {counted(count, 'chunk')} are missing"
+        return f"leaf {leaf.key!r}: {missing_of(chunks.count(None), count)}"
     if array.compressor is None and any(size != array.chunk_bytes for size in chunks):
         return f"leaf {leaf.key!r}: a chunk in {store.locate(directory)} is truncated"
     return None

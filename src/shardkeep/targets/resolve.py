@@ -156,6 +156,7 @@ class _Search:
         self._place, self._warn, self._most = place, warn, most
         self.store = store_at(place)
         self._found: dict[str, Found] = {}
+        self._skipped: set[str] = set()  # what the user was told about
 
     def locate(self, name: str) -> str:
         return sibling(self._place, f"{self._place}/{name}" if name else self._place)
@@ -216,7 +217,9 @@ class _Search:
         except IncompleteCheckpointError:
             pass  # a save that is running, or never finished
         except (IntegrityError, PermissionError) as error:
-            self._warn("skipping %s: %s", place, error)
+            if place not in self._skipped:
+                self._skipped.add(place)
+                self._warn("skipping %s: %s", place, error)
         except (FileNotFoundError, NotADirectoryError):
             pass
         return None

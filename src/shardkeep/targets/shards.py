@@ -58,7 +58,7 @@ def read_single(exchange: ExchangeFiles) -> tuple[Manifest, str | None]:
             # The file may have been renamed: the manifest always describes the file that it is in.
             files = (replace(tree.files[0], name=name),)
             return replace(manifest, trees={prefix: replace(tree, files=files)}), metadata.get(OVER)
-    raise IntegrityError(f"{where} is damaged: its manifest names other files")
+    raise IntegrityError(f"{where} is damaged: its manifest lists different files")
 
 
 def _text(manifest: Any) -> bytes:
@@ -77,7 +77,7 @@ def read_index(exchange: ExchangeFiles) -> Manifest | None:
     if manifest is not None and all(tree.format != "foreign" for tree in manifest.trees.values()):
         for name in sorted({file.name for tree in manifest.trees.values() for file in tree.files}):
             if _shard_header(exchange, name, where)[0].get(SAVE) != manifest.save_id:
-                raise IntegrityError(f"{exchange.store.locate(name)} belongs to another save than {where}")
+                raise IntegrityError(f"{exchange.store.locate(name)} belongs to a different save than {where}")
     return manifest
 
 
@@ -90,7 +90,7 @@ def committed_by_index(exchange: ExchangeFiles) -> Manifest | None:
         return _read_foreign_shards(exchange, weights, where)
     used = {file.name for tree in manifest.trees.values() for file in tree.files}
     if used != set(weights.values()) or len(manifest.trees) > 1:
-        raise IntegrityError(f"{where} is damaged: its manifest names other files")
+        raise IntegrityError(f"{where} is damaged: its manifest lists different files")
     return manifest if manifest.trees else None
 
 

@@ -54,8 +54,9 @@ class _LockFile:
         """`ConflictError` if the lock is held by a call that this one interrupted, and so is never released."""
         if any(o is not self and o.path == self.path and o.scope and o.scope.is_below for o in tuple(_locks)):
             raise ConflictError(
-                f"the lock {self.path} is held by a call that this one interrupted: this call was made by a signal "
-                "handler on the same thread. Nothing was done. In the handler, set a flag, and save in the loop"
+                f"a signal handler made this call while a call on the same thread holds the lock {self.path}, so "
+                "waiting for it would never end. Nothing was changed. In a signal handler, set a flag and save from "
+                "the training loop"
             )
 
     def release(self) -> None:
@@ -261,7 +262,7 @@ class LocalStore:
         old, path = self.locate(name), self.locate(new)
         directory = os.path.dirname(path)
         if not self._holds(directory):
-            raise IntegrityError(f"{path} lies behind a symbolic link that leads out of {self._root}; remove the link")
+            raise IntegrityError(f"{path} is behind a symbolic link that leads out of {self._root}; remove the link")
         for _ in range(3):
             try:
                 return os.link(old, path)
@@ -280,7 +281,7 @@ class LocalStore:
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 return _copy(old, path)
-        raise FileExistsError(errno.EEXIST, "another program makes files here", path)
+        raise FileExistsError(errno.EEXIST, "another program is creating files here", path)
 
     def sync_directory(self, name: str) -> None:
         sync_path(self.locate(name))
