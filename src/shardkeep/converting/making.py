@@ -17,6 +17,7 @@ import numpy as np
 from shardkeep.converting.blocks import BLOCK, Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
+from shardkeep.layouts.plan import LeafPlan
 from shardkeep.loading.place import check_fits
 from shardkeep.loading.read import Source, check_blocks
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
@@ -25,9 +26,12 @@ from shardkeep.model.digests import block_count
 from shardkeep.model.manifest import Piece, StoredLeaf, Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.memory import Shard
 from shardkeep.runtime.progress import Progress
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Mapping
 
+_KEPT = ("impl", "sharding", "order", "lengths")  # of what is recorded for a leaf
 _ALIGN = 64
 _MOST_MAPPINGS = 30_000  # Linux allows 65,530 per process
 
@@ -61,6 +65,30 @@ def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | No
     ):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
+
+
+def recorded_leaf(leaf: StoredLeaf, spec: ArraySpec | None) -> StoredLeaf:
+    """A leaf as the conversion records it; an array that another program wrote is recorded as a `jax.Array`."""
+    if leaf.spec is None:
+        return leaf
+    extra = {name: leaf.extra[name] for name in _KEPT if name in leaf.extra}
+    if spec != leaf.spec:
+        extra.pop("order", None)
+    return StoredLeaf(leaf.path, "jax" if leaf.kind == "zarr" else leaf.kind, spec, extra=extra)
+
+
+def snapshot_of(recorded: Sequence[StoredLeaf], made: Made) -> Snapshot:
+    """The leaves of a conversion, each with the parts that were made of it."""
+    held: dict[int, list[Region]] = {}
+    first: dict[int, int] = {}
+    for number, part in enumerate(made.parts):
+        held.setdefault(part.leaf, []).append(part.region)
+        first.setdefault(part.leaf, number)  # the parts of a leaf follow each other
+    leaves = [
+        LeafPlan(leaf.path, leaf.kind, leaf.spec, leaf.value, dict(leaf.extra), tuple(held.get(i, ())), first.get(i, 0))
+        for i, leaf in enumerate(recorded)
+    ]
+    return Snapshot(tuple(leaves), tuple(Shard(array, stable=False) for array in made.arrays))
 
 
 def make(

@@ -21,7 +21,7 @@ from shardkeep.model.manifest import no_duplicates
 from shardkeep.model.tree import Path, join_key
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.memory import ALIGN, PAGE
+from shardkeep.runtime.memory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
 FILE_LIMIT = 8 << 30
@@ -145,12 +145,10 @@ def pack(
     name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
     """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
-    # Pieces that can begin on a page do; of the others, those come first that JAX can use without a copy.
-    ordered = sorted(pieces, key=lambda p: (p.nbytes % PAGE != 0, p.nbytes % ALIGN != 0))
     entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
     notes: dict[str, str] = {}
     end = 0
-    for piece in ordered:
+    for piece in [pieces[number] for number in file_order([piece.nbytes for piece in pieces])]:
         spec = leaves[piece.leaf].spec
         assert spec is not None
         code = TO_CODE.get(dtype_name(spec.dtype))

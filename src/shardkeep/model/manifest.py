@@ -35,6 +35,11 @@ _NAMES_ON_DISK = {name: on_disk for on_disk, name in _FORMATS.items()}
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
+def add_format(name: str) -> None:
+    """Know the name of another format, which is the same on disk."""
+    _FORMATS.setdefault(name, name)
+
+
 @record
 class DataFile:
     """A file of the checkpoint: its name, its size, and the digest of the bytes in it that belong to no piece."""

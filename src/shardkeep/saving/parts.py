@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.plan import LeafPlan, SavePlan, WrittenFile
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.plan import LeafPlan, WrittenFile
 from shardkeep.model.digests import digest
 from shardkeep.model.perprocess import KIND, PerProcess
 from shardkeep.model.tree import Leaf, name_leaf
@@ -21,7 +22,7 @@ from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
 from shardkeep.saving.snapshot import Snapshot, settle_rows, unsettled_lengths
 from shardkeep.stores.base import Store
-from shardkeep.targets.transaction import Turn
+from shardkeep.targets.transaction import Transaction
 
 _PER_PROCESS = "a PerProcess value"
 
@@ -77,15 +78,15 @@ def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
 
 
 def hand_in(
-    operation: Operation, turn: Turn, written: Sequence[WrittenFile], checksums: Mapping[str, str]
+    operation: Operation, transaction: Transaction, written: Sequence[WrittenFile], checksums: Mapping[str, str]
 ) -> tuple[list[WrittenFile], dict[str, str]]:
     """The written files of all processes, in the order of the plan, and checksums: for the leader, else nothing."""
     if operation.size == 1:
         return list(written), dict(checksums)
     if not operation.leads:
         told = [[file.size, file.header_digest, file.digests] for file in written]
-        turn.note({"written": told, "checksums": dict(checksums)})
-        turn.attempted = True  # from here on the leader may commit
+        transaction.note({"written": told, "checksums": dict(checksums)})
+        transaction.attempted = True  # from here on the leader may commit
     operation.gather(len(written))
     if not operation.leads:
         return [], {}
@@ -93,17 +94,17 @@ def hand_in(
     all_checksums = dict(checksums)
     for process in range(operation.size):
         if process != LEADER:
-            part, more = _read_part(turn.target.store, turn.plan, process, turn.name)
+            part, more = _read_part(transaction.target.store, transaction.plan, process, transaction.name)
             parts[process] = iter(part)
             all_checksums.update(more)
-    return [next(parts[file.writer]) for file in turn.plan.files], all_checksums
+    return [next(parts[file.writer]) for file in transaction.plan.files], all_checksums
 
 
-def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
+def close(operation: Operation, transaction: Transaction, total: list[int]) -> list[int]:
     """Tell all processes that the save is committed; returns its totals (bytes, files)."""
     total = operation.share(total)
     if not operation.leads:
-        turn.close()
+        transaction.close()
     return total
 
 

@@ -29,11 +29,10 @@ from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.collector import collector
-from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.memory import Shard
 from shardkeep.saving.buffers import shards_of
-from shardkeep.saving.donation import donations
+from shardkeep.saving.donation import Staging
 
 _SHOWN = 10
 _SENT = 64 << 20  # bytes that go through one collective
@@ -59,7 +58,7 @@ class _Form:
 class Snapshot:
     """The leaves as they will be recorded, and the shards they consist of.
 
-    `memory` is the buffer that copied shards are in, which goes back to `donations`.
+    `memory` is where copied shards are, in the order in which files hold them. It belongs to a `Staging`.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -71,13 +70,14 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
+NOTHING = Snapshot((), ())
+
+
 @collector.paused()
 def take_snapshot(
     leaves: Sequence[Leaf],
+    staging: Staging | None = None,
     *,
-    keep: Crew | None = None,
-    watched: Sequence[jax.Array] = (),
-    copy: bool = False,
     index: int = LEADER,
     size: int = 1,
     gathered: bool = False,
@@ -86,9 +86,7 @@ def take_snapshot(
 
     Args:
         leaves: The leaves of the tree.
-        keep: The threads that copy everything the program could change, for a snapshot that outlives the call.
-        watched: Arrays that are copied too, because they are watched for donation.
-        copy: Copy every array.
+        staging: Copies everything the program could change, for a snapshot that outlives the call.
         index: The index of this process, which takes only what it will write.
         size: The number of processes.
         gathered: The leader takes all leaves, and the others none.
@@ -106,7 +104,7 @@ def take_snapshot(
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[LeafPlan] = []
     shards: list[Shard] = []
-    looked_at = {id(array) for array in watched}
+    looked_at = {id(array) for array in staging.watched} if staging is not None else set[int]()
     if size > 1:
         _stage_shares(leaves, arrays, forms, plans, shards, index, size, gathered)
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
@@ -122,11 +120,9 @@ def take_snapshot(
             if id(leaf.value) in looked_at:
                 first = plans[-1].first_held
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
-    if keep is None:
+    if staging is None:
         return Snapshot(tuple(plans), tuple(shards))
-    if copy:
-        shards = [Shard(shard.data, stable=False) for shard in shards]
-    return Snapshot(tuple(plans), *donations.settle(shards, keep))
+    return Snapshot(tuple(plans), *staging.settle(shards))
 
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:

@@ -221,8 +221,8 @@ class Transaction:
             committed = self._is_committed()
         except (ShardkeepError, OSError) as unreadable:
             raise CommitUnknownError(
-                f"saving {self.name}: the commit failed ({error}) and what is there cannot be read back ({unreadable}); "
-                "nothing was deleted. The outcome is unknown until it can be read"
+                f"saving {self.name}: the commit failed ({error}) and what is there cannot be read back "
+                f"({unreadable}); nothing was deleted. The outcome is unknown until it can be read"
             ) from error
         if not committed:
             raise error
