@@ -1,4 +1,4 @@
-"""What must stay true of the project as a whole: public names, layering, import weight, the size of one save."""
+"""What must stay true of the project as a whole: public names, layers, import weight, the size of a save and a load."""
 
 import ast
 import dataclasses
@@ -7,16 +7,14 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shardkeep
 from shardkeep.serialization import AsyncCheckpointManager, serialization, sharding_utils, utils
+from walk import WALKS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardkeep"
@@ -50,11 +48,13 @@ DOCUMENTED = {  # by eFormer
     "estimate_array_nbytes", "flatten_for_broadcast", "group_keys_by_shard_size", "is_gcs_path",
     "optimize_shard_layout", "parse_gcs_path", "read_process_array", "reshard", "to_host",
 }  # fmt: skip
+# Functions entered, files they are in, how deeply they are nested: what was reached, so they may only fall.
+MOST_IN_A_SAVE = (208, 32, 11)
+MOST_IN_A_LOAD = (181, 30, 15)
 MANAGER = {
     "check_for_errors", "close", "compute_checksum", "global_manager", "is_tensorstore", "load", "load_pytree",
     "load_tree_parallel", "safe_loadpath", "save", "save_async", "save_pytree", "save_tree", "wait_until_finished",
 }  # fmt: skip
-MOST_FUNCTIONS, MOST_FILES, MOST_DEPTH = 140, 25, 11
 
 
 def _modules() -> dict[str, Path]:
@@ -199,60 +199,12 @@ def test_import_starts_no_device_and_no_thread() -> None:
     assert _in_fresh_python(code) == [1, 0]
 
 
-class Trace:
-    """Which of our functions a call enters, in which files, and how deeply they are nested, over all threads.
-
-    Comprehensions and lambdas are read where they stand, so they count as part of the function around them.
-    """
-
-    def __init__(self) -> None:
-        self.functions: set[tuple[str, str]] = set()
-        self.deepest: list[str] = []
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or not self._counts(frame):
-            return
-        self.functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
-        stack: list[str] = []
-        caller: FrameType | None = frame
-        while caller is not None:
-            if self._counts(caller):
-                stack.append(caller.f_code.co_qualname)
-            caller = caller.f_back
-        if len(stack) > len(self.deepest):
-            self.deepest = stack[::-1]
-
-    def _counts(self, frame: FrameType) -> bool:
-        code = frame.f_code
-        return code.co_filename.startswith(str(SOURCE)) and not code.co_name.startswith("<")
-
-    @property
-    def files(self) -> set[str]:
-        return {file for file, _ in self.functions}
-
-
-def trace_save(path: Path) -> Trace:
-    """One save of a dict of two arrays, the first of the process left out of the count."""
-    tree = {"kernel": np.ones((4, 4), np.float32), "bias": np.zeros(4, np.float32)}
-    shardkeep.save(path / "first", tree)
-    trace = Trace()
-    threading.setprofile(trace)
-    sys.setprofile(trace)
-    try:
-        shardkeep.save(path / "second", tree)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return trace
-
-
-def test_one_save_is_small_enough_to_be_followed(tmp_path: Path) -> None:
-    trace = trace_save(tmp_path)
-    entered = sorted(f"{Path(file).relative_to(SOURCE)}:{name}" for file, name in trace.functions)
-    size = f"one save: {len(entered)} functions in {len(trace.files)} files, {len(trace.deepest)} deep"
-    assert len(entered) <= MOST_FUNCTIONS, "\n".join([size, *entered])
-    assert len(trace.files) <= MOST_FILES, "\n".join([size, *sorted(trace.files)])
-    assert len(trace.deepest) <= MOST_DEPTH, "\n".join([size, *trace.deepest])
+@pytest.mark.parametrize("call", WALKS)
+def test_one_call_is_small_enough_to_be_followed(call: str, tmp_path: Path) -> None:
+    """`python tests/walk.py save` or `load` shows the way it goes."""
+    walk = WALKS[call](tmp_path)
+    most = {"save": MOST_IN_A_SAVE, "load": MOST_IN_A_LOAD}[call]
+    assert all(reached <= bound for reached, bound in zip(walk.size, most, strict=True)), f"more than {most}:\n{walk}"
 
 
 def test_the_package_says_it_is_typed() -> None:

@@ -106,8 +106,8 @@ _KILLED = """
 import os, signal, sys
 import numpy as np
 import shardkeep
-from shardkeep.saving import save as saving
-saving.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from shardkeep.targets.transaction import Transaction
+Transaction.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 shardkeep.save(sys.argv[1], {"a": np.ones(1000), "b": np.ones(10)}, format=sys.argv[2])
 """
 

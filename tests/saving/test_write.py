@@ -15,7 +15,9 @@ import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.digests import BLOCK, digest
 from shardkeep.model.tree import Skeleton
@@ -23,6 +25,7 @@ from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import write as writing
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.saving.write import NewFiles, gather, write_files
 from shardkeep.stores.local.mapping import file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
@@ -49,11 +52,15 @@ def _write(
     memory: Array | None = None,
 ) -> list[WrittenFile]:
     leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
-    plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
-    shards = [Shard(array, stable) for array in arrays]
+    snapshot = Snapshot(tuple(leaves), tuple(Shard(array, stable) for array in arrays), memory)
     with Scope("a test") as scope:
         opened, crew = scope.add(NewFiles()), scope.add(Crew())
-        return write_files(LocalStore(str(root)), plan.files, plan.leaves, shards, crew, opened, progress, None, memory)
+        return write_files(LocalStore(str(root)), _plan(plans, leaves), 0, snapshot, crew, opened, progress)
+
+
+def _plan(files: list[FilePlan], leaves: list[LeafPlan]) -> SavePlan:
+    draft = Draft("0" * 32, "", Skeleton(None), {}, "")
+    return SavePlan(draft, SafetensorsLayout(), tuple(leaves), tuple(files))
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -188,7 +195,8 @@ def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, r
     leaves = [_leaf(host, regions), _leaf(last, first=8)]
     with crew_of() as crew:
         store = LocalStore(str(tmp_path))
-        (written,) = write_files(store, [plan], leaves, [*shards, Shard(last, True)], crew, NewFiles(), told.append)
+        snapshot = Snapshot(tuple(leaves), (*shards, Shard(last, True)))
+        (written,) = write_files(store, _plan([plan], leaves), 0, snapshot, crew, NewFiles(), told.append)
     assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
     raw = bits(host)
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))
