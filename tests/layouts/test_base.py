@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkeep.layouts.base import Layout, plan_save
-from shardkeep.layouts.codecs import ZSTD, codec_named
+from shardkeep.layouts.codecs import CODECS, ZSTD
 from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
@@ -176,7 +176,7 @@ def test_every_zarr_array_has_a_description_and_chunks_in_which_pieces_lie_in_or
     compression: str | None, leaves: list[LeafPlan]
 ) -> None:
     """What other programs take for one array is also each of its pieces, one after another."""
-    _, files = laid_out(ZarrLayout(codec_named(compression)), leaves)
+    _, files = laid_out(ZarrLayout(CODECS[compression]), leaves)
     found = [list(group) for _, group in itertools.groupby(files, key=lambda file: file.name.rpartition("/")[0])]
     assert len(found) == sum(leaf.spec is not None for leaf in leaves)
     for description, *chunks in found:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.layouts.codecs import codec_named
+from shardkeep.layouts.codecs import CODECS
 from shardkeep.layouts.plan import Draft, LeafPlan, PiecePlan
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition, split_counts
@@ -315,7 +315,7 @@ def test_a_split_cuts_axes_into_equal_parts(shape: list[int], itemsize: int, lim
 @pytest.mark.parametrize("shape", [(1 << 16, 1 << 13), (3, 1 << 30), (7, 11, 1 << 22), (1 << 29,), (1, 1, 1 << 29)])
 def test_large_shards_are_split_evenly_below_the_limit(compression: Any, shape: tuple[int, ...]) -> None:
     spec = ArraySpec(shape, np.dtype("f4"))
-    parts = ZarrLayout(codec_named(compression)).split(spec, Region.whole(shape))
+    parts = ZarrLayout(CODECS[compression]).split(spec, Region.whole(shape))
     assert is_partition(shape, parts)
     assert len({part.shape for part in parts}) == 1
     assert all(part.size * 4 <= (64 << 20 if compression else 256 << 20) for part in parts)

@@ -106,7 +106,7 @@ def planned(tmp_path: Path) -> Callable[..., list[str]]:
                 plans.append(LeafPlan(leaf.path, "numpy", spec, held=(Region.whole(spec.shape),)))
         target = at(tmp_path, format)
         made = plan_save(target.layout, plans, Draft(save_id, prefix, skeleton, {}, ""))
-        assert (made.save_id, made.draft.skeleton) == (save_id, skeleton)
+        assert (made.draft.save_id, made.draft.skeleton) == (save_id, skeleton)
         return target.reserve(made, None).names
 
     return plan

@@ -56,7 +56,7 @@ class Layout(Protocol):
         ...
 
     def complete(self, plan: "SavePlan", file: FilePlan, written: WrittenFile) -> bytes:
-        """The header of a file whose digests are known, as long as the one that was planned."""
+        """The header with the manifest, as long as the one that was planned. Asked for if the plan has a `document`."""
         ...
 
 
@@ -78,10 +78,6 @@ class SavePlan:
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
-    def save_id(self) -> str:
-        return self.draft.save_id
-
-    @property
     def names(self) -> list[str]:
         return [file.name for file in self.files]
 
@@ -92,8 +88,7 @@ class SavePlan:
 
     def named(self, start: str) -> "SavePlan":
         """The plan with complete names."""
-        files = self.files if not start else tuple([file.named(start + file.name) for file in self.files])
-        return replace(self, files=files, start=start)
+        return replace(self, files=tuple([file.named(start + file.name) for file in self.files]), start=start)
 
     def files_of(self, writer: int) -> list[FilePlan]:
         """The files that one of the processes writes."""

@@ -89,20 +89,13 @@ class Nibbles:
 
 
 RAW, ZSTD, NIBBLES = Raw(), Zstd(), Nibbles()
-_NAMED: dict[str | None, Codec] = {None: RAW, "zstd": ZSTD}
-
-
-def codec_named(compression: str | None) -> Codec:
-    """The codec for `compression=`; `ValueError` if there is none of this name.
-
-    >>> codec_named("zstd").level
-    1
-    """
-    if compression not in _NAMED:
-        raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
-    return _NAMED[compression]
+CODECS: dict[str | None, Codec] = {None: RAW, "zstd": ZSTD}  # by the names in manifests, which `compression=` takes
 
 
 def codec_of_encoded(compression: str | None) -> Codec:
-    """The codec of pieces that are stored encoded, in a tree with this `compression`."""
-    return NIBBLES if compression is None else codec_named(compression)
+    """The codec of the pieces that are stored encoded, in a tree with this `compression`.
+
+    >>> codec_of_encoded("zstd").level
+    1
+    """
+    return NIBBLES if compression is None else CODECS[compression]

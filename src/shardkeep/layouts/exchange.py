@@ -92,8 +92,6 @@ class ExchangeLayout:
 
     def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
         """The header of a single file with its manifest in it, made from its digests."""
-        if not plan.document:
-            return file.header
         header = json.loads(file.header[8:])
         notes = {name: text for name, text in header.pop("__metadata__").items() if name == "dtypes"}
         manifest = _manifest_of(plan, written).decode()
@@ -104,4 +102,4 @@ class ExchangeLayout:
 
 
 def _manifest_of(plan: SavePlan, written: WrittenFile) -> bytes:
-    return encode_manifest(Manifest("", plan.save_id, {plan.draft.prefix: plan.tree([written])}))
+    return encode_manifest(Manifest("", plan.draft.save_id, {plan.draft.prefix: plan.tree([written])}))

@@ -8,25 +8,17 @@ A layout from outside the package is registered under its own name, by which the
 from collections.abc import Callable
 
 from shardkeep.layouts.base import Layout
-from shardkeep.layouts.codecs import RAW, Codec, codec_named
+from shardkeep.layouts.codecs import CODECS, Codec
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.manifest import add_format
 
 Make = Callable[[Codec, int | None, bool], Layout]  # codec, size limit of a file, whether it goes to a bucket
-
-
-def _safetensors(codec: Codec, limit: int | None, bucket: bool) -> Layout:
-    if codec is not RAW:
-        raise ValueError("format='safetensors' has no compression; use format='zarr'")
-    return SafetensorsLayout(limit)
-
-
-def _zarr(codec: Codec, limit: int | None, bucket: bool) -> Layout:
-    return ZarrLayout(codec, limit, groups=bucket)
-
-
-_made: dict[str, Make] = {"safetensors": _safetensors, "zarr": _zarr, "tensorstore": _zarr}
+_made: dict[str, Make] = {
+    "safetensors": lambda codec, limit, bucket: SafetensorsLayout(limit),
+    "zarr": lambda codec, limit, bucket: ZarrLayout(codec, limit, groups=bucket),
+}
+_made["tensorstore"] = _made["zarr"]  # the name on disk, and eFormer's
 
 
 def register(name: str, make: Make) -> None:
@@ -44,12 +36,12 @@ def layout_named(name: str, compression: str | None = None, limit: int | None = 
         limit: The size limit of a file in bytes; None without one.
         bucket: Whether the files go to a bucket.
     """
-    codec = codec_named(compression)
+    if compression not in CODECS:
+        raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
     if name not in _made:
-        raise ValueError(f"format must be {_names()}, not {name!r}")
-    return _made[name](codec, limit, bucket)
-
-
-def _names() -> str:
-    """The names to choose from. "tensorstore" is the name of zarr on disk, and eFormer's."""
-    return " or ".join(repr(name) for name in _made if name != "tensorstore")
+        names = " or ".join(repr(name) for name in _made if name != "tensorstore")
+        raise ValueError(f"format must be {names}, not {name!r}")
+    layout = _made[name](CODECS[compression], limit, bucket)
+    if layout.codec.name != compression:
+        raise ValueError(f"format={name!r} has no compression; use format='zarr'")
+    return layout

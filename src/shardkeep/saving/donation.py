@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -144,6 +145,7 @@ class Donations:
         self._free.clear()
 
 
+@dataclass(eq=False)
 class Staging:
     """The memory of one snapshot that outlives the call. Add it to a `Scope`, which gives the memory back.
 
@@ -152,17 +154,17 @@ class Staging:
         copy: Whether to copy every array, and not only what the program could change.
     """
 
-    def __init__(self, crew: Crew, copy: bool = False) -> None:
-        self._crew, self._copy = crew, copy
-        self.watched: list[jax.Array] = []  # to find out whether the loop donates its arrays
-        self._shards: tuple[Shard, ...] | None = None
-        self._memory: Array | None = None
+    crew: Crew
+    copy: bool = False
+    watched: list[jax.Array] = field(default_factory=list[jax.Array])  # to find out whether the loop donates its arrays
+    _shards: tuple[Shard, ...] | None = None
+    _memory: Array | None = None
 
     def settle(self, shards: Sequence[Shard]) -> tuple[tuple[Shard, ...], Array | None]:
         """Shards that nothing can change or donate, and the memory of the copied ones."""
-        if self._copy:
+        if self.copy:
             shards = [Shard(shard.data, stable=False) for shard in shards]
-        self._shards, self._memory = donations.settle(shards, self._crew)
+        self._shards, self._memory = donations.settle(shards, self.crew)
         return self._shards, self._memory
 
     def release(self) -> None:

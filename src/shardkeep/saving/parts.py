@@ -112,7 +112,7 @@ def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[l
     """What a process noted in its record, once all its files are found with their recorded sizes."""
     files = plan.files_of(process)
     try:
-        document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
+        document = store.read(f"{store.saves}/{plan.draft.save_id}.{process}").splitlines()
         told: dict[str, Any] = json.loads(document[-1])
         part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
         there = store.sizes(file.name for file in files)

@@ -30,7 +30,7 @@ from shardkeep.saving.callbacks import Callback
 from shardkeep.saving.donation import Staging, donations
 from shardkeep.saving.parts import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
-from shardkeep.saving.snapshot import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
+from shardkeep.saving.snapshot import is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.saving.store import SaveJob
 from shardkeep.stores.location import name_path, path_text
 from shardkeep.targets.base import Target
@@ -176,9 +176,9 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
             crew = Crew(request.target.store.concurrency, more=1)
             job, leaves = _prepare(request, operation, scope, crew)
-            snapshot = _snapshot(job, leaves)
-            callback = _queue_callback(request, operation, outer)
-            job.ready(snapshot)
+            _take_snapshot(job, leaves)
+            callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
+            job.entry.enter()
             report = job.run_with_bar(request.verbose)
         # All that the save has taken is given back by now: the callback is the user's own time.
         operation.close()
@@ -206,9 +206,9 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
             arrays = ((nbytes, array) for nbytes, array in sized if isinstance(array, jax.Array))
             staging.watched = donations.watch(pair for pair in arrays if not is_prng_dtype(pair[1].dtype))
         crew.start()  # now: at the end of the program no thread can be started
-        snapshot = _snapshot(job, leaves, staging)
-        callback = _queue_callback(request, operation, outer)
-        job.ready(snapshot)
+        _take_snapshot(job, leaves, staging)
+        callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
+        job.entry.enter()
         save = BackgroundSave(target.where)
         save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
         operation.close()  # from here on, its thread tells the other processes what goes wrong
@@ -244,7 +244,9 @@ def _prepare(
     step = check_step(request.step)
     skeleton, leaves = flatten(request.tree, serialize=True)
     skeleton.mention_factories()
-    target.layout.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray | PerProcess)])
+    if target.layout.gathers:
+        arrays = [leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray | PerProcess)]
+        target.layout.check(arrays)
     draft = Draft(os.urandom(16).hex(), name, skeleton, checked, now(), request.indexed, step)
     job = SaveJob.prepare(
         target,
@@ -260,21 +262,20 @@ def _prepare(
     return job, leaves
 
 
-def _snapshot(job: SaveJob, leaves: list[Leaf], staging: Staging | None = None) -> Snapshot:
-    """The part of the tree that this process writes, in host memory."""
+def _take_snapshot(job: SaveJob, leaves: list[Leaf], staging: Staging | None = None) -> None:
+    """Take the part of the tree that this process writes to host memory."""
     operation, gathers = job.operation, job.target.layout.gathers
     if gathers and operation.size > 1:  # first: in a collective they would wait forever
         refuse_unsupported(leaves, operation.size)
         compare(operation, [f"path {job.target.where}", *outline(leaves)])
-    snapshot = take_snapshot(leaves, staging, index=operation.index, size=operation.size, gathered=gathers)
+    job.snapshot = take_snapshot(leaves, staging, index=operation.index, size=operation.size, gathered=gathers)
     leaves.clear()  # do not keep the caller's arrays longer than the snapshot needs
-    return snapshot
+    job.snapshot_seconds = time.perf_counter() - job.started
 
 
-def _queue_callback(request: SaveRequest, operation: Operation, outer: Scope) -> Callback | None:
+def _queue_callback(request: SaveRequest, outer: Scope) -> Callback:
     """The callback in its place among those of the same order. Only process 0 calls it."""
-    if request.on_commit is None or not operation.leads:
-        return None
+    assert request.on_commit is not None
     callback = outer.add(Callback(request.on_commit, request.order or object(), request.target.where, outer))
     callback.enter()
     return callback

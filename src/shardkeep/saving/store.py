@@ -56,7 +56,8 @@ def store_snapshot(
     with Scope(f"saving to {target.where}") as scope:
         crew = Crew(target.store.concurrency, more=1)
         job = SaveJob.prepare(target, draft, ALONE, scope, crew, started, overwrite=overwrite, check=check)
-        job.ready(snapshot)
+        job.snapshot = snapshot
+        job.entry.enter()
         return job.run_with_bar(verbose)
 
 
@@ -117,12 +118,6 @@ class SaveJob:
             scope.add(resource)
         return job
 
-    def ready(self, snapshot: Snapshot) -> None:
-        """Join the queue with a snapshot that was taken."""
-        self.snapshot = snapshot
-        self.snapshot_seconds = time.perf_counter() - self.started
-        self.entry.enter()
-
     def release(self) -> None:
         """Forget the snapshot, and remove the control directory if need be."""
         self.snapshot = NOTHING  # an error's traceback keeps this object alive; it must not keep the arrays
@@ -143,7 +138,8 @@ class SaveJob:
         try:
             self.entry.wait()
             clock = [time.perf_counter()]
-            self._agree()
+            if operation.size > 1 or target.layout.gathers:
+                self._agree()
             plan = self._reserve()
             priority.yield_to_training()
             written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
@@ -200,7 +196,7 @@ class SaveJob:
         self.is_tidy = False
         if operation.leads:
             plan = self.transaction.begin(plan_save(layout, leaves, self.draft), self.overwrite)
-            operation.share([plan.save_id, plan.draft.created, plan.start])
+            operation.share([plan.draft.save_id, plan.draft.created, plan.start])
             return plan
         save_id, created, start = operation.share()
         draft = replace(self.draft, save_id=save_id, created=created)

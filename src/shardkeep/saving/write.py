@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -113,7 +114,7 @@ class _FileWriter:
             segments = [self._plan.codec.encode(segments[0])]
             self.size = len(segments[0])
             self.loose_digest = digest(segments[0])
-        header = self._header()
+        header = self._header() if self._save.document else self._plan.header
         total = len(header) + sum(map(len, segments))
         file = self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
         if file is not None:
@@ -126,7 +127,7 @@ class _FileWriter:
         return WrittenFile(self.size or 0, self.loose_digest, tuple(map(tuple, self.digests)))
 
     def _header(self) -> bytes:
-        """The header, once everything is hashed: it may hold the digests."""
+        """The header with the manifest, once everything is hashed."""
         return self._save.layout.complete(self._save, self._plan, self.result())
 
     def write_large(self) -> None:
@@ -135,7 +136,7 @@ class _FileWriter:
         for part in parts:
             self._segments(part)
         before = [list(digests) for digests in self.digests]
-        header = self._header()
+        header = self._header() if self._save.document else self._plan.header
 
         def stream() -> Iterator[memoryview]:
             yield memoryview(header)
@@ -286,15 +287,15 @@ class _Run:
             _rooms.append(self._memory)
 
 
+@dataclass(eq=False)
 class NewFiles:
     """The files that a save has open. They belong to its scope and are closed after its threads have ended.
 
     A finished file is closed some files later: pages that are on the disk by then leave the page cache.
     """
 
-    def __init__(self) -> None:
-        self._open: list[NewFile] = []
-        self._finished: deque[NewFile] = deque()
+    _open: list[NewFile] = field(default_factory=list[NewFile])
+    _finished: deque[NewFile] = field(default_factory=deque[NewFile])
 
     def add(self, file: NewFile) -> NewFile:
         self._open.append(file)

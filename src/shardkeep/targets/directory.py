@@ -79,6 +79,8 @@ class Directory:
 
     def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
         inside = self.store.children("")
+        if not inside:
+            return
         foreign = self.foreign_document(inside)
         if foreign is not None:
             raise CheckpointExistsError(
@@ -86,7 +88,7 @@ class Directory:
                 "directory. Nothing was written"
             )
         # Without an index, another program's arrays are found only if nothing of ours is there.
-        if not inside or {self.store.control, MANIFEST, INDEX} & set(inside) or (overwrite and not prefix):
+        if {self.store.control, MANIFEST, INDEX} & set(inside) or (overwrite and not prefix):
             return
         with suppress(CheckpointNotFoundError):
             if self.read_if_any() is not None:
@@ -156,11 +158,11 @@ class Directory:
 
     def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
         """Clean names for the first save that claims the prefix, names with the save's id for all others."""
-        prefix = plan.draft.prefix
-        clean = plan.named(f"{prefix_directory(prefix)}/" if prefix else "")
-        if all(plan.save_id in name for name in plan.names) or self._claims(clean, current):
+        prefix, save_id = plan.draft.prefix, plan.draft.save_id
+        clean = plan.named(f"{prefix_directory(prefix)}/") if prefix else plan
+        if all(save_id in file.name for file in plan.files) or self._claims(clean, current):
             return clean
-        return plan.named(f"{own_directory(prefix, plan.save_id)}/")
+        return plan.named(f"{own_directory(prefix, save_id)}/")
 
     def _claims(self, plan: SavePlan, current: Manifest | None) -> bool:
         """Claim the clean names of a prefix for this save, permanently; False if they are claimed or in use."""

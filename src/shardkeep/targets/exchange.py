@@ -170,7 +170,7 @@ class Exchange(ExchangeFiles):
             )
         if plan.names == [SINGLE_END]:
             notes = {OVER: self._index_id() or ""} if self.store.remote else {}
-            aside = plan.named(f"{self.store.control}/{plan.save_id}")
+            aside = plan.named(f"{self.store.control}/{plan.draft.save_id}")
             return replace(aside, document=self.single, notes=notes)
         if self.store.remote and self.store.size(self.single) is not None:
             # It would have to be removed, and the request to remove it could arrive late and remove a newer one.
@@ -180,7 +180,8 @@ class Exchange(ExchangeFiles):
                 f"{_SINGLE_LIMIT:,} bytes). Nothing was written"
             )
         clean = plan.named(self.base)
-        return plan.named(f"{self.base}-{plan.save_id}") if self.store.remote or self._is_in_use(clean.names) else clean
+        is_free = not self.store.remote and not self._is_in_use(clean.names)
+        return clean if is_free else plan.named(f"{self.base}-{plan.draft.save_id}")
 
     def _is_in_use(self, names: Sequence[str]) -> bool:
         running = self.store.children(self.store.saves)
@@ -215,7 +216,7 @@ class Exchange(ExchangeFiles):
         """Commit a single file in a bucket. An existing index is replaced by one that names the file."""
         (file,) = plan.files
         over = plan.notes[OVER] or None
-        if set(self.store.children(self.store.saves)) - {plan.save_id}:
+        if set(self.store.children(self.store.saves)) - {plan.draft.save_id}:
             self._fence_index()  # the index of another save may be on its way
         self.store.rename(file.name, self.single)
         weights = {"weight_map": {piece.name: self.single for piece in file.pieces}}

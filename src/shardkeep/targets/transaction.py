@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from shardkeep.errors import (
     CheckpointExistsError,
@@ -37,6 +38,7 @@ _COMMITTED = "The new checkpoint was committed nevertheless, and is complete"
 _NOT_COMMITTED = "Nothing was committed; what was there before is intact"
 
 
+@dataclass(eq=False)
 class Transaction:
     """One save's change of a checkpoint, from `begin` until it is committed or released. Add it to a `Scope`.
 
@@ -45,20 +47,14 @@ class Transaction:
         writer: The index of this process. Only the leader commits.
     """
 
-    def __init__(self, target: Target, writer: int = LEADER) -> None:
-        self.target, self.writer = target, writer
-        self.leader_gave_up = False  # the leader has reported an error and will not commit
-        self.attempted = False  # the commit may have started: only reading back shows whether it happened
-        self._plan: SavePlan | None = None
-        self._held: Held | None = None
-        self._replaced: str | None = None  # the id of the tree that was there when the save began
-        self._closed = False
-
-    @property
-    def plan(self) -> SavePlan:
-        """The plan, with the names that were reserved."""
-        assert self._plan is not None
-        return self._plan
+    target: Target
+    writer: int = LEADER
+    plan: SavePlan = field(init=False)  # with the names that were reserved, from `begin` or `follow` on
+    leader_gave_up: bool = False  # the leader has reported an error and will not commit
+    attempted: bool = False  # the commit may have started: only reading back shows whether it happened
+    _held: Held | None = None
+    _replaced: str | None = None  # the id of the tree that was there when the save began
+    _closed: bool = False
 
     @property
     def name(self) -> str:
@@ -68,7 +64,7 @@ class Transaction:
         """Open the checkpoint and reserve names for the plan, which is returned with them. Done by the leader."""
         target, prefix = self.target, plan.draft.prefix
         target.refuse_foreign(prefix, overwrite)  # before the lock creates anything
-        self._plan = plan
+        self.plan = plan
         with locked(target):
             current = clean_up(target, target.read_to_replace(overwrite))
             existing = current.trees.get(prefix) if current else None
@@ -76,7 +72,7 @@ class Transaction:
                 damage = _damage_or_refuse(target, prefix, existing)
                 log.warning("%s is damaged: %s. This save replaces it", self.name, damage)
             self._replaced = existing.save_id if existing else None
-            self._plan = target.reserve(plan, current)
+            self.plan = target.reserve(plan, current)
             free = target.store.free_bytes()
             if free is not None and plan.nbytes + _SLACK > free:
                 raise NotEnoughSpaceError(
@@ -89,8 +85,8 @@ class Transaction:
     def follow(self, plan: SavePlan) -> None:
         """Take part with the names that the leader has reserved. No lock is needed."""
         store = self.target.store
-        self._plan = plan
-        if store.size(f"{store.saves}/{plan.save_id}") is None:
+        self.plan = plan
+        if store.size(f"{store.saves}/{plan.draft.save_id}") is None:
             raise StorageError(
                 f"saving to {self.target.where}: process {LEADER} sees a different directory at this path. All "
                 "processes must save to the same shared directory or bucket. Nothing was written"
@@ -101,7 +97,7 @@ class Transaction:
         """Record durably, before anything is written, which names this process will use."""
         store, plan = self.target.store, self.plan
         suffix = "" if self.writer == LEADER else f".{self.writer}"
-        self._held = store.hold(f"{store.saves}/{plan.save_id}{suffix}")
+        self._held = store.hold(f"{store.saves}/{plan.draft.save_id}{suffix}")
         self._held.take(record_lines([file.name for file in plan.files_of(self.writer)], plan.draft.created))
 
     def note(self, told: object) -> None:
@@ -141,7 +137,7 @@ class Transaction:
         """Whether what is committed now is this save."""
         now = self.target.read_if_any()
         tree = now.trees.get(self.plan.draft.prefix) if now else None
-        return tree is not None and tree.save_id == self.plan.save_id
+        return tree is not None and tree.save_id == self.plan.draft.save_id
 
     def commit(self, tree: Tree) -> None:
         """Make the tree part of the checkpoint. An error says whether it was committed."""
@@ -153,7 +149,8 @@ class Transaction:
                 replaced = current.trees.get(prefix) if current else None
                 if self.attempted and replaced is not None and replaced.save_id == tree.save_id:
                     return self._retire(tree, current, old)  # only the answer was lost, and then another process fenced
-                tree = target.adopt(prefix, tree, current)
+                if self.plan.start:
+                    tree = target.adopt(prefix, tree, current)
                 old = self._prepare(tree, replaced)
                 self.attempted = True
                 try:
@@ -247,7 +244,7 @@ class Transaction:
 
         No lock is taken: a leader that died or was stopped during the commit may hold it.
         """
-        store, save_id = self.target.store, self.plan.save_id
+        store, save_id = self.target.store, self.plan.draft.save_id
         if store.remote:
             fence(self.target, save_id)
             final = not self.target.layout.gathers  # the put of a single exchange file may already be on its way
