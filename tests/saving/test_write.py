@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import ZSTD
 from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, WrittenFile
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.arrays import Array, ArraySpec, Region
@@ -157,7 +158,7 @@ def test_many_small_files_are_each_their_own(tmp_path: Path) -> None:
 
 def test_a_compressed_file_tells_its_size_and_the_digest_of_what_is_in_it(tmp_path: Path) -> None:
     array = np.arange(100_000, dtype=np.int32)
-    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None)], [array])
+    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None, codec=ZSTD)], [array])
     data = (tmp_path / "f").read_bytes()
     assert written.size == len(data) < array.nbytes
     assert zstandard.decompress(data) == bits(array)
