@@ -1,16 +1,30 @@
-"""Every test runs on eight CPU devices; `from support import …` works in every test file."""
+"""Every test runs on eight CPU devices.
+
+`from support import …` and `from faults import …` work in every test file, and in the programs that tests start.
+"""
 
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from faults.spawner import Spawner
+    from shardkeep.processes.group import Group
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+ROOT = Path(__file__).parents[1]
+PATH = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = PATH
+_inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*PATH, *filter(None, _inherited)]))
 
 signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever was inherited: tests and the programs they start get signals
 
@@ -29,3 +43,21 @@ settings.load_profile("shardkeep")
 def _tmp_in_doctests(doctest_namespace: dict[str, object], tmp_path: Path) -> None:
     """Docstring examples write below `tmp`."""
     doctest_namespace["tmp"] = tmp_path
+
+
+@pytest.fixture(scope="module")
+def spawner() -> Iterator["Spawner"]:
+    """Starts processes under fault."""
+    from faults.spawner import Spawner  # only where it is needed: it compiles a library
+
+    with Spawner() as spawner:
+        yield spawner
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list["Group"]]:
+    """Three processes' worth of groups, in this one."""
+    from multiprocess.service import groups
+
+    with groups(3) as made:
+        yield made

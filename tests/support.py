@@ -22,12 +22,11 @@ from jax import tree_util
 from jax.sharding import Mesh
 
 import shardkeep
+from shardkeep.model.arrays import Region
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import Held, Store
 from signals import START
-
-TESTS = Path(__file__).parent
 
 for _name in shardkeep.__all__:  # imported now: who becomes another user may not be able to read the sources any more
     getattr(shardkeep, _name)
@@ -155,6 +154,14 @@ def mesh_of(*shape: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]).reshape(shape), tuple("abc"[: len(shape)]))
 
 
+def grid_of(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Region]:
+    """The regions of the shards of an array that is cut into that many parts along each dimension."""
+    step = [n // k for n, k in zip(shape, counts, strict=True)]
+    return [
+        Region(tuple(i * n for i, n in zip(index, step, strict=True)), tuple(step)) for index in np.ndindex(*counts)
+    ]
+
+
 def pattern(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """An array whose bits run through everything its dtype can hold, NaNs included."""
     dtype = np.dtype(dtype)
@@ -215,7 +222,7 @@ def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 10
 
     It has the signals of a program that was started from a terminal.
     """
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": with_tests()}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     env.update(environment)
     start = START + "import jax, jax.numpy as jnp, numpy as np, shardkeep\nfrom support import *\n"
     done = subprocess.run(
@@ -228,11 +235,6 @@ def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 10
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def with_tests() -> str:
-    """The `PYTHONPATH` for a program that uses the tests' modules and the same shardkeep as the tests."""
-    return os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 
 
 __all__ = [
@@ -251,7 +253,6 @@ __all__ = [
     "pattern",
     "run_python",
     "save_as",
-    "with_tests",
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from shardkeep.catalog import find
 from shardkeep.cli.main import main
+from shardkeep.stores.location import location
 from support import record
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
@@ -57,6 +58,12 @@ class Run:
         return result.document
 
 
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, in this process."""
+    return Run(capsys)
+
+
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **more}
 
@@ -93,7 +100,7 @@ def leave_dead_save(path: Path, save_id: str = DEAD) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     else:
         path.mkdir(parents=True, exist_ok=True)
-    store = find(path).store
+    store = find(location(path)).store
     name = f"{store.control}/{save_id}.tmp" if path.suffix else f"{save_id}-00000.safetensors"
     if not store.children(store.saves):
         record(store, save_id, [name]).release()
@@ -106,8 +113,10 @@ _KILLED = """
 import os, signal, sys
 import numpy as np
 import shardkeep
-from shardkeep.targets.transaction import Transaction
-Transaction.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+def die_at_the_commit(event, arguments):
+    if event == "open" and "manifest.json." in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(die_at_the_commit)
 shardkeep.save(sys.argv[1], {"a": np.ones(1000), "b": np.ones(10)}, format=sys.argv[2])
 """
 

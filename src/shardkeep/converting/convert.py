@@ -32,6 +32,7 @@ from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.store import store_snapshot
+from shardkeep.stores.location import location
 from shardkeep.targets.base import Target
 from shardkeep.targets.exchange import Exchange, parse_size
 from shardkeep.targets.running import now
@@ -121,7 +122,7 @@ def _target(wanted: Conversion) -> Target:
     except ValueError as error:
         raise UsageError(f"--max-shard-size: {error}") from None
     try:
-        return new_target(wanted.destination, wanted.format, wanted.compression, wanted.max_shard_size)
+        return new_target(location(wanted.destination), wanted.format, wanted.compression, wanted.max_shard_size)
     except ValueError as error:
         raise UsageError(f"{wanted.destination}: {error}".replace("max_shard_size", "--max-shard-size")) from None
 

@@ -13,7 +13,6 @@ from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, Written
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
 from shardkeep.model.tree import Path
-from shardkeep.runtime.collector import collector
 
 
 class Layout(Protocol):
@@ -94,7 +93,6 @@ class SavePlan:
         """The files that one of the processes writes."""
         return [file for file in self.files if file.writer == writer]
 
-    @collector.paused()
     def tree(self, written: Sequence[WrittenFile]) -> Tree:
         """The Tree to commit, once sizes and digests are known."""
         draft = self.draft
@@ -126,7 +124,6 @@ class SavePlan:
         )
 
 
-@collector.paused()
 def plan_save(layout: Layout, leaves: Sequence[LeafPlan], draft: Draft) -> SavePlan:
     """What a save of these leaves writes, wherever it goes."""
     pieces = plan_pieces(leaves, layout.split, layout.whole)

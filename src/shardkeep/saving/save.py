@@ -21,6 +21,7 @@ from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Leaf, flatten
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import Operation, join
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, budget
 from shardkeep.runtime.priority import priority
@@ -32,7 +33,7 @@ from shardkeep.saving.parts import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.saving.store import SaveJob
-from shardkeep.stores.location import name_path, path_text
+from shardkeep.stores.location import location, name_path
 from shardkeep.targets.base import Target
 from shardkeep.targets.running import now
 from shardkeep.targets.transaction import refuse_existing
@@ -87,7 +88,7 @@ def save(
     100
     """
     with join(f"saving to {name_path(path)}") as operation:
-        target = new_target(path_text(path, "save(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step)
         return run_save(request, operation)
 
@@ -139,7 +140,7 @@ def save_async(
     1
     """
     with join(f"saving to {name_path(path)}") as operation:
-        target = new_target(path_text(path, "save_async(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save_async(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
         return PendingSave(start_save(request, operation))
 
@@ -268,7 +269,8 @@ def _take_snapshot(job: SaveJob, leaves: list[Leaf], staging: Staging | None = N
     if gathers and operation.size > 1:  # first: in a collective they would wait forever
         refuse_unsupported(leaves, operation.size)
         compare(operation, [f"path {job.target.where}", *outline(leaves)])
-    job.snapshot = take_snapshot(leaves, staging, index=operation.index, size=operation.size, gathered=gathers)
+    with collector.paused():
+        job.snapshot = take_snapshot(leaves, staging, index=operation.index, size=operation.size, gathered=gathers)
     leaves.clear()  # do not keep the caller's arrays longer than the snapshot needs
     job.snapshot_seconds = time.perf_counter() - job.started
 

@@ -20,6 +20,7 @@ from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import to_json
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import ALONE, Operation
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Bar, Progress
@@ -152,7 +153,8 @@ class SaveJob:
             if checksums:
                 self.draft.metadata["checksum"].update(checksums)
             if operation.leads:
-                tree = plan.tree(everyones)
+                with collector.paused():
+                    tree = plan.tree(everyones)
                 self.check(tree)
                 transaction.commit(tree)
             total = close(operation, transaction, [sum(file.size for file in everyones), len(everyones)])
@@ -195,12 +197,15 @@ class SaveJob:
         layout, leaves, operation = self.target.layout, self.snapshot.leaves, self.operation
         self.is_tidy = False
         if operation.leads:
-            plan = self.transaction.begin(plan_save(layout, leaves, self.draft), self.overwrite)
+            with collector.paused():
+                plan = plan_save(layout, leaves, self.draft)
+            plan = self.transaction.begin(plan, self.overwrite)
             operation.share([plan.draft.save_id, plan.draft.created, plan.start])
             return plan
         save_id, created, start = operation.share()
         draft = replace(self.draft, save_id=save_id, created=created)
-        plan = plan_save(layout, () if layout.gathers else leaves, draft).named(start)
+        with collector.paused():
+            plan = plan_save(layout, () if layout.gathers else leaves, draft).named(start)
         self.transaction.follow(plan)
         return plan
 

@@ -19,6 +19,7 @@ from shardkeep.eformer.manager import (
     refuse_unsaid_layout,
 )
 from shardkeep.errors import an
+from shardkeep.jaxapi import finish_on_thread
 from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
 from shardkeep.loading.shardings import Rules
@@ -27,7 +28,7 @@ from shardkeep.processes.operation import join
 from shardkeep.saving.callbacks import callback_error
 from shardkeep.saving.pending import BackgroundSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
-from shardkeep.stores.location import any_path_text, name_path
+from shardkeep.stores.location import any_path_text, location, name_path
 
 log = logging.getLogger("shardkeep")
 
@@ -104,7 +105,7 @@ def tree_serialize_leaves(
     """
     with join(f"saving to {name_path(checkpoint_dir)}") as operation:
         path = any_path_text(checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
-        target = new_target(path, "zarr", None, None, directory=True)
+        target = new_target(location(path), "zarr", None, None, directory=True)
         request = SaveRequest(target, pytree, prefix, None, True, write_index)
         if manager is None:
             run_save(replace(request, on_commit=commit_callback), operation)
@@ -171,18 +172,7 @@ class _HandOver:
             manager.wait_until_finished()
         except Exception as error:  # noqa: BLE001  (raised by the commit step)
             self._failure = error
-        if jax.process_count() == 1:
-            manager.serialize([], [], on_commit_callback=self._commit)
-            return
-        # With several processes it would run the commit step on the first one only, behind barriers that are counted.
-        manager._thread = threading.Thread(target=self._commit_for, args=(manager,), name="shardkeep-hand-over")
-        manager._thread.start()
-
-    def _commit_for(self, manager: Any) -> None:
-        try:
-            self._commit()
-        except Exception as error:  # noqa: BLE001  (raised by the manager's next wait)
-            manager._exception = error
+        finish_on_thread(manager, self._commit)
 
     def _commit(self) -> None:
         failure, self._failure = self._failure, None
@@ -234,10 +224,10 @@ def tree_deserialize_leaves(
     (2,)
     """
     with join(f"loading {name_path(checkpoint_dir)}") as operation:
-        path = any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)")
+        place = location(any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)"))
         if manager is not None:
             manager.wait_until_finished()
-        with missing_first(path):
+        with missing_first(place):
             refuse_unsaid_layout(mesh, partition_rules, shardings)
             request = Request(
                 prefix=prefix,
@@ -249,5 +239,5 @@ def tree_deserialize_leaves(
                 in_flight=checked_chunk_size(chunk_size),
                 callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
             )
-            skeleton, leaves, _ = load_request(path, request, operation)
+            skeleton, leaves, _ = load_request(place, request, operation)
     return as_dict(skeleton, leaves)

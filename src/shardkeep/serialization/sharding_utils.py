@@ -16,7 +16,7 @@ from shardkeep.loading.select import logical_shape
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
 from shardkeep.model.manifest import StoredLeaf
 from shardkeep.model.tree import flatten, nest
-from shardkeep.stores.location import any_path_text
+from shardkeep.stores.location import any_path_text, location
 
 log = logging.getLogger("shardkeep")
 
@@ -75,7 +75,7 @@ def create_sharding_tree_from_index(
             `/`), `shape` and `dtype`, or None (replicated on `mesh`, or over all devices).
     """
     call = "create_sharding_tree_from_index(checkpoint_dir, mesh)"
-    _, manifest = open_checkpoint(any_path_text(checkpoint_dir, call))
+    _, manifest = open_checkpoint(location(any_path_text(checkpoint_dir, call)))
     leaves = [leaf for leaf in manifest.tree(prefix).leaves if leaf.spec is not None]
     return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in leaves])
 

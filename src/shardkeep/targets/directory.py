@@ -21,6 +21,7 @@ from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
+from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import Store
 from shardkeep.targets import publishing
 from shardkeep.targets.base import name_tree
@@ -63,7 +64,8 @@ class Directory:
             raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
         if is_foreign_manifest(document) and not self._is_ours(self.store.children("")):
             return None
-        return decode_manifest(document, self.where, self.store.locate(MANIFEST))
+        with collector.paused():
+            return decode_manifest(document, self.where, self.store.locate(MANIFEST))
 
     def _is_ours(self, inside: Collection[str]) -> bool:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
