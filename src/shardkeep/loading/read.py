@@ -1,15 +1,14 @@
 """Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
 import errno
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import zstandard
 
 from shardkeep.errors import IntegrityError, MissingDataError
+from shardkeep.layouts.codecs import codec_of_encoded
 from shardkeep.loading.plan import Fetch, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
@@ -374,21 +373,10 @@ def unpack(
     _read_exactly(file, piece.offset, packed, where)
     if record.header_digest is not None and compression is not None and digest(packed.data) != record.header_digest:
         raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not match its digest")
-    if compression is None:  # two 4-bit floats per byte, the low half first, as other programs write them
-        memory[0::2] = packed & 15
-        memory[1::2] = packed >> 4
-        return
     try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed.data)) as reader:
-            view = memoryview(memory.data)
-            filled = 0
-            while filled < piece.length and (count := reader.readinto(view[filled:])):
-                filled += count
-            complete = filled == piece.length and not reader.read(1)
-    except zstandard.ZstdError as error:
+        codec_of_encoded(compression).decode(packed, memory)
+    except ValueError as error:
         raise IntegrityError(f"leaf {key!r}: {where} is damaged: {error}") from error
-    if not complete:
-        raise IntegrityError(f"leaf {key!r}: {where} is damaged: it does not decompress to {piece.length:,} bytes")
 
 
 def _read_exactly(file: StoredFile, offset: int, buffer: Array, where: str) -> None:
