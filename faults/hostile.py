@@ -25,7 +25,7 @@ from shardkeep.foreign.pickles import decode_pickle, plain_value
 from shardkeep.foreign.zarr import describe
 from shardkeep.loading.read import Source, unpack
 from shardkeep.model.digests import digest, seal
-from shardkeep.model.perprocess import Rows
+from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.runtime.memory import aligned_empty
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import Exchange
@@ -70,7 +70,7 @@ class Case:
             if len(text) % 4 == 0:  # it takes longer than all the rest
                 tree.skeleton.rebuild([0] * len(tree.leaves))
             source = Source(store, tree.files, tree.compression)  # type: ignore[arg-type]
-            for leaf in tree.leaves:
+            for leaf in tree.arrays:
                 for piece in leaf.pieces:
                     if piece.stored is not None and piece.length < 1 << 20:
                         with source.open(piece.file, leaf.key) as file:
@@ -232,7 +232,7 @@ def _per_process(room: Path) -> Case:
 
     def parse(text: bytes) -> None:
         raw = np.frombuffer(whole(text), np.uint8)
-        Rows((raw.size,), raw.size).decode(0, raw, "p")
+        PerProcessRows((raw.size,), raw.size).decode(0, raw, "p")
 
     return Case(
         "a value of a process", {**files, **close(start := files["p/0.0"][8 : 8 + length])}, start, close, parse=parse

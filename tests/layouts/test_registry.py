@@ -10,11 +10,11 @@ import pytest
 
 import shardkeep
 from shardkeep.layouts import registry
-from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray
 from shardkeep.layouts.registry import layout_named, register
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
-from shardkeep.model import manifest
+from shardkeep.model import document
 from support import assert_same
 
 
@@ -24,14 +24,14 @@ class BareLayout(SafetensorsLayout):
 
     name: str = "bare"
 
-    def lay_out(self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         return [FilePlan(f"{draft.save_id}-{i}.bin", b"", (p,), p.nbytes, p.writer) for i, p in enumerate(pieces)]
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(registry, "_made", dict(registry._made))
-    monkeypatch.setattr(manifest, "_FORMATS", dict(manifest._FORMATS))
+    monkeypatch.setattr(document, "_FORMATS", dict(document._FORMATS))
     register("bare", lambda codec, limit, bucket: BareLayout(limit))
     return "bare"
 

@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from dtypes import EXTENDED, NO_ZARR_NAME, NUMPY, SIX_BITS, TIMES, WIDE, dtype_of
 from shardkeep.layouts.codecs import CODECS
-from shardkeep.layouts.plan import Draft, LeafPlan, PiecePlan
+from shardkeep.layouts.plan import Draft, PiecePlan, StagedArray
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition, split_counts
+from shardkeep.model.leaves import UNSHARDED
 from shardkeep.model.tree import Skeleton
 from shardkeep.stores.local.mapping import Pages
 from support import assert_same, bits, mesh_of, pattern
@@ -153,7 +154,7 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
     counts = [n // k for n, k in zip(shape, shard, strict=True)]
     regions = cut(Region.whole(shape), counts)
     pieces = [PiecePlan(0, region, region.size * 2, ((i, region),)) for i, region in enumerate(regions)]
-    leaf = LeafPlan(("w",), "jax", spec, held=tuple(regions))
+    leaf = StagedArray(("w",), spec, UNSHARDED, tuple(regions))
     description, *files = ZarrLayout().lay_out([leaf], pieces, DRAFT)
     assert tuple(json.loads(description.header)["chunks"]) == expected
     assert sum(file.size or 0 for file in files) == spec.nbytes
@@ -163,7 +164,7 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
 def test_an_empty_array_of_several_processes_has_chunks() -> None:
     """Each writes a part of it, and all of them are empty."""
     regions = [Region((0, 0), (0, 4)), Region((0, 4), (0, 4))]
-    leaf = LeafPlan(("w",), "jax", ArraySpec((0, 8), np.dtype("f4")), held=tuple(regions))
+    leaf = StagedArray(("w",), ArraySpec((0, 8), np.dtype("f4")), UNSHARDED, tuple(regions))
     pieces = [PiecePlan(0, region, 0, ((i, region),), writer=i) for i, region in enumerate(regions)]
     description, *_ = ZarrLayout().lay_out([leaf], pieces, DRAFT)
     assert json.loads(description.header)["chunks"] == [1, 4]
@@ -172,7 +173,7 @@ def test_an_empty_array_of_several_processes_has_chunks() -> None:
 def test_a_chunk_is_written_by_one_process() -> None:
     """Four processes with two of eight shards each, in rows or in columns; or one by one, in turns."""
     regions = cut(Region.whole((8, 1 << 20)), (8, 1))
-    leaf = LeafPlan(("w",), "jax", ArraySpec((8, 1 << 20), np.dtype("u1")), held=tuple(regions))
+    leaf = StagedArray(("w",), ArraySpec((8, 1 << 20), np.dtype("u1")), UNSHARDED, tuple(regions))
     for writers, expected in (([0, 0, 1, 1, 2, 2, 3, 3], 2), ([0, 1, 2, 3] * 2, 1), ([0] * 8, 8), ([0] * 7 + [1], 1)):
         pieces = [
             PiecePlan(0, r, 1 << 20, ((i, r),), writer=w) for i, (r, w) in enumerate(zip(regions, writers, strict=True))

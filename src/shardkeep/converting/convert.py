@@ -25,7 +25,8 @@ from shardkeep.converting.usage import UsageError
 from shardkeep.errors import IntegrityError
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.arrays import parse_dtype
-from shardkeep.model.manifest import StoredLeaf, Tree, check_prefix
+from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
@@ -151,7 +152,11 @@ def _convert_tree(
     recorded = [recorded_leaf(leaf, spec) for leaf, spec in zip(tree.leaves, specs, strict=True)]
     with steady(opened), show("reading", tree.nbytes) as progress:
         made = make(opened, tree, specs, target.layout.gathers, _scratch_directory(target), progress)
-    changed = [leaf.path for leaf, spec in zip(tree.leaves, specs, strict=True) if leaf.spec != spec]
+    changed = [
+        leaf.path
+        for leaf, spec in zip(tree.leaves, specs, strict=True)
+        if isinstance(leaf, StoredArray) and leaf.spec != spec
+    ]
     draft = Draft(
         save_id=os.urandom(16).hex(),
         prefix=check_prefix(prefix) if prefix else "",
@@ -170,7 +175,7 @@ def _convert_tree(
 
 def _compare(source: Tree, written: Tree) -> None:
     """Before the commit: arrays that were not cast must still have the digests they were saved with."""
-    for old, new in zip(source.leaves, written.leaves, strict=True):
+    for old, new in zip(source.arrays, written.arrays, strict=True):
         if old.spec != new.spec:
             continue
         known = {piece.region: piece.digests for piece in old.pieces if piece.digests is not None}
@@ -195,7 +200,7 @@ def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) ->
     metadata = dict(tree.metadata)
     if not {"checksum", "array_metadata"} <= metadata.keys():
         return metadata
-    arrays = [leaf for leaf in recorded if leaf.spec is not None]
+    arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
     leaves = dict(zip(dotted_names([leaf.path for leaf in arrays]), arrays, strict=True))
     checksums, described = metadata["checksum"], metadata["array_metadata"]
     if isinstance(checksums, dict):
@@ -205,6 +210,6 @@ def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) ->
         kept = {name: facts for name, facts in described.items() if name in leaves}
         for name in kept:
             if leaves[name].path in changed:
-                kept[name] = {"shape": list(leaves[name].shape or ()), "dtype": leaves[name].dtype}
+                kept[name] = {"shape": list(leaves[name].shape), "dtype": leaves[name].dtype}
         metadata["array_metadata"] = kept
     return metadata

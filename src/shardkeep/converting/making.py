@@ -17,13 +17,14 @@ import numpy as np
 from shardkeep.converting.blocks import BLOCK, Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
-from shardkeep.layouts.plan import LeafPlan
+from shardkeep.layouts.plan import StagedArray, StagedValue
 from shardkeep.loading.place import check_fits
 from shardkeep.loading.read import Source, check_blocks
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
 from shardkeep.model.digests import block_count
-from shardkeep.model.manifest import Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.memory import Shard
@@ -31,7 +32,6 @@ from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Mapping
 
-_KEPT = ("impl", "sharding", "order", "lengths")  # of what is recorded for a leaf
 _ALIGN = 64
 _MOST_MAPPINGS = 30_000  # Linux allows 65,530 per process
 
@@ -56,25 +56,24 @@ class Made:
 
 def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
     """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
+    if not isinstance(leaf, StoredArray):
+        return None
     spec = leaf.spec
-    if (
-        spec is None
-        or dtype is None
-        or leaf.kind in ("prng", "per_process")
-        or kind_of(spec.dtype) in ("other", "bool")
-    ):
+    if dtype is None or not leaf.holds_numbers or kind_of(spec.dtype) in ("other", "bool"):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
 
 
 def recorded_leaf(leaf: StoredLeaf, spec: ArraySpec | None) -> StoredLeaf:
     """A leaf as the conversion records it; an array that another program wrote is recorded as a `jax.Array`."""
-    if leaf.spec is None:
+    if spec is None or not isinstance(leaf, StoredArray):
         return leaf
-    extra = {name: leaf.extra[name] for name in _KEPT if name in leaf.extra}
-    if spec != leaf.spec:
-        extra.pop("order", None)
-    return StoredLeaf(leaf.path, "jax" if leaf.kind == "zarr" else leaf.kind, spec, extra=extra)
+    origin = leaf.origin
+    if isinstance(origin, ForeignArray):
+        origin = UNSHARDED
+    elif isinstance(origin, NumpyArray) and spec != leaf.spec:
+        origin = NATIVE  # a cast array has the machine's own byte order
+    return StoredArray(leaf.path, spec, (), origin)
 
 
 def snapshot_of(recorded: Sequence[StoredLeaf], made: Made) -> Snapshot:
@@ -85,7 +84,9 @@ def snapshot_of(recorded: Sequence[StoredLeaf], made: Made) -> Snapshot:
         held.setdefault(part.leaf, []).append(part.region)
         first.setdefault(part.leaf, number)  # the parts of a leaf follow each other
     leaves = [
-        LeafPlan(leaf.path, leaf.kind, leaf.spec, leaf.value, dict(leaf.extra), tuple(held.get(i, ())), first.get(i, 0))
+        StagedArray(leaf.path, leaf.spec, leaf.origin, tuple(held.get(i, ())), first.get(i, 0))
+        if isinstance(leaf, StoredArray)
+        else StagedValue(leaf.path, leaf.value)
         for i, leaf in enumerate(recorded)
     ]
     return Snapshot(tuple(leaves), tuple(Shard(array, stable=False) for array in made.arrays))
@@ -109,7 +110,7 @@ def make(
     made = Made([], [], 0, maker.lost)
     scratch: list[tuple[int, int]] = []  # (part, where it begins)
     for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
-        if spec is None:
+        if spec is None or not isinstance(leaf, StoredArray):
             continue
         regions = _regions(leaf, whole)
         direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
@@ -120,7 +121,12 @@ def make(
                 scratch.append((len(made.parts) - 1, made.scratch))
                 made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
     rooms = _allot(made, scratch, directory)
-    tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
+    tasks = [
+        task
+        for number, leaf in enumerate(tree.leaves)
+        if number in rooms and isinstance(leaf, StoredArray)
+        for task in maker.filling(leaf, rooms[number])
+    ]
     run_tasks([*maker.checks, *tasks])
     return made
 
@@ -137,16 +143,15 @@ def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> di
     return rooms
 
 
-def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
+def _regions(leaf: StoredArray, whole: bool) -> list[Region]:
     """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
-    assert leaf.spec is not None
     even = len({piece.region.shape for piece in leaf.pieces}) == 1
-    if whole or leaf.kind == "zarr" or not even:
+    if whole or isinstance(leaf.origin, ForeignArray) or not even:
         return [Region.whole(leaf.spec.shape)]
     return [piece.region for piece in leaf.pieces]
 
 
-def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+def _is_stored_so(leaf: StoredArray, regions: Sequence[Region]) -> bool:
     """Whether the stored bytes of each part are the bytes to save."""
     pieces = leaf.pieces
     return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
@@ -163,9 +168,8 @@ class _Maker:
         self._maps: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
-    def mapped(self, leaf: StoredLeaf, piece: Piece) -> Array:
+    def mapped(self, leaf: StoredArray, piece: Piece) -> Array:
         """A piece, memory-mapped from its file; it is verified later, by one of `checks`."""
-        assert leaf.spec is not None
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
         if piece.file not in self._maps:
@@ -188,7 +192,7 @@ class _Maker:
         check_blocks(piece, first, last, mapping.data[start:end], leaf.key, where)
         self._progress(end - start)
 
-    def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
+    def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
         """Tasks that read a leaf into its memory, block by block."""
 
         def fill(region: Region) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shardkeep.layouts.codecs import Codec
-from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, WrittenFile, plan_pieces
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, plan_pieces
 from shardkeep.model.arrays import ArraySpec, Region
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import Piece, StoredArray, StoredValue
+from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.tree import Path
 
 
@@ -50,7 +51,7 @@ class Layout(Protocol):
         """The regions that a shard is stored as."""
         ...
 
-    def lay_out(self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         """The files to write, each with its pieces and their offsets."""
         ...
 
@@ -70,7 +71,7 @@ class SavePlan:
 
     draft: Draft
     layout: Layout
-    leaves: tuple[LeafPlan, ...]
+    leaves: tuple[StagedLeaf, ...]
     files: tuple[FilePlan, ...]
     start: str = ""
     document: str = ""
@@ -96,19 +97,22 @@ class SavePlan:
     def tree(self, written: Sequence[WrittenFile]) -> Tree:
         """The Tree to commit, once sizes and digests are known."""
         draft = self.draft
-        pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
+        pieces: list[list[Piece]] = [[] for leaf in self.leaves if isinstance(leaf, StagedArray)]
         files: list[DataFile] = []
         for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
             loose = done.size if plan.size is None else len(plan.header)
             files.append(DataFile(plan.name, done.size, loose, done.header_digest))
             for piece, digests in zip(plan.pieces, done.digests, strict=True):
                 stored = done.size if plan.size is None else None
-                pieces[piece.leaf].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
+                pieces[piece.array].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
         if self.document:  # no digest can be in the header that it covers
             files = [DataFile(self.document, files[0].size, len(self.files[0].header))]
+        found = iter(pieces)
         leaves = tuple(
-            StoredLeaf(leaf.path, leaf.kind, leaf.spec, tuple(pieces.get(i, ())), leaf.value, leaf.extra)
-            for i, leaf in enumerate(self.leaves)
+            StoredArray(leaf.path, leaf.spec, tuple(next(found)), leaf.origin)
+            if isinstance(leaf, StagedArray)
+            else StoredValue(leaf.path, leaf.value)
+            for leaf in self.leaves
         )
         return Tree(
             save_id=draft.save_id,
@@ -124,7 +128,8 @@ class SavePlan:
         )
 
 
-def plan_save(layout: Layout, leaves: Sequence[LeafPlan], draft: Draft) -> SavePlan:
+def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], draft: Draft) -> SavePlan:
     """What a save of these leaves writes, wherever it goes."""
-    pieces = plan_pieces(leaves, layout.split, layout.whole)
-    return SavePlan(draft, layout, tuple(leaves), tuple(layout.lay_out(leaves, pieces, draft)))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
+    pieces = plan_pieces(arrays, layout.split, layout.whole)
+    return SavePlan(draft, layout, tuple(leaves), tuple(layout.lay_out(arrays, pieces, draft)))

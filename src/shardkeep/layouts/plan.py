@@ -1,45 +1,51 @@
 """The values a plan is made of: leaves, pieces, files, and what is known of a save when it begins."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import Origin
 from shardkeep.model.records import record
-from shardkeep.model.tree import Path, Skeleton, show_key
+from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
 
 
 @record
-class LeafPlan:
-    """A leaf as it will be recorded. For an array, `held` are the regions that this process has staged, in order.
+class StagedValue:
+    """A plain value as it will be recorded. If several processes save together, it must be the same on all."""
+
+    path: Path
+    value: Any
+
+
+@record
+class StagedArray:
+    """An array as it will be recorded. `held` are the regions that this process has staged, in order.
 
     If several processes save together, `shares` says which of them writes which region. `common` means that each of
     them has the complete value, which must be the same on all.
     """
 
     path: Path
-    kind: str
-    spec: ArraySpec | None = None
-    value: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    spec: ArraySpec
+    origin: Origin
     held: tuple[Region, ...] = ()
     first_held: int = 0
     shares: tuple[Share, ...] = ()
     common: bool = False
 
-    @property
-    def key(self) -> str:
-        return show_key(self.path)
+
+StagedLeaf: TypeAlias = StagedValue | StagedArray
 
 
 @record
 class PiecePlan:
-    """A Region to store, and the staged shards it consists of: (number of the shard, its region)."""
+    """A Region of an array to store, and the staged shards it consists of: (number of the shard, its region)."""
 
-    leaf: int
+    array: int
     region: Region
     nbytes: int
     sources: tuple[tuple[int, Region], ...]
@@ -49,7 +55,7 @@ class PiecePlan:
 
     def placed(self, offset: int, name: str) -> "PiecePlan":
         """The same piece with its offset and name. (`dataclasses.replace` takes three times as long.)"""
-        return PiecePlan(self.leaf, self.region, self.nbytes, self.sources, name, offset, self.writer)
+        return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
 @record
@@ -91,26 +97,24 @@ class WrittenFile:
 
 
 def plan_pieces(
-    leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
+    arrays: Sequence[StagedArray], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
 ) -> list[PiecePlan]:
     """The pieces to store: the staged shards, split as the format requires. Arrays up to `whole` bytes stay whole."""
     pieces: list[PiecePlan] = []
-    for number, leaf in enumerate(leaves):
-        if leaf.spec is None:
-            continue
-        held = [(leaf.first_held + i, region) for i, region in enumerate(leaf.held)]
-        itemsize = leaf.spec.dtype.itemsize
+    for number, array in enumerate(arrays):
+        held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
+        itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
-        if leaf.shares:
-            for region, writer in leaf.shares:
+        if array.shares:
+            for region, writer in array.shares:
                 sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
-                for part in split(leaf.spec, region):
+                for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, sources, writer=writer))
-        elif uneven or leaf.spec.nbytes <= whole:
-            region = Region.whole(leaf.spec.shape)
-            pieces.append(PiecePlan(number, region, leaf.spec.nbytes, tuple(held)))
+        elif uneven or array.spec.nbytes <= whole:
+            region = Region.whole(array.spec.shape)
+            pieces.append(PiecePlan(number, region, array.spec.nbytes, tuple(held)))
         else:
             for shard, region in held:
-                for part in split(leaf.spec, region):
+                for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
     return pieces

@@ -11,7 +11,7 @@ from shardkeep.layouts.base import Layout
 from shardkeep.layouts.codecs import CODECS, Codec
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
-from shardkeep.model.manifest import add_format
+from shardkeep.model.document import add_format
 
 Make = Callable[[Codec, int | None, bool], Layout]  # codec, size limit of a file, whether it goes to a bucket
 _made: dict[str, Make] = {

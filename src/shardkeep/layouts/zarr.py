@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkeep.layouts.base import SavePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
 from shardkeep.model.tree import Path
@@ -81,24 +81,20 @@ class ZarrLayout:
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
-        arrays = [i for i, leaf in enumerate(leaves) if leaf.spec]
-        places = leaf_directories([leaves[i].path for i in arrays])
-        by_leaf: dict[int, list[PiecePlan]] = {i: [] for i in arrays}
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        places = leaf_directories([array.path for array in arrays])
+        inside: list[list[PiecePlan]] = [[] for _ in arrays]
         for piece in pieces:
-            by_leaf[piece.leaf].append(piece)
-        files = [
-            file for i, place in zip(arrays, places, strict=True) for file in self._array(leaves[i], by_leaf[i], place)
-        ]
+            inside[piece.array].append(piece)
+        each = zip(arrays, inside, places, strict=True)
+        files = [file for array, some, place in each for file in self._array(array.spec, some, place)]
         groups = groups_above(file.name for file in files) if self.groups else set[str]()
         return files + [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(groups)]
 
     def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
         return file.header
 
-    def _array(self, leaf: LeafPlan, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
-        spec = leaf.spec
-        assert spec is not None
+    def _array(self, spec: ArraySpec, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
         chunk = self._chunk(spec, pieces)
         document = json.dumps(zarray(spec, chunk, self.codec)).encode()
         if spec.nbytes == 0:  # there is no chunk: the empty piece is recorded at the end of .zarray

@@ -14,7 +14,8 @@ import numpy as np
 from shardkeep.catalog import new_target
 from shardkeep.errors import CheckpointNotFoundError
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.manifest import check_prefix, check_step
+from shardkeep.model.document import check_step
+from shardkeep.model.manifest import check_prefix
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport

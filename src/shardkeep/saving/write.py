@@ -12,7 +12,7 @@ import numpy as np
 
 from shardkeep.errors import TreeError
 from shardkeep.layouts.base import SavePlan
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan, WrittenFile
+from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task
@@ -93,7 +93,7 @@ class _FileWriter:
         progress: Progress,
     ) -> None:
         self._store, self._save, self._plan, self._opened, self._progress = store, save, plan, opened, progress
-        self._leaves, self._shards, self._memory = snapshot.leaves, snapshot.shards, snapshot.memory
+        self._shards, self._memory = snapshot.shards, snapshot.memory
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of the bytes that the digests of pieces do not cover
@@ -176,7 +176,7 @@ class _FileWriter:
                 piece, digests = self._plan.pieces[number], self.digests[number]
                 several = len(piece.sources) > 1
                 memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
-                raw = gather(piece, self._leaves[piece.leaf], self._shards, memory)
+                raw = gather(piece, self._shards, memory)
                 stable = several or all(self._shards[shard].stable for shard, _ in piece.sources)
                 for block, start, end in blocks(first, last, raw.size):
                     data = raw[start:end]
@@ -232,7 +232,7 @@ class _FileWriter:
         segments: list[memoryview] = []
         for number, first, last in part:
             piece = self._plan.pieces[number]
-            raw = gather(piece, self._leaves[piece.leaf], self._shards)[first * BLOCK : last * BLOCK]
+            raw = gather(piece, self._shards)[first * BLOCK : last * BLOCK]
             if not all(self._shards[shard].stable for shard, _ in piece.sources):
                 raw = raw.copy()  # the program could change it between hashing and writing
             view = memoryview(cast(Any, raw))
@@ -339,9 +339,8 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
     return parts
 
 
-def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
+def gather(piece: PiecePlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
     """The bytes of a piece in C order: a view if they are contiguous, else assembled, in `memory` if given."""
-    assert leaf.spec is not None
     if not piece.nbytes:  # a process may hold any empty part of an empty array, or none
         return np.empty(0, np.uint8)
     (shard, region), *others = piece.sources
@@ -351,7 +350,7 @@ def gather(piece: PiecePlan, leaf: LeafPlan, shards: Sequence[Shard], memory: Ar
             data = data[piece.region.within(region).slices]
         return (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
     memory = aligned_empty(piece.nbytes) if memory is None else memory
-    whole: Array = memory.view(leaf.spec.dtype).reshape(piece.region.shape)
+    whole: Array = memory.view(shards[shard].data.dtype).reshape(piece.region.shape)
     rows = rows_of(piece.region, tuple([region for _, region in piece.sources]))
     for slices, axis, numbers in rows:
         np.concatenate([shards[piece.sources[n][0]].data for n in numbers], axis, out=whole[slices])

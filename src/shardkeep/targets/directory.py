@@ -15,11 +15,12 @@ from shardkeep.errors import (
     IntegrityError,
 )
 from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_eformer
-from shardkeep.foreign.recognize import has_our_data, is_foreign_manifest, name_foreign
+from shardkeep.foreign.recognize import has_our_data, name_foreign
 from shardkeep.layouts.base import Layout, SavePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
-from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
+from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest
+from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import Store

@@ -29,7 +29,8 @@ from shardkeep.layouts.base import SavePlan
 from shardkeep.layouts.exchange import DEFAULT_SHARD_SIZE, MARK, OVER, SEAL, SINGLE_END, ExchangeLayout
 from shardkeep.layouts.plan import FilePlan
 from shardkeep.model.digests import seal
-from shardkeep.model.manifest import Manifest, Tree, encode_manifest
+from shardkeep.model.document import encode_manifest
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard
 from shardkeep.stores.location import Location, exists, store_at
 from shardkeep.targets.running import explain_unfinished, recorded_names
