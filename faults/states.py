@@ -18,7 +18,7 @@ import numpy as np
 import shardkeep
 from multiprocess.inside import arrays_of, mesh_over, values_of
 from shardkeep.cli.main import main
-from shardkeep.runtime.memory import budget
+from shardkeep.runtime.budget import budget
 
 for _name in shardkeep.__all__:  # imported now: children are under fault, or another user
     getattr(shardkeep, _name)

@@ -19,7 +19,7 @@ from shardkeep.loading.adapt import apply_function, cast_array
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.naming import base_of_shard, dotted_names, index_filename, shard_filename
 from shardkeep.model.tree import flatten
-from shardkeep.runtime.memory import available_memory
+from shardkeep.runtime.hostmemory import available_memory
 from shardkeep.stores.location import any_path_text
 
 __all__ = [
