@@ -64,7 +64,7 @@ def new_target(
     if not place.is_url and os.path.lexists(place.text) and not os.path.isdir(place.text):
         raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
     store = store_at(place)
-    return Directory(store, _format(format, compression, store.object_limit))
+    return Directory(store, _format(format, compression, store.traits.object_limit))
 
 
 def _format(name: str, compression: str | None, limit: int | None) -> Format:

@@ -268,7 +268,7 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
     """
     if os.path.basename(store.control) != CONTROL:
         return False
-    return store.remote or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
+    return store.traits.late_requests or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
 
 
 @collector.paused()

@@ -57,7 +57,7 @@ def read_leaves(
         compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
     with Scope(f"loading {store.url}") as scope, bar as progress:
-        crew = scope.add(Crew(store.concurrency))
+        crew = scope.add(Crew(store.traits.concurrency))
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
             if read_once:
@@ -92,7 +92,7 @@ def _read(
         targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
         slots.append(targets[-1])
     crew.run(partial(_read_foreign, store, target) for target in targets if target.leaf.kind == "zarr")
-    mapped = store.remote or (request.mmap and store.mappable)
+    mapped = store.traits.costly_requests or (request.mmap and store.mappable)
     source = Source(store, tree.files, tree.compression, request.verify, mapped)
     read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots

@@ -96,7 +96,7 @@ def read_targets(
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
-    if not source.mapped or source.store.remote:
+    if not source.mapped or source.store.traits.costly_requests:
         fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
         alone = _fed_by_one(fetches)
     for step in plan_steps(fetches, limit):
@@ -140,14 +140,14 @@ def _map_files(source: Source, step: Sequence[Fetch], targets: Sequence[Target])
         if piece.stored is None and piece.length:
             low, high, key = spans.get(piece.file, (piece.offset, 0, targets[fetch.leaf].leaf.key))
             spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
-            if source.store.remote:
+            if source.store.traits.costly_requests:
                 ranges = needed_blocks(fetch, targets[fetch.leaf].leaf)
                 needed.setdefault(piece.file, []).extend(
                     (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
                 )
     maps: Maps = {}
     for number, (low, high, key) in spans.items():
-        if high - low >= _MAP_FROM or source.store.remote:
+        if high - low >= _MAP_FROM or source.store.traits.costly_requests:
             with source.open(number, key) as file:
                 try:
                     maps[number] = file.map(low, high - low, needed.get(number, ())), low
@@ -237,7 +237,7 @@ class _Unit:
 
     @property
     def is_far(self) -> bool:
-        return self._source.store.remote
+        return self._source.store.traits.costly_requests
 
     def view(self, common: Region) -> Array:
         """A view of a part of the piece."""

@@ -62,7 +62,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     total = sum(file.size for tree in trees for file in tree.files)
     with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
         check = _Check(store, manifest, show)
-        run_tasks((task for tree in trees for task in check.tasks(tree)), store.concurrency)
+        run_tasks((task for tree in trees for task in check.tasks(tree)), store.traits.concurrency)
     if check.problems and _was_replaced(place, manifest):
         return verify(path, prefix=prefix, progress=progress)  # it looked damaged while it was being replaced
     return VerifyReport(

@@ -187,7 +187,7 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
     with Scope(what) as outer:
         with Scope(what) as scope:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
-            job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
+            job = _Job.prepare(request, operation, scope, Crew(request.target.store.traits.concurrency, more=1))
             job.take_snapshot(None)
             callback = job.queue_callback(outer) if request.on_commit else None
             job.entry.enter()
@@ -209,7 +209,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
     what = f"saving to {request.target.where}"
     operation.specify(what)
     with Scope(what) as outer, Scope(what) as scope:
-        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, background=True))
+        job = _Job.prepare(request, operation, scope, Crew(request.target.store.traits.concurrency, background=True))
         job.refuse_existing()
         sized = staged_sizes(job.leaves)
         job.claim.take(sum(nbytes for nbytes, _ in sized), f"the save to {job.path}")
@@ -376,7 +376,7 @@ class _Job:
             begin(turn, snapshot.leaves, self.request.overwrite, operation)
             priority.yield_to_training()
             files = turn.plan.files_of(operation.index)
-            complete = partial(target.complete, turn) if target.store.remote else None
+            complete = None if target.store.traits.editable else partial(target.complete, turn)
             written = write_files(
                 target.store,
                 files,

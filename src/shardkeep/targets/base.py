@@ -178,7 +178,7 @@ class Turn:
         store = self.target.store
         follows = self.attempted and self.writer != LEADER
         try:
-            if follows and (store.remote or not self.leader_gave_up):
+            if follows and (store.traits.late_requests or not self.leader_gave_up):
                 self.held.release()  # the leader may still commit, and may hold the lock for any time
                 self.closed = True
                 return

@@ -18,7 +18,7 @@ from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, 
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.model.tree import Path
 from shardkeep.runtime.collector import collector
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import Store, is_editable
 from shardkeep.targets import publishing
 from shardkeep.targets.base import Turn
 from shardkeep.targets.publishing import parents
@@ -137,7 +137,7 @@ class Directory:
     def names_of(self, tree: Tree) -> set[str]:
         if tree.format != "zarr":
             return {file.name for file in tree.files}
-        return tree.names if self.store.remote else publishing.names_of(tree)
+        return publishing.names_of(tree) if self.store.traits.editable else tree.names
 
     @collector.paused()
     def plan(
@@ -149,7 +149,7 @@ class Directory:
         own = f"{clean}~{draft.save_id}"
         for directory in (clean, own) if at is None else (at,):
             files = self.format.lay_out(leaves, pieces, directory, draft.save_id)
-            if self.store.remote:
+            if not self.store.traits.editable:
                 files += group_files(files, directory)
             plan = SavePlan(
                 draft.save_id,
@@ -171,7 +171,7 @@ class Directory:
         """Claim the clean names of a prefix for this save, permanently; False if they are claimed or in use."""
         claims = f"{self.store.control}/claims"
         name = f"{claims}/{hashed(prefix)}"
-        if not self.store.remote:
+        if not self.store.traits.late_requests:
             return self._is_free(names, current) and self.store.claim(name)
         # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
         # will be deleted, nor one that belonged to a tree of another prefix.
@@ -217,7 +217,7 @@ class Directory:
             return tree
         if not tree.files[0].name.startswith(own_directory(prefix, tree.save_id) + "/"):
             return tree
-        if self.store.remote:
+        if self.store.traits.late_requests:
             _warn_once(
                 "a bucket",
                 "eFormer will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
@@ -249,11 +249,12 @@ class Directory:
         # There is an index only if eFormer can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index
-        if has_index and self.store.remote:  # note their versions: they are replaced only if nobody else does so now
+        if has_index and self.store.traits.late_requests:
+            # Note their versions: they are replaced only if nobody else does so now.
             for name in self.companions:
                 self.store.identity(name)
         self.store.replace(MANIFEST, encode_manifest(manifest))
-        if has_index and self.store.remote:
+        if has_index and self.store.traits.late_requests:
             self._update_index(manifest)
         return MANIFEST
 
@@ -268,10 +269,10 @@ class Directory:
             log.warning("%s is saved, but %s is not up to date (%s)", self.where, INDEX, error)
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
-        if not self.store.remote and after is not None and self._is_published(after):
+        if is_editable(self.store) and after is not None and self._is_published(after):
             return publishing.retire(self.store, names, before, after)
         if names:
-            self.store.remove(names) if self.store.remote else publishing.remove(self.store, names)
+            publishing.remove(self.store, names) if self.store.traits.editable else self.store.remove(names)
         return True
 
     def _is_published(self, manifest: Manifest) -> bool:

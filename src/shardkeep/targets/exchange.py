@@ -34,6 +34,7 @@ from shardkeep.model.digests import block_count, seal
 from shardkeep.model.manifest import DataFile, Manifest, Tree, encode_manifest
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.model.tree import Path
+from shardkeep.stores.base import is_editable
 from shardkeep.stores.location import Location, exists, store_at
 from shardkeep.targets.base import Turn
 from shardkeep.targets.running import explain_unfinished, recorded_names
@@ -110,7 +111,7 @@ class Exchange(ExchangeFiles):
                 if before[0] is not None:
                     single, over = read_single(self)
                     # The file may come from a put that arrived after its save was given up: then the index counts.
-                    late = over is not None and before[1] is not None and self.store.remote
+                    late = over is not None and before[1] is not None and self.store.traits.late_requests
                     return reading(self) if late and self._index_id() not in (None, over) else single
                 if before[1] is not None and (found := reading(self)) is not None:
                     return found
@@ -198,13 +199,13 @@ class Exchange(ExchangeFiles):
         plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
         if len(groups) == 1:
             aside = f"{self.store.control}/{draft.save_id}.tmp"
-            notes = {"format": "pt"} | ({OVER: self._index_id() or ""} if self.store.remote else {})
+            notes = {"format": "pt"} | ({OVER: self._index_id() or ""} if self.store.traits.late_requests else {})
             file = pack(aside, leaves, groups[0], notes)
             room = len(json.dumps(_longest(plan, file, draft).decode())) + 200
             file = pack(aside, leaves, groups[0], notes, room)
-            if not self.store.remote or (file.size or 0) <= _SINGLE_LIMIT:
+            if self.store.traits.editable or (file.size or 0) <= _SINGLE_LIMIT:
                 return replace(plan, files=(file,))
-        if self.store.remote and self.store.size(self.single) is not None:
+        if self.store.traits.late_requests and self.store.size(self.single) is not None:
             # It would have to be removed, and the request to remove it could arrive late and remove a newer one.
             raise CheckpointExistsError(
                 f"{self.where} is a single file, which several files cannot replace in a bucket: delete it first "
@@ -218,7 +219,7 @@ class Exchange(ExchangeFiles):
     def _shard_names(self, count: int, save_id: str) -> list[str]:
         """Hugging Face's names; if one of them is in use, and always in a bucket, names with the save's id."""
         names = [shard_filename(self.base, i + 1, count) for i in range(count)]
-        if not self.store.remote:
+        if not self.store.traits.late_requests:
             running = self.store.children(self.store.saves)
             live = {name for other in running for name in recorded_names(self.store, other)}
             if not self.store.is_taken(names) and not live & set(names):
@@ -231,7 +232,7 @@ class Exchange(ExchangeFiles):
             return tree
         (file,) = turn.plan.files
         tree = replace(tree, files=(DataFile(self.single, tree.files[0].size, len(file.header)),))
-        if not self.store.remote:  # an object was uploaded with it
+        if is_editable(self.store):  # else an object was uploaded with it
             self.store.write_into(file.name, 0, self._header(turn, tree))
             self.store.sync([file.name])
         return tree
@@ -268,14 +269,14 @@ class Exchange(ExchangeFiles):
         return True
 
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
-        if self._is_single(turn) and self.store.remote:
+        if self._is_single(turn) and self.store.traits.late_requests:
             self._put_object(turn, tree)
             return self.single
         if self._is_single(turn):
             self.store.rename(turn.plan.files[0].name, self.single)
             return self.single
         self.store.replace(self.index, _encode_index(turn.draft.prefix, tree, turn.plan.files))
-        if not self.store.remote:
+        if not self.store.traits.late_requests:
             self.store.remove([self.single])  # until now it was what is committed
             self.store.sync_directory("")
         return self.index

@@ -16,7 +16,7 @@ from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_ind
 from shardkeep.layouts.zarr import GROUP, ZARRAY, ZGROUP, groups_above
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.priority import priority
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import EditableStore, Store
 
 log = logging.getLogger("shardkeep")
 
@@ -85,7 +85,7 @@ def parents(names: Iterable[str]) -> set[str]:
     return found
 
 
-def retire(store: Store, names: Collection[str], before: Manifest | None, after: Manifest) -> bool:
+def retire(store: EditableStore, names: Collection[str], before: Manifest | None, after: Manifest) -> bool:
     """Remove names that are no longer needed, and publish the trees of a manifest. Call it with the lock held.
 
     A failure to publish is only logged, because shardkeep itself does not read these names.
@@ -144,7 +144,7 @@ def _is_our_group(store: Store, name: str) -> bool:
     return False
 
 
-def _publish(store: Store, trees: Sequence[Tree], manifest: Manifest) -> None:
+def _publish(store: EditableStore, trees: Sequence[Tree], manifest: Manifest) -> None:
     """Give these trees their clean names, durably, and make the groups above them."""
     links = [pair for tree in trees for pair in tree.clean_names.items()]
     try:
@@ -163,7 +163,7 @@ def _publish(store: Store, trees: Sequence[Tree], manifest: Manifest) -> None:
         store.sync([*(clean for clean, _ in links), *made])
 
 
-def _make_groups(store: Store, names: Iterable[str]) -> list[str]:
+def _make_groups(store: EditableStore, names: Iterable[str]) -> list[str]:
     """Make the groups that are missing, as links to a single file, and return their names."""
     made: list[str] = []
     for name in sorted(names, key=len):

@@ -92,7 +92,7 @@ def refuse_foreign(target: Target, inside: Collection[str]) -> None:
 
 def _damage_or_refuse(target: Target, prefix: str, existing: Tree) -> str:
     """What is damaged in the tree of a prefix; `CheckpointExistsError` if it is complete."""
-    damage = find_damage(target.store, [existing], described=not target.store.remote)
+    damage = find_damage(target.store, [existing], described=not target.store.traits.costly_requests)
     if damage is None:
         what = f"a tree with prefix {prefix!r}" if prefix else "a checkpoint"
         raise CheckpointExistsError(f"{target.where} already holds {what}; pass overwrite=True to replace it")
@@ -148,7 +148,7 @@ def _prepare(turn: Turn, tree: Tree, replaced: Tree | None) -> list[str]:
             f"another save changed {turn.name} while this one was running; "
             "the other one is in place and untouched, this one was not committed"
         )
-    if not target.store.remote and turn.plan.save_id not in target.store.children(target.store.saves):
+    if target.store.traits.has_directories and turn.plan.save_id not in target.store.children(target.store.saves):
         raise StorageError(
             f"saving {turn.name}: the directory was removed or renamed while this save was running. "
             "Nothing was committed"
@@ -158,7 +158,7 @@ def _prepare(turn: Turn, tree: Tree, replaced: Tree | None) -> list[str]:
     old = sorted(target.names_of(replaced) - target.names_of(tree)) if replaced else []
     # In a bucket this is done even if there are no names: a process that takes the record over after this, and then
     # fences, does so after the document was read. So a put on condition of that document finds all files in place.
-    if old or target.store.remote:
+    if old or target.store.traits.late_requests:
         turn.note(old)
     return old
 
@@ -168,7 +168,7 @@ def _retire(turn: Turn, tree: Tree, current: Manifest | None, old: Sequence[str]
     target, store = turn.target, turn.target.store
     trees = {**(current.trees if current else {}), turn.draft.prefix: tree}
     # In a bucket the names of documents are used again, so documents are replaced and never removed.
-    documents = () if store.remote or document is None else target.documents
+    documents = () if store.traits.late_requests or document is None else target.documents
     try:
         if unneeded := {*old, *documents} - {document}:
             unneeded -= target.names_of(tree) | names_in(target, current, but=turn.draft.prefix)
@@ -226,7 +226,7 @@ def give_up_on_leader(turn: Turn) -> str:
     No lock is taken: a leader that died or was stopped during the commit may hold it.
     """
     store, save_id = turn.target.store, turn.plan.save_id
-    if store.remote:
+    if store.traits.late_requests:
         fence(turn.target, save_id)
         final = not turn.target.gathers  # the put of a single exchange file may already be on its way
     else:
@@ -290,7 +290,7 @@ def clean_up(target: Target, current: Manifest | None) -> Manifest | None:
     with Scope(f"cleaning up at {target.where}") as scope:
         found = left_overs(target, current, scope)
         names = found.names
-        if store.remote and any(not name.startswith(f"{store.control}/") for name in names):
+        if store.traits.late_requests and any(not name.startswith(f"{store.control}/") for name in names):
             current = fence(target)
             needed = names_in(target, current)  # a dead save may have been committed
             names = [name for name in names if name not in needed]
@@ -313,7 +313,7 @@ def fence(target: Target, save_id: str | None = None) -> Manifest | None:
     exchange file that is already on its way is not stopped; it needs none of the objects that a clean-up removes.
     """
     store = target.store
-    if not store.remote:
+    if not store.traits.late_requests:
         return target.read_if_any()
     for left in reversed(range(_TRIES)):
         try:
@@ -361,7 +361,7 @@ def delete(target: Target) -> None:
         names = sorted(names_in(target, manifest))
         # Recorded, so that the next save or delete completes a delete that was interrupted.
         held = scope.add(store.hold(f"{store.saves}/{DELETE}"))
-        held.take(record_lines(names if store.remote else [*names, *target.companions], now()))
+        held.take(record_lines(names if store.traits.late_requests else [*names, *target.companions], now()))
         store.remove([*target.documents, *target.companions])  # both before the files that they list
         store.sync_directory("")
         target.retire(names, manifest, None)
@@ -377,7 +377,7 @@ def leave(target: Target, waits: bool = True) -> None:
         waits: Whether to wait for the lock. If not, nothing is done while another process holds it.
     """
     store = target.store
-    if store.remote:  # there are no directories, and claimed names may still be written to
+    if store.traits.late_requests:  # there are no directories, and claimed names may still be written to
         return
     try:
         if not store.children(store.control):

@@ -452,5 +452,5 @@ def test_an_interrupt_leaves_nothing_behind(during: str, both: Both) -> None:
 
 
 def test_no_more_requests_at_a_time_than_meant(gcs: Place) -> None:
-    assert store_of(gcs).concurrency == cloud.CONCURRENCY == 8
-    assert store_of(gcs).object_limit == 32 << 20
+    assert store_of(gcs).traits.concurrency == cloud.CONCURRENCY == 8
+    assert store_of(gcs).traits.object_limit == 32 << 20

@@ -23,6 +23,7 @@ import obstore
 from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
+from shardkeep.stores.base import Traits
 from shardkeep.stores.bucket import leases
 from shardkeep.stores.bucket.credentials import Bucket, is_final
 from shardkeep.stores.bucket.leases import Lease, is_dead
@@ -49,9 +50,16 @@ class BucketStore(Objects):
     """
 
     mappable = False
-    remote = True
-    concurrency: int | None = CONCURRENCY
-    object_limit: int | None = OBJECT_LIMIT
+    traits = Traits(
+        editable=False,
+        has_directories=False,
+        has_paths=False,
+        costly_requests=True,
+        late_requests=True,
+        expiring_locks=True,
+        concurrency=CONCURRENCY,
+        object_limit=OBJECT_LIMIT,
+    )
 
     def __init__(self, bucket: Bucket, prefix: str, control: str, whole: bool = True) -> None:
         super().__init__(bucket, prefix)
@@ -159,15 +167,6 @@ class BucketStore(Objects):
         except (FileNotFoundError, StorageError):  # the upload may be complete, with only the response lost
             if self.size(name) != total:
                 raise
-
-    def create(self, name: str, size: int, aligned: bool = False) -> Any:
-        raise NotImplementedError("an object can only be written as a whole")
-
-    def write_into(self, name: str, offset: int, data: bytes) -> None:
-        raise NotImplementedError("an object can only be written as a whole")
-
-    def link(self, name: str, new: str) -> None:
-        raise NotImplementedError("an object has one name")
 
     def sync(self, names: Sequence[str]) -> None:
         """Nothing to do: objects are durable once put."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from shardkeep.errors import ConflictError, IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
-from shardkeep.stores.base import CONTROL
+from shardkeep.stores.base import CONTROL, Traits
 from shardkeep.stores.local.descriptors import Descriptor
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile, write_at
@@ -80,6 +80,15 @@ os.register_at_fork(after_in_child=_let_go)
 class LocalStore:
     """Files below one directory."""
 
+    traits = Traits(
+        editable=True,
+        has_directories=True,
+        has_paths=True,
+        costly_requests=False,
+        late_requests=False,
+        expiring_locks=False,
+    )
+
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
         """A store for the directory `root`.
 
@@ -94,9 +103,6 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
-        self.remote = False
-        self.concurrency = None
-        self.object_limit = None
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
