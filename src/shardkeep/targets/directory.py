@@ -18,7 +18,7 @@ from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, 
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.model.tree import Path
 from shardkeep.runtime.collector import collector
-from shardkeep.stores.base import Store, is_editable
+from shardkeep.stores.base import Store
 from shardkeep.targets import publishing
 from shardkeep.targets.base import Turn
 from shardkeep.targets.publishing import parents
@@ -269,7 +269,7 @@ class Directory:
             log.warning("%s is saved, but %s is not up to date (%s)", self.where, INDEX, error)
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
-        if is_editable(self.store) and after is not None and self._is_published(after):
+        if self.store.traits.editable and after is not None and self._is_published(after):
             return publishing.retire(self.store, names, before, after)
         if names:
             publishing.remove(self.store, names) if self.store.traits.editable else self.store.remove(names)

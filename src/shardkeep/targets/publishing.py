@@ -16,7 +16,7 @@ from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_ind
 from shardkeep.layouts.zarr import GROUP, ZARRAY, ZGROUP, groups_above
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.priority import priority
-from shardkeep.stores.base import EditableStore, Store
+from shardkeep.stores.base import EditableStore, Store, is_editable
 
 log = logging.getLogger("shardkeep")
 
@@ -85,7 +85,7 @@ def parents(names: Iterable[str]) -> set[str]:
     return found
 
 
-def retire(store: EditableStore, names: Collection[str], before: Manifest | None, after: Manifest) -> bool:
+def retire(store: Store, names: Collection[str], before: Manifest | None, after: Manifest) -> bool:
     """Remove names that are no longer needed, and publish the trees of a manifest. Call it with the lock held.
 
     A failure to publish is only logged, because shardkeep itself does not read these names.
@@ -114,6 +114,7 @@ def retire(store: EditableStore, names: Collection[str], before: Manifest | None
     remove(store, names)
     if not todo and not is_listed:
         return True
+    assert is_editable(store), "only there are trees published"
     try:
         _publish(store, todo, after)
         for name, document in documents.items():

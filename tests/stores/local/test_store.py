@@ -23,7 +23,7 @@ from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.runtime.scopes import Scope
-from shardkeep.stores.local.directories import make_directories
+from shardkeep.stores.local.descriptors import make_directories
 from shardkeep.stores.local.mapping import MAPPABLE, file_system
 from shardkeep.stores.local.newfile import write_at
 from shardkeep.stores.local.store import LocalStore

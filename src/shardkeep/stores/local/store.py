@@ -12,8 +12,7 @@ from functools import cached_property
 from shardkeep.errors import IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, Traits
-from shardkeep.stores.local.descriptors import Descriptor
-from shardkeep.stores.local.directories import make_directories, sync_file_system, sync_path
+from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path
 from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile, write_at
