@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -315,12 +314,6 @@ def _no_space_after(count: int) -> Any:
         link(*arguments)
 
     return fail
-
-
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
 
 
 class TestInterrupted:

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ from shardkeep.targets.running import explain_unfinished, now, record_lines, rec
 from support import FORMATS, hold
 
 ID = "ab" * 16
-
-
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
 
 
 def hold_record(store: Store, name: str, line: bytes) -> Any:

@@ -10,7 +10,6 @@ from shardkeep.model.records import record
 from shardkeep.model.tree import Path, Skeleton, show_key
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.collector import collector
 
 
 @record
@@ -102,7 +101,6 @@ class SavePlan:
         """An upper bound on the bytes that will be written."""
         return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
 
-    @collector.paused()
     def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
         """The Tree to commit, once sizes and digests are known."""
         pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}

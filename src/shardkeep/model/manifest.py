@@ -24,7 +24,6 @@ from shardkeep.model.records import record
 from shardkeep.model.summaries import MOST_SHOWN, cut, row_of, rows_of
 from shardkeep.model.tree import Path, Skeleton, flatten, join_key, nest, show_key, to_json
 from shardkeep.model.values import Json, decode, encode, is_unicode
-from shardkeep.runtime.collector import collector
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -324,7 +323,6 @@ def check_step(step: Any) -> int | None:
     return number
 
 
-@collector.paused()
 def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
     """The document, sealed with its own digest. A `nonce` makes it differ from others with the same contents."""
     body = {
@@ -354,7 +352,6 @@ def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
     return seal(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
 
 
-@collector.paused()
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for a later version."""
     try:

@@ -20,6 +20,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
+from shardkeep.jaxapi import is_weakly_typed, local_parts
 from shardkeep.layouts.plan import LeafPlan
 from shardkeep.model.arrays import Array, ArraySpec, Region, common_slices, dtype_name
 from shardkeep.model.perprocess import KIND, PerProcess, Rows, encode_value, find_problem, size_of
@@ -28,7 +29,6 @@ from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.memory import Shard
@@ -71,7 +71,6 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
-@collector.paused()
 def take_snapshot(
     leaves: Sequence[Leaf],
     *,
@@ -101,7 +100,7 @@ def take_snapshot(
         if form is not None:
             if not form.on_cpu:
                 array.copy_to_host_async()  # start all transfers before waiting for the first
-            if array.aval.weak_type:
+            if is_weakly_typed(array):
                 weak.append(name_leaf(leaf.path))
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[LeafPlan] = []
@@ -366,9 +365,7 @@ def _data(array: jax.Array, form: _Form) -> list[Array]:
             return [_contiguous(np.asarray(memoryview(cast(Any, array))))]
     if form.parts is None:
         return [_contiguous(np.asarray(array.addressable_data(0)))]
-    shards: Any = getattr(array, "_arrays", None)  # the same as `addressable_data`, in half the time
-    if shards is None:
-        shards = [array.addressable_data(number) for number in range(max(form.parts, default=-1) + 1)]
+    shards = local_parts(array, max(form.parts, default=-1) + 1)
     return [_contiguous(np.asarray(shards[number])) for number in form.parts]
 
 

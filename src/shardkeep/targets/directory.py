@@ -64,7 +64,8 @@ class Directory:
             raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
         if is_foreign_manifest(document) and not self._is_ours(self.store.children("")):
             return None
-        return decode_manifest(document, self.where, self.store.locate(MANIFEST))
+        with collector.paused():
+            return decode_manifest(document, self.where, self.store.locate(MANIFEST))
 
     def _is_ours(self, inside: Collection[str]) -> bool:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
@@ -139,7 +140,6 @@ class Directory:
             return {file.name for file in tree.files}
         return publishing.names_of(tree) if self.store.traits.editable else tree.names
 
-    @collector.paused()
     def plan(
         self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
