@@ -70,7 +70,9 @@ TESTED_ELSEWHERE = {
     "eformer.paths": "serialization/test_async_manager.py",
     "model.summaries": "model/test_manifest.py",
     "processes.group": "processes/test_operation.py",
+    "stores.bucket.listing": "stores/bucket/test_store.py",
     "stores.bucket.objects": "stores/bucket/test_store.py",
+    "stores.local.locks": "stores/local/test_store.py",
     "targets.base": "targets/test_transaction.py",
 }
 

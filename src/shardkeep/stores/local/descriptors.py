@@ -1,11 +1,14 @@
 """File descriptors that are never leaked, not even if an exception is raised while one is opened; and, through them,
-directories and files that survive a power cut."""
+writes of any size, and directories and files that survive a power cut."""
 
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 
 _MAX_PATH = 4096
+_MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
+_MAX_BUFFERS = 1024
 
 
 class Descriptor:
@@ -49,6 +52,31 @@ class Descriptor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> int:
+    """Write all of `buffers` at `offset`, with as many system calls as needed; returns the number of bytes."""
+    pending = [b for b in buffers if len(b)]
+    start = offset
+    while pending:
+        batch: list[memoryview] = []
+        total = 0
+        for buffer in pending[:_MAX_BUFFERS]:
+            batch.append(buffer[: _MAX_WRITE - total])
+            total += len(batch[-1])
+            if total >= _MAX_WRITE:
+                break
+        try:
+            count = os.pwritev(descriptor, batch, offset)
+        except OSError as error:
+            error.filename = error.filename or path
+            raise
+        offset += count
+        while pending and count >= len(pending[0]):
+            count -= len(pending.pop(0))
+        if count:
+            pending[0] = pending[0][count:]
+    return offset - start
 
 
 def make_directories(path: str, durable: bool = True) -> None:

@@ -7,8 +7,7 @@ from contextlib import suppress
 
 from shardkeep.errors import ConflictError
 from shardkeep.runtime.scopes import Scope, sweep
-from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_path
-from shardkeep.stores.local.newfile import write_at
+from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_path, write_at
 
 _locks: "set[LockFile]" = set()  # locked, or about to be
 

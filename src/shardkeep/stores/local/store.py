@@ -12,10 +12,10 @@ from functools import cached_property
 from shardkeep.errors import IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, Traits
-from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path
+from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
 from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
-from shardkeep.stores.local.newfile import DIRECT, LocalNewFile, write_at
+from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 
 _FEW_FILES = 8
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
