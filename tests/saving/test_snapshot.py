@@ -13,11 +13,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
+from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.tree import flatten
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, MemoryBudget, aligned_empty, available_memory
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import snapshot as staging
+from shardkeep.saving.donation import Staging
 from shardkeep.saving.snapshot import Snapshot, staged_sizes, take_snapshot
 from support import bits, mesh_of, pattern
 
@@ -28,7 +30,7 @@ def _address(array: Any) -> int:
 
 def _snapshot(tree: Any, keep: bool = True) -> Snapshot:
     with Scope("a snapshot") as scope:  # which ends the threads
-        return take_snapshot(flatten(tree)[1], keep=scope.add(Crew()) if keep else None)
+        return take_snapshot(flatten(tree)[1], Staging(scope.add(Crew())) if keep else None)
 
 
 class TestCanaries:
@@ -139,7 +141,7 @@ class TestSnapshot:
 
     def test_prng_keys_are_staged_as_their_data(self) -> None:
         snapshot = _snapshot({"key": jax.random.key(3)})
-        assert snapshot.leaves[0].kind == "prng"
+        assert isinstance(snapshot.leaves[0].origin, PrngKeys)
         assert np.array_equal(snapshot.shards[0].data, jax.random.key_data(jax.random.key(3)))
 
 

@@ -16,24 +16,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from dtypes import EXTENDED, NUMPY, dtype_of
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
-from shardkeep.model.arrays import Array, ArraySpec, Region
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import ZSTD
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, WrittenFile
+from shardkeep.layouts.safetensors import SafetensorsLayout
+from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import BLOCK, digest
 from shardkeep.model.tree import Skeleton
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import write as writing
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.saving.write import NewFiles, gather, write_files
 from shardkeep.stores.local.mapping import file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, assert_same, bits, cached_pages, crew_of, mesh_of, pattern, save_as
-
-
-def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> LeafPlan:
-    spec = ArraySpec(array.shape, array.dtype)
-    return LeafPlan(("w",), "numpy", spec, held=held or (Region.whole(array.shape),), first_held=first)
 
 
 def _piece(array: np.ndarray, number: int, offset: int) -> PiecePlan:
@@ -49,12 +48,14 @@ def _write(
     progress: Callable[[int], None] = lambda _: None,
     memory: Array | None = None,
 ) -> list[WrittenFile]:
-    leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
-    plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
-    shards = [Shard(array, stable) for array in arrays]
+    snapshot = Snapshot((), tuple(Shard(array, stable) for array in arrays), memory)
     with Scope("a test") as scope:
         opened, crew = scope.add(NewFiles()), scope.add(Crew())
-        return write_files(LocalStore(str(root)), plan.files, plan.leaves, shards, crew, opened, progress, None, memory)
+        return write_files(LocalStore(str(root)), _plan(*plans), 0, snapshot, crew, opened, progress)
+
+
+def _plan(*files: FilePlan) -> SavePlan:
+    return SavePlan(Draft("0" * 32, "", Skeleton(None), {}, ""), SafetensorsLayout(), (), files)
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -151,7 +152,7 @@ def test_many_small_files_are_each_their_own(tmp_path: Path) -> None:
 
 def test_a_compressed_file_tells_its_size_and_the_digest_of_what_is_in_it(tmp_path: Path) -> None:
     array = np.arange(100_000, dtype=np.int32)
-    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None)], [array])
+    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None, codec=ZSTD)], [array])
     data = (tmp_path / "f").read_bytes()
     assert written.size == len(data) < array.nbytes
     assert zstandard.decompress(data) == bits(array)
@@ -162,11 +163,10 @@ def test_a_piece_is_put_together_from_its_shards() -> None:
     array = pattern(ml_dtypes.bfloat16, (6, 10))
     regions = [Region((0, 0), (3, 10)), Region((3, 0), (3, 10))]
     shards = [Shard(np.ascontiguousarray(array[r.slices]), True) for r in regions]
-    leaf = _leaf(array, tuple(regions))
     whole = PiecePlan(0, Region.whole((6, 10)), array.nbytes, tuple(enumerate(regions)))
-    assert bits(gather(whole, leaf, shards)) == bits(array)
+    assert bits(gather(whole, shards)) == bits(array)
     part = PiecePlan(0, Region((0, 2), (3, 5)), 30, ((0, regions[0]),))
-    gathered = gather(part, leaf, shards)
+    gathered = gather(part, shards)
     assert gathered.flags.c_contiguous
     assert bits(gathered) == bits(array[0:3, 2:7])
 
@@ -186,10 +186,10 @@ def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, r
     )
     told: list[int] = []
     plan = FilePlan("file", b"h" * offset, pieces, offset + host.nbytes + 100)
-    leaves = [_leaf(host, regions), _leaf(last, first=8)]
     with crew_of() as crew:
         store = LocalStore(str(tmp_path))
-        (written,) = write_files(store, [plan], leaves, [*shards, Shard(last, True)], crew, NewFiles(), told.append)
+        snapshot = Snapshot((), (*shards, Shard(last, True)))
+        (written,) = write_files(store, _plan(plan), 0, snapshot, crew, NewFiles(), told.append)
     assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
     raw = bits(host)
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))

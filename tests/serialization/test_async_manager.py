@@ -66,7 +66,8 @@ def pieces(path: Path) -> int:
 
 def layout(path: Path, key: str = "w") -> Any:
     """The sharding a leaf was saved with; None if it lay on one device or was replicated."""
-    return shardkeep.inspect(path).leaves[key].extra.get("sharding", {}).get("spec")
+    sharding = shardkeep.inspect(path).leaves[key].sharding
+    return None if sharding is None else [list(axes) if isinstance(axes, tuple) else axes for axes in sharding.spec]
 
 
 def on_one_device(tree: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +198,7 @@ DTYPES = {"f": "float32", "h": "float16", "n": "float64", "i": "int32", "c": "co
 
 
 def _dtypes(path: Path) -> dict[str, Any]:
-    return {key: leaf.dtype for key, leaf in shardkeep.inspect(path).leaves.items() if leaf.spec is not None}
+    return {key: leaf.dtype for key, leaf in shardkeep.inspect(path).leaves.items() if leaf.shape is not None}
 
 
 @saves

@@ -8,11 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkeep.errors import counted as counted
 from shardkeep.model.values import show
 from shardkeep.runtime.progress import Bar, Progress
+
+if TYPE_CHECKING:
+    from shardkeep.model.leaves import StoredArray
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
@@ -164,13 +167,9 @@ def short(value: Any) -> str:
     return text[: _LONGEST - 1] + "…"
 
 
-def layout(dtype: str | None, shape: Sequence[int] | None) -> str:
-    """dtype and shape in one word.
-
-    >>> layout("float32", (2, 3))
-    'float32[2,3]'
-    """
-    return f"{dtype}[{','.join(map(str, shape or ()))}]"
+def layout(leaf: "StoredArray") -> str:
+    """dtype and shape in one word, for example float32[2,3]."""
+    return f"{leaf.logical_dtype}[{','.join(map(str, leaf.logical_shape))}]"
 
 
 def ask(question: str, read: Callable[[], str] | None = None) -> bool:

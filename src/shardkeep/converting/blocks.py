@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,20 @@ import numpy as np
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
-from shardkeep.errors import ConflictError, IntegrityError
-from shardkeep.foreign.zarr import describe, read_zarr
-from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Source, Target, read_targets
-from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.errors import ConflictError
+from shardkeep.foreign.zarr import describe
+from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.plan import Target, plan_read
+from shardkeep.loading.read import read_targets
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import name_leaf
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import location
+from shardkeep.targets.steady import Attempt
 
 Array = np.ndarray[Any, Any]
 
@@ -37,11 +40,12 @@ class Opened:
     store: Store
     manifest: Manifest
 
-    def source(self, tree: Tree) -> Source:
-        return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
+    def source(self, tree: Tree) -> BlockReader:
+        return BlockReader(self.store, tree.files, tree.compression, mapped=self.store.mappable)
 
-    def was_replaced(self) -> bool:
-        return open_checkpoint(location(self.path))[1].save_id != self.manifest.save_id
+    def look(self) -> Manifest:
+        """The manifest as it is now."""
+        return open_checkpoint(location(self.path))[1]
 
 
 def open_at(path: str) -> Opened:
@@ -56,22 +60,16 @@ def steady(*checkpoints: Opened) -> Generator[None]:
     Raises:
         ConflictError: A writer replaced one of them in the meantime.
     """
-    try:
+    with ExitStack() as stack:
+        attempts = [stack.enter_context(Attempt(each.manifest, each.look)) for each in checkpoints]
         yield
-    except (IntegrityError, FileNotFoundError) as error:
-        for checkpoint in checkpoints:
-            if checkpoint.was_replaced():
-                raise ConflictError(_replaced(checkpoint)) from error
-        raise
-    for checkpoint in checkpoints:
-        # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
-        foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
-        if (foreign or os.path.basename(checkpoint.store.control) != CONTROL) and checkpoint.was_replaced():
-            raise ConflictError(_replaced(checkpoint))
-
-
-def _replaced(checkpoint: Opened) -> str:
-    return f"{checkpoint.path} was replaced while it was being read; run the command again"
+        for checkpoint, attempt in zip(checkpoints, attempts, strict=True):
+            # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
+            foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
+            attempt.sure = not foreign and os.path.basename(checkpoint.store.control) == CONTROL
+    for checkpoint, attempt in zip(checkpoints, attempts, strict=True):
+        if attempt.replaced:
+            raise ConflictError(f"{checkpoint.path} was replaced while it was being read; run the command again")
 
 
 def compile_include(include: str | None) -> re.Pattern[str] | None:
@@ -104,15 +102,14 @@ def matches(leaf: StoredLeaf, include: re.Pattern[str] | None) -> bool:
     return include is None or include.search("/".join(leaf.path)) is not None
 
 
-def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Region]:
+def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Region]:
     """Regions of at most `limit` bytes that cover an array, chosen so that every stored piece is read once.
 
     A compressed piece can only be decompressed as a whole, so it is one region, whatever its size.
     """
-    assert leaf.spec is not None
     itemsize = leaf.spec.dtype.itemsize
-    if leaf.kind == "zarr":
-        cells = _zarr_bands(opened, leaf, limit)
+    if isinstance(leaf.origin, ForeignArray):
+        cells = _zarr_bands(leaf.spec, describe(opened.store, leaf.origin.directory).chunks, limit)
         return [cell for cell in cells if cell.size]
     found: list[Region] = []
     for piece in leaf.pieces:
@@ -120,14 +117,12 @@ def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Reg
     return [region for region in found if region.size]
 
 
-def _zarr_bands(opened: Opened, leaf: StoredLeaf, limit: int) -> list[Region]:
+def _zarr_bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
     """Rows of chunks as long as they stay within the limit, else single chunks."""
-    assert leaf.spec is not None
-    chunks = describe(opened.store, leaf.extra["directory"]).chunks
-    shape = leaf.spec.shape
-    if not shape or leaf.spec.nbytes <= limit:
+    shape = spec.shape
+    if not shape or spec.nbytes <= limit:
         return [Region.whole(shape)]
-    row = leaf.spec.nbytes // shape[0] * chunks[0]
+    row = spec.nbytes // shape[0] * chunks[0]
     steps = (chunks[0] * max(limit // max(row, 1), 1), *(shape[1:] if row <= limit else chunks[1:]))
     counts = [-(-n // step) for n, step in zip(shape, steps, strict=True)]
     cells: list[Region] = []
@@ -158,33 +153,12 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
         yield from split_region(band, itemsize, limit)
 
 
-def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
+def read_region(reader: BlockReader, leaf: StoredArray, region: Region, progress: Progress) -> Array:
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
-    if leaf.kind == "zarr":
-        (found,) = read_zarr(opened.store, leaf, [region])
-        progress(region.size * _itemsize(leaf))
-        return found
     target = Target(leaf, [region], own=False, arrays=[None])
     # One thread, because the caller runs several of these at once.
-    read_targets(source, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
-    array = target.arrays[0]
-    assert array is not None
-    return array
-
-
-def _itemsize(leaf: StoredLeaf) -> int:
-    assert leaf.spec is not None
-    return leaf.spec.dtype.itemsize
-
-
-def logical(leaf: StoredLeaf) -> tuple[str, tuple[int, ...]]:
-    """dtype and shape as the user knows them: of PRNG keys and values of processes, not of their data."""
-    assert leaf.spec is not None
-    if leaf.kind == "prng":
-        return f"key<{leaf.extra.get('impl')}>", leaf.spec.shape[:-1]
-    if leaf.processes is not None:
-        return "PerProcess", (leaf.processes,)
-    return leaf.spec.dtype.name, leaf.spec.shape
+    read_targets(reader, {0: target}, plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
+    return target.whole
 
 
 def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:

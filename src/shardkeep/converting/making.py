@@ -4,28 +4,33 @@ Either way the operating system can evict the pages when memory is short, so tha
 a save at once. Arrays that must be decompressed, cast or assembled go through the scratch file, block by block.
 """
 
+import errno
 import mmap
 import os
 import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardkeep.converting.blocks import BLOCK, Array, Opened, read_region, regions_of
+from shardkeep.converting.blocks import Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
-from shardkeep.loading.place import check_fits
-from shardkeep.loading.read import Source, check_blocks
+from shardkeep.layouts.plan import StagedArray, StagedValue
+from shardkeep.loading.adapt import check_fits
+from shardkeep.loading.blocks import BlockReader, Range, parts_of
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
-from shardkeep.model.digests import block_count
-from shardkeep.model.manifest import Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.memory import Shard
 from shardkeep.runtime.progress import Progress
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Mapping
 
 _ALIGN = 64
@@ -52,15 +57,40 @@ class Made:
 
 def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
     """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
+    if not isinstance(leaf, StoredArray):
+        return None
     spec = leaf.spec
-    if (
-        spec is None
-        or dtype is None
-        or leaf.kind in ("prng", "per_process")
-        or kind_of(spec.dtype) in ("other", "bool")
-    ):
+    if dtype is None or not leaf.holds_numbers or kind_of(spec.dtype) in ("other", "bool"):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
+
+
+def recorded_leaf(leaf: StoredLeaf, spec: ArraySpec | None) -> StoredLeaf:
+    """A leaf as the conversion records it; an array that another program wrote is recorded as a `jax.Array`."""
+    if spec is None or not isinstance(leaf, StoredArray):
+        return leaf
+    origin = leaf.origin
+    if isinstance(origin, ForeignArray):
+        origin = UNSHARDED
+    elif isinstance(origin, NumpyArray) and spec != leaf.spec:
+        origin = NATIVE  # a cast array has the machine's own byte order
+    return StoredArray(leaf.path, spec, (), origin)
+
+
+def snapshot_of(recorded: Sequence[StoredLeaf], made: Made) -> Snapshot:
+    """The leaves of a conversion, each with the parts that were made of it."""
+    held: dict[int, list[Region]] = {}
+    first: dict[int, int] = {}
+    for number, part in enumerate(made.parts):
+        held.setdefault(part.leaf, []).append(part.region)
+        first.setdefault(part.leaf, number)  # the parts of a leaf follow each other
+    leaves = [
+        StagedArray(leaf.path, leaf.spec, leaf.origin, tuple(held.get(i, ())), first.get(i, 0))
+        if isinstance(leaf, StoredArray)
+        else StagedValue(leaf.path, leaf.value)
+        for i, leaf in enumerate(recorded)
+    ]
+    return Snapshot(tuple(leaves), tuple(Shard(array, stable=False) for array in made.arrays))
 
 
 def make(
@@ -77,11 +107,11 @@ def make(
         progress: Called with the number of bytes read.
     """
     maker = _Maker(opened, opened.source(tree), progress)
-    mapped = maker.source.mapped and len(tree.files) <= _MOST_MAPPINGS
+    mapped = maker.reader.mapped and len(tree.files) <= _MOST_MAPPINGS
     made = Made([], [], 0, maker.lost)
     scratch: list[tuple[int, int]] = []  # (part, where it begins)
     for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
-        if spec is None:
+        if spec is None or not isinstance(leaf, StoredArray):
             continue
         regions = _regions(leaf, whole)
         direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
@@ -92,7 +122,12 @@ def make(
                 scratch.append((len(made.parts) - 1, made.scratch))
                 made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
     rooms = _allot(made, scratch, directory)
-    tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
+    tasks = [
+        task
+        for number, leaf in enumerate(tree.leaves)
+        if number in rooms and isinstance(leaf, StoredArray)
+        for task in maker.filling(leaf, rooms[number])
+    ]
     run_tasks([*maker.checks, *tasks])
     return made
 
@@ -109,16 +144,15 @@ def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> di
     return rooms
 
 
-def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
+def _regions(leaf: StoredArray, whole: bool) -> list[Region]:
     """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
-    assert leaf.spec is not None
     even = len({piece.region.shape for piece in leaf.pieces}) == 1
-    if whole or leaf.kind == "zarr" or not even:
+    if whole or isinstance(leaf.origin, ForeignArray) or not even:
         return [Region.whole(leaf.spec.shape)]
     return [piece.region for piece in leaf.pieces]
 
 
-def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+def _is_stored_so(leaf: StoredArray, regions: Sequence[Region]) -> bool:
     """Whether the stored bytes of each part are the bytes to save."""
     pieces = leaf.pieces
     return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
@@ -127,44 +161,41 @@ def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
 class _Maker:
     """Maps files, and collects the verification of what was mapped and the values that casts lost."""
 
-    def __init__(self, opened: Opened, source: Source, progress: Progress) -> None:
-        self.source = source
+    def __init__(self, opened: Opened, reader: BlockReader, progress: Progress) -> None:
+        self.reader = reader
         self.checks: list[Task] = []
         self.lost: dict[Path, int] = {}
         self._opened, self._progress = opened, progress
         self._maps: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
-    def mapped(self, leaf: StoredLeaf, piece: Piece) -> Array:
+    def mapped(self, leaf: StoredArray, piece: Piece) -> Array:
         """A piece, memory-mapped from its file; it is verified later, by one of `checks`."""
-        assert leaf.spec is not None
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
         if piece.file not in self._maps:
-            with self.source.open(piece.file, leaf.key) as file:
-                self._maps[piece.file] = file.map(0, file.size)
+            mapping = self.reader.map(piece.file, 0, self.reader.files[piece.file].size, leaf.key)
+            if mapping is None:
+                raise OSError(errno.ENOMEM, "too many mapped files in this process")
+            self._maps[piece.file] = mapping
         mapping = self._maps[piece.file]
-        step = BLOCK // DIGEST_BLOCK
-        for first in range(0, block_count(piece.length), step):
-            self.checks.append(lambda a=first: self._check(leaf, piece, mapping, a, a + step))
+        self.checks += [partial(self._check, leaf, piece, mapping, part) for part in parts_of(piece)]
         return (
             mapping.data[piece.offset : piece.offset + piece.length].view(leaf.spec.dtype).reshape(piece.region.shape)
         )
 
-    def _check(self, leaf: StoredLeaf, piece: Piece, mapping: Mapping, first: int, last: int) -> None:
-        last = min(last, block_count(piece.length))
-        start = piece.offset + first * DIGEST_BLOCK
-        end = piece.offset + min(last * DIGEST_BLOCK, piece.length)
+    def _check(self, leaf: StoredArray, piece: Piece, mapping: Mapping, part: Range) -> None:
+        start = piece.offset + part[0] * DIGEST_BLOCK
+        end = piece.offset + min(part[1] * DIGEST_BLOCK, piece.length)
         mapping.bring_in(start, end)
-        where = self._opened.store.locate(self.source.files[piece.file].name)
-        check_blocks(piece, first, last, mapping.data[start:end], leaf.key, where)
+        self.reader.check(leaf.key, piece, part, mapping.data[start:end])
         self._progress(end - start)
 
-    def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
+    def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
         """Tasks that read a leaf into its memory, block by block."""
 
         def fill(region: Region) -> None:
-            data = read_region(self._opened, self.source, leaf, region, self._progress)
+            data = read_region(self.reader, leaf, region, self._progress)
             for outer, room in rooms:
                 common = outer.intersect(region)
                 if common is not None:

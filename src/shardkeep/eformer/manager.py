@@ -25,7 +25,8 @@ from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.leaves import StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import rate_of
@@ -34,7 +35,7 @@ from shardkeep.processes.operation import Operation, join
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
 from shardkeep.stores.location import Location, any_path_text, location, name_path
-from shardkeep.targets.transaction import Target
+from shardkeep.targets.base import Target
 
 if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
@@ -390,10 +391,7 @@ class AsyncCheckpointManager:
             _, manifest = open_checkpoint(location(AsyncCheckpointManager.safe_loadpath(path)))
         except (OSError, ValueError):
             return False
-        return any(
-            tree.format == "zarr" or any(leaf.kind == "zarr" for leaf in tree.leaves)
-            for tree in manifest.trees.values()
-        )
+        return any(tree.format == "zarr" or tree.has_foreign_arrays for tree in manifest.trees.values())
 
     @staticmethod
     def safe_loadpath(path: Any) -> "LoadPath":

@@ -13,7 +13,8 @@ from shardkeep.errors import IntegrityError
 from shardkeep.layouts.safetensors import element_type
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.model.digests import digest
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
+from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.tree import Path, flatten, nest
 
 _PACKED = {"F4": "float4_e2m1fn"}
@@ -29,7 +30,7 @@ def tree_of_safetensors(
         notes |= _dtype_notes(metadata)
         for name, entry in tensors.items():
             if name in found:
-                raise IntegrityError(f"{where}: two files contain tensor {name!r}")
+                raise IntegrityError(f"{where}: two files contain tensor {name!r}", file=where)
             found[name] = (number, entry)
     skeleton, leaves = flatten(nest([((name,), name) for name in found]))
     stored = tuple(_leaf(leaf.path, leaf.value, *found[leaf.value], files, notes, where) for leaf in leaves)
@@ -46,7 +47,7 @@ def _leaf(
     files: Sequence[DataFile],
     notes: dict[str, str],
     where: str,
-) -> StoredLeaf:
+) -> StoredArray:
     dtype = element_type(entry["dtype"])
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
@@ -58,21 +59,22 @@ def _leaf(
             )
         spec = ArraySpec(shape, dtype_from_name(_PACKED[entry["dtype"]]))
         piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None, stored=end - start)
-        return StoredLeaf(path, "jax", spec, (piece,), extra={"packed": 4})
+        return StoredArray(path, spec, (piece,), UNSHARDED)
     if name in notes:
         dtype = _noted(notes[name], name, where)
         shape = shape if dtype.itemsize == 1 else shape[:-1]
     spec = ArraySpec(shape, dtype)
     if spec.nbytes != end - start:
-        raise IntegrityError(f"{where}: the size of tensor {name!r} does not match the dtype noted for it")
-    return StoredLeaf(path, "jax", spec, (Piece(Region.whole(shape), number, offset, spec.nbytes, None),))
+        raise IntegrityError(f"{where}: the size of tensor {name!r} does not match the dtype noted for it", file=where)
+    piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None)
+    return StoredArray(path, spec, (piece,), UNSHARDED)
 
 
 def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
     try:
         return dtype_from_name(noted)
     except ValueError as error:
-        raise IntegrityError(f"{where}: tensor {name!r}: {error}") from error
+        raise IntegrityError(f"{where}: tensor {name!r}: {error}", file=where) from error
 
 
 def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -1,45 +1,51 @@
-"""Plans of what is written: plain values, made before any byte is written."""
+"""The values a plan is made of: leaves, pieces, files, and what is known of a save when it begins."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.model.arrays import ArraySpec, Region
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import Origin
 from shardkeep.model.records import record
-from shardkeep.model.tree import Path, Skeleton, show_key
+from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
 
 
 @record
-class LeafPlan:
-    """A leaf as it will be recorded. For an array, `held` are the regions that this process has staged, in order.
+class StagedValue:
+    """A plain value as it will be recorded. If several processes save together, it must be the same on all."""
+
+    path: Path
+    value: Any
+
+
+@record
+class StagedArray:
+    """An array as it will be recorded. `held` are the regions that this process has staged, in order.
 
     If several processes save together, `shares` says which of them writes which region. `common` means that each of
     them has the complete value, which must be the same on all.
     """
 
     path: Path
-    kind: str
-    spec: ArraySpec | None = None
-    value: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    spec: ArraySpec
+    origin: Origin
     held: tuple[Region, ...] = ()
     first_held: int = 0
     shares: tuple[Share, ...] = ()
     common: bool = False
 
-    @property
-    def key(self) -> str:
-        return show_key(self.path)
+
+StagedLeaf: TypeAlias = StagedValue | StagedArray
 
 
 @record
 class PiecePlan:
-    """A Region to store, and the staged shards it consists of: (number of the shard, its region)."""
+    """A Region of an array to store, and the staged shards it consists of: (number of the shard, its region)."""
 
-    leaf: int
+    array: int
     region: Region
     nbytes: int
     sources: tuple[tuple[int, Region], ...]
@@ -49,18 +55,23 @@ class PiecePlan:
 
     def placed(self, offset: int, name: str) -> "PiecePlan":
         """The same piece with its offset and name. (`dataclasses.replace` takes three times as long.)"""
-        return PiecePlan(self.leaf, self.region, self.nbytes, self.sources, name, offset, self.writer)
+        return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FilePlan:
-    """A file to write: its header, then its pieces. `size` is None if it depends on compression."""
+    """A file to write: its header, then its pieces. `size` is None if it depends on the codec."""
 
     name: str
     header: bytes
     pieces: tuple[PiecePlan, ...]
     size: int | None
     writer: int = LEADER
+    codec: Codec = RAW
+
+    def named(self, name: str) -> "FilePlan":
+        """The same file under another name."""
+        return FilePlan(name, self.header, self.pieces, self.size, self.writer, self.codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,59 +88,6 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Everything a save will write."""
-
-    save_id: str
-    format: str
-    compression: str | None
-    skeleton: Skeleton
-    leaves: tuple[LeafPlan, ...]
-    files: tuple[FilePlan, ...]
-    directory: str = ""
-
-    def files_of(self, writer: int) -> list[FilePlan]:
-        """The files that one of the processes writes."""
-        return [file for file in self.files if file.writer == writer]
-
-    @property
-    def names(self) -> list[str]:
-        return [file.name for file in self.files]
-
-    @property
-    def nbytes(self) -> int:
-        """An upper bound on the bytes that will be written."""
-        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
-
-    def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
-        """The Tree to commit, once sizes and digests are known."""
-        pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
-        files: list[DataFile] = []
-        for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
-            loose = done.size if plan.size is None else len(plan.header)
-            files.append(DataFile(plan.name, done.size, loose, done.header_digest))
-            for piece, digests in zip(plan.pieces, done.digests, strict=True):
-                stored = done.size if plan.size is None else None
-                pieces[piece.leaf].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
-        leaves = tuple(
-            StoredLeaf(leaf.path, leaf.kind, leaf.spec, tuple(pieces.get(i, ())), leaf.value, leaf.extra)
-            for i, leaf in enumerate(self.leaves)
-        )
-        return Tree(
-            save_id=self.save_id,
-            format=self.format,
-            skeleton=self.skeleton,
-            leaves=leaves,
-            files=tuple(files),
-            metadata=draft.metadata,
-            created=draft.created,
-            compression=self.compression,
-            indexed=draft.indexed,
-            step=draft.step,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class WrittenFile:
     """What is known about a written file: its size, the digest of its header, the block digests of each piece."""
 
@@ -139,26 +97,24 @@ class WrittenFile:
 
 
 def plan_pieces(
-    leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
+    arrays: Sequence[StagedArray], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
 ) -> list[PiecePlan]:
     """The pieces to store: the staged shards, split as the format requires. Arrays up to `whole` bytes stay whole."""
     pieces: list[PiecePlan] = []
-    for number, leaf in enumerate(leaves):
-        if leaf.spec is None:
-            continue
-        held = [(leaf.first_held + i, region) for i, region in enumerate(leaf.held)]
-        itemsize = leaf.spec.dtype.itemsize
+    for number, array in enumerate(arrays):
+        held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
+        itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
-        if leaf.shares:
-            for region, writer in leaf.shares:
+        if array.shares:
+            for region, writer in array.shares:
                 sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
-                for part in split(leaf.spec, region):
+                for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, sources, writer=writer))
-        elif uneven or leaf.spec.nbytes <= whole:
-            region = Region.whole(leaf.spec.shape)
-            pieces.append(PiecePlan(number, region, leaf.spec.nbytes, tuple(held)))
+        elif uneven or array.spec.nbytes <= whole:
+            region = Region.whole(array.spec.shape)
+            pieces.append(PiecePlan(number, region, array.spec.nbytes, tuple(held)))
         else:
             for shard, region in held:
-                for part in split(leaf.spec, region):
+                for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
     return pieces

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import RAW, Codec
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
-from shardkeep.model.manifest import no_duplicates
-from shardkeep.model.tree import join_key
+from shardkeep.model.document import no_duplicates
+from shardkeep.model.tree import Path, join_key
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.memory import ALIGN, PAGE
+from shardkeep.runtime.memory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
 FILE_LIMIT = 8 << 30
@@ -48,8 +50,8 @@ TO_CODE = {
 FROM_CODE = {code: name for name, code in TO_CODE.items()}
 
 
-@dataclass
-class SafetensorsFormat:
+@dataclass(frozen=True)
+class SafetensorsLayout:
     """Few large files, with pieces packed as the devices hold them.
 
     Args:
@@ -58,35 +60,41 @@ class SafetensorsFormat:
 
     limit: int | None = None
     name: str = "safetensors"
-    compression: str | None = None
-    whole: int = SMALL
+    codec: Codec = RAW
+    whole: float = SMALL
+    gathers: bool = False
+
+    def describe(self) -> str:
+        return f"{self.name}, compression {self.codec.name}"
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Do nothing: any leaf has a name here."""
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         if self.limit is None:
             return [region]
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(
-        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
-    ) -> list[FilePlan]:
-        keys = [join_key(leaf.path) for leaf in leaves]
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        keys = [join_key(array.path) for array in arrays]
         ordered = sorted(pieces, key=lambda p: p.writer)
-        named = [p.placed(p.offset, _piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
+        named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in ordered]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
-        start = f"{directory}/" if directory else ""
-        metadata = {"shardkeep": "1", "shardkeep_save": save_id}
+        metadata = {"shardkeep": "1", "shardkeep_save": draft.save_id}
         groups = group_by_size(
             [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
         )
         return [
-            pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
+            pack(f"{draft.save_id}-{number:05d}.safetensors", arrays, group, metadata)
             for number, group in enumerate(groups)
         ]
 
+    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+        return file.header
 
-def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:
+
+def _piece_name(key: str, spec: ArraySpec, piece: PiecePlan) -> str:
     """The leaf's key, followed by the region if it is a part, after a backslash that no key contains unescaped."""
-    assert spec is not None
     key = key if key.isascii() else safe_text(key)
     if piece.region.shape == spec.shape:
         return f"\\{key}" if key in ("", "__metadata__") else key
@@ -133,17 +141,14 @@ def group_by_size(
 
 
 def pack(
-    name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
+    name: str, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
     """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
-    # Pieces that can begin on a page do; of the others, those come first that JAX can use without a copy.
-    ordered = sorted(pieces, key=lambda p: (p.nbytes % PAGE != 0, p.nbytes % ALIGN != 0))
     entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
     notes: dict[str, str] = {}
     end = 0
-    for piece in ordered:
-        spec = leaves[piece.leaf].spec
-        assert spec is not None
+    for piece in [pieces[number] for number in file_order([piece.nbytes for piece in pieces])]:
+        spec = arrays[piece.array].spec
         code = TO_CODE.get(dtype_name(spec.dtype))
         tail: tuple[int, ...] = ()
         if code is None:  # stored as bytes; the bytes of a wider dtype become a last axis
@@ -184,30 +189,34 @@ def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, s
     try:
         header = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is not a safetensors file: its header is not valid JSON ({error})") from None
+        raise IntegrityError(
+            f"{where} is not a safetensors file: its header is not valid JSON ({error})", file=where
+        ) from None
     if not isinstance(header, dict):
-        raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object")
+        raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object", file=where)
     metadata: Any = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise IntegrityError(f"{where}: __metadata__ contains values that are not strings")
+        raise IntegrityError(f"{where}: __metadata__ contains values that are not strings", file=where)
     end = 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             end = _check_entry(name, entry, end, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise IntegrityError(f"{where} has a malformed header ({error})") from None
+        raise IntegrityError(f"{where} has a malformed header ({error})", file=where) from None
     if 8 + length + end != file_size:
-        raise IntegrityError(f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}")
+        raise IntegrityError(
+            f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}", file=where
+        )
     return metadata, header, 8 + length
 
 
 def header_length(start: bytes, file_size: int, where: str) -> int:
     """The header length that a file announces, checked against its size before anything else is read."""
     if len(start) < 8:
-        raise IntegrityError(f"{where} is too short to be a safetensors file")
+        raise IntegrityError(f"{where} is too short to be a safetensors file", file=where)
     (length,) = struct.unpack("<Q", start[:8])
     if length > min(file_size - 8, HEADER_LIMIT):
-        raise IntegrityError(f"{where} is not a safetensors file: it declares a header of {length:,} bytes")
+        raise IntegrityError(f"{where} is not a safetensors file: it declares a header of {length:,} bytes", file=where)
     return length
 
 
@@ -220,7 +229,9 @@ def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> in
     for n in shape:
         bits *= n
     if start != begin or (end - start) * 8 != bits:
-        raise IntegrityError(f"{where}: the offsets of tensor {name!r} do not match its shape and its neighbors")
+        raise IntegrityError(
+            f"{where}: the offsets of tensor {name!r} do not match its shape and its neighbors", file=where
+        )
     return end
 
 

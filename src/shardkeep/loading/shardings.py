@@ -3,15 +3,18 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
+from shardkeep.model.arrays import Region
 from shardkeep.model.keys import loose_key
+from shardkeep.model.leaves import SavedSharding
 from shardkeep.model.tree import Path, flatten, name_leaf
 
 log = logging.getLogger("shardkeep")
@@ -38,7 +41,7 @@ class ShapedLeaf:
 
     path: Path
     shape: tuple[int, ...]
-    saved: Mapping[str, Any] | None = None  # the sharding it had when it was saved
+    saved: SavedSharding | None = None  # the sharding it had when it was saved
     optional: bool = False  # may stay without a sharding
     nbytes: int = 0
 
@@ -95,6 +98,15 @@ def resolve_shardings(
         named.warn_unused()
     replicated.warn()
     return places
+
+
+@lru_cache(maxsize=1024)
+def needed_regions(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, ...]:
+    """The regions this process needs of an array of this shape. If they are all of its rows: one region."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    regions = tuple(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+    rows = all(region.shape[1:] == shape[1:] for region in regions)
+    return (Region.whole(shape),) if rows and sum(region.size for region in regions) == math.prod(shape) else regions
 
 
 def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -208,10 +220,9 @@ class _Replicated:
     def compare(self, leaf: ShapedLeaf, spec: PartitionSpec) -> None:
         if leaf.saved is None or self._mesh is None or self._mesh.size == 1:
             return
-        known = leaf.saved.get("mesh")
-        sizes = cast("Mapping[str, Any]", known) if isinstance(known, dict) else {}
+        sizes = dict(leaf.saved.mesh)
         lost: list[str] = []
-        for entry, kept in zip(leaf.saved.get("spec") or [], cast(Any, spec), strict=False):
+        for entry, kept in zip(leaf.saved.spec, cast(Any, spec), strict=False):
             if kept is None:
                 lost += [axis for axis in _axes(entry) if sizes.get(axis) != 1]
         if not lost:
@@ -302,7 +313,7 @@ def _saved_spec(leaf: ShapedLeaf, mesh: Mesh) -> PartitionSpec:
     """The layout a leaf was saved with: the axes that this mesh has, where they divide the array."""
     kept: list[Any] = []
     free = dict(mesh.shape)  # a damaged manifest may name an axis twice
-    for extent, entry in zip(leaf.shape, (leaf.saved or {}).get("spec") or [], strict=False):
+    for extent, entry in zip(leaf.shape, leaf.saved.spec if leaf.saved else (), strict=False):
         axes = tuple(axis for axis in dict.fromkeys(_axes(entry)) if axis in free)
         fits = axes and extent % math.prod(free[axis] for axis in axes) == 0
         kept.append(axes if fits else None)
@@ -312,7 +323,7 @@ def _saved_spec(leaf: ShapedLeaf, mesh: Mesh) -> PartitionSpec:
 
 def _axes(entry: Any) -> tuple[str, ...]:
     """The axes in one entry of a spec."""
-    return tuple(entry) if isinstance(entry, list | tuple) else () if entry is None else (entry,)
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,36 +7,34 @@ by block while writing for one in the foreground.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.errors import JaxRuntimeError
-from jax.experimental import multihost_utils
 
-from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
+from shardkeep.errors import UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import is_weakly_typed, local_parts
-from shardkeep.layouts.plan import LeafPlan
-from shardkeep.model.arrays import Array, ArraySpec, Region, common_slices, dtype_name
-from shardkeep.model.perprocess import KIND, PerProcess, Rows, encode_value, find_problem, size_of
+from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
+from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
+from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
+from shardkeep.model.perprocess import UNSETTLED, PerProcess, PerProcessRows, encode_value, find_problem, size_of
 from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
+from shardkeep.processes.collectives import gather_array, gather_bytes, gather_lengths
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.memory import Shard
 from shardkeep.saving.buffers import shards_of
-from shardkeep.saving.donation import donations
+from shardkeep.saving.donation import Staging
 
 _SHOWN = 10
-_SENT = 64 << 20  # bytes that go through one collective
 _REMEMBERED = 4096
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
@@ -48,7 +46,7 @@ class _Form:
     """What all arrays of one shape, dtype and sharding have in common."""
 
     spec: ArraySpec
-    extra: Mapping[str, Any]
+    origin: JaxArray
     regions: tuple[Region, ...]  # the distinct regions that this process holds
     parts: tuple[int, ...] | None  # the shard of each region; None if there is one device, or all have the same
     plain: bool  # on one CPU device, with a dtype of NumPy's own
@@ -59,10 +57,10 @@ class _Form:
 class Snapshot:
     """The leaves as they will be recorded, and the shards they consist of.
 
-    `memory` is the buffer that copied shards are in, which goes back to `donations`.
+    `memory` is where copied shards are, in the order in which files hold them. It belongs to a `Staging`.
     """
 
-    leaves: tuple[LeafPlan, ...]
+    leaves: tuple[StagedLeaf, ...]
     shards: tuple[Shard, ...]
     memory: Array | None = None
 
@@ -71,12 +69,13 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
+NOTHING = Snapshot((), ())
+
+
 def take_snapshot(
     leaves: Sequence[Leaf],
+    staging: Staging | None = None,
     *,
-    keep: Crew | None = None,
-    watched: Sequence[jax.Array] = (),
-    copy: bool = False,
     index: int = LEADER,
     size: int = 1,
     gathered: bool = False,
@@ -85,9 +84,7 @@ def take_snapshot(
 
     Args:
         leaves: The leaves of the tree.
-        keep: The threads that copy everything the program could change, for a snapshot that outlives the call.
-        watched: Arrays that are copied too, because they are watched for donation.
-        copy: Copy every array.
+        staging: Copies everything the program could change, for a snapshot that outlives the call.
         index: The index of this process, which takes only what it will write.
         size: The number of processes.
         gathered: The leader takes all leaves, and the others none.
@@ -103,29 +100,27 @@ def take_snapshot(
             if is_weakly_typed(array):
                 weak.append(name_leaf(leaf.path))
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
-    plans: list[LeafPlan] = []
+    plans: list[StagedLeaf] = []
     shards: list[Shard] = []
-    looked_at = {id(array) for array in watched}
+    looked_at = {id(array) for array in staging.watched} if staging is not None else set[int]()
     if size > 1:
         _stage_shares(leaves, arrays, forms, plans, shards, index, size, gathered)
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
         if isinstance(leaf.value, PerProcess):
             plan = _stage_value(leaf, shards)
-            plans.append(_in_rows(plan, shards, Rows.of([shards[-1].data.size]), LEADER))
+            plans.append(_in_rows(plan, shards, PerProcessRows.of([shards[-1].data.size]), LEADER))
         elif array is None:
-            plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
+            plans.append(StagedValue(leaf.path, leaf.value))
         elif form is None:
             plans.append(_stage_numpy(leaf, shards))
         else:
+            first = len(shards)
             plans.append(_stage_jax(leaf, array, form, shards))
             if id(leaf.value) in looked_at:
-                first = plans[-1].first_held
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
-    if keep is None:
+    if staging is None:
         return Snapshot(tuple(plans), tuple(shards))
-    if copy:
-        shards = [Shard(shard.data, stable=False) for shard in shards]
-    return Snapshot(tuple(plans), *donations.settle(shards, keep))
+    return Snapshot(tuple(plans), *staging.settle(shards))
 
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
@@ -141,7 +136,7 @@ def _stage_shares(
     leaves: Sequence[Leaf],
     arrays: Sequence[Any],
     forms: "Sequence[_Form | None]",
-    plans: list[LeafPlan],
+    plans: list[StagedLeaf],
     shards: list[Shard],
     index: int,
     size: int,
@@ -151,15 +146,15 @@ def _stage_shares(
     everyones = share_out(arrays, size, gathered=gathered)
     for leaf, array, form, shares in zip(leaves, arrays, forms, everyones, strict=True):
         if isinstance(leaf.value, PerProcess):
-            plans.append(_gather_value(leaf, shards, index, size) if gathered else _stage_value(leaf, shards))
+            plans.append(_gather_value(leaf, shards, index) if gathered else _stage_value(leaf, shards))
         elif array is None:
-            plans.append(LeafPlan(leaf.path, "value", value=leaf.value, common=True))
+            plans.append(StagedValue(leaf.path, leaf.value))
         elif form is None:
             plans.append(replace(_stage_numpy(leaf, shards), shares=shares, common=True))
         elif array.is_fully_addressable:
             plans.append(replace(_stage_jax(leaf, array, form, shards), shares=shares, common=True))
         elif gathered:
-            whole = gather_whole(array)
+            whole = gather_array(array, keep=index == LEADER)
             mine: Held = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
             plans.append(replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares))
         else:
@@ -167,27 +162,25 @@ def _stage_shares(
             plans.append(replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares))
 
 
-def _stage_value(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
+def _stage_value(leaf: Leaf, shards: list[Shard]) -> StagedArray:
     """A `PerProcess` leaf as plain bytes: where they go depends on how many the other processes have."""
     raw = encode_value(leaf.value.value)
     shards.append(Shard(raw, stable=True))
     whole = Region.whole(raw.shape)
-    return LeafPlan(
-        leaf.path, KIND, ArraySpec(raw.shape, raw.dtype), held=(whole,), first_held=len(shards) - 1, common=True
-    )
+    spec = ArraySpec(raw.shape, raw.dtype)
+    return StagedArray(leaf.path, spec, UNSETTLED, held=(whole,), first_held=len(shards) - 1, common=True)
 
 
-def _in_rows(leaf: LeafPlan, shards: list[Shard], rows: Rows, index: int) -> LeafPlan:
+def _in_rows(leaf: StagedArray, shards: list[Shard], rows: PerProcessRows, index: int) -> StagedArray:
     """A staged `PerProcess` leaf among the rows of all processes."""
     shards[leaf.first_held] = Shard(rows.fill(index, shards[leaf.first_held].data), stable=True)
     shares = rows.shares if len(rows.lengths) > 1 else ()
-    extra = {"lengths": list(rows.lengths)}
-    return replace(leaf, spec=rows.spec, extra=extra, held=(rows.region(index),), shares=shares)
+    return replace(leaf, spec=rows.spec, origin=rows, held=(rows.region(index),), shares=shares)
 
 
 def unsettled_lengths(snapshot: Snapshot) -> list[int]:
     """How many bytes this process has of each `PerProcess` leaf that still needs those of the others."""
-    return [leaf.spec.nbytes for leaf in snapshot.leaves if leaf.spec is not None and _is_unsettled(leaf)]
+    return [leaf.spec.nbytes for leaf in snapshot.leaves if _is_unsettled(leaf)]
 
 
 def settle_rows(snapshot: Snapshot, lengths: Sequence[Sequence[int]], index: int) -> Snapshot:
@@ -195,85 +188,36 @@ def settle_rows(snapshot: Snapshot, lengths: Sequence[Sequence[int]], index: int
     shards = list(snapshot.shards)
     by_leaf = iter(zip(*lengths, strict=True))
     leaves = [
-        _in_rows(leaf, shards, Rows.of(next(by_leaf)), index) if _is_unsettled(leaf) else leaf
+        _in_rows(leaf, shards, PerProcessRows.of(next(by_leaf)), index) if _is_unsettled(leaf) else leaf
         for leaf in snapshot.leaves
     ]
     return Snapshot(tuple(leaves), tuple(shards), snapshot.memory)
 
 
-def _is_unsettled(leaf: LeafPlan) -> bool:
-    return leaf.kind == KIND and "lengths" not in leaf.extra
+def _is_unsettled(leaf: StagedLeaf) -> TypeGuard[StagedArray]:
+    return isinstance(leaf, StagedArray) and leaf.origin is UNSETTLED
 
 
-def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> LeafPlan:
+def _gather_value(leaf: Leaf, shards: list[Shard], index: int) -> StagedArray:
     """The values of a `PerProcess` leaf of all processes, in the memory of the leader; all of them call this."""
     raw = encode_value(leaf.value.value)
-    lengths = np.ascontiguousarray(_all_gather(np.array([raw.size], np.int64).view(np.uint8)))
-    rows = Rows.of([int(length) for length in lengths.view(np.int64)[:, 0]])
+    rows = PerProcessRows.of(gather_lengths(raw.size))
     filled: Array = np.zeros(rows.shape if index == LEADER else (0, 0), np.uint8)
-    step = max(_SENT // size, 1)
-    for start in range(0, max(rows.lengths), step):
-        sent = np.zeros(min(step, max(rows.lengths) - start), np.uint8)
-        sent[: max(raw.size - start, 0)] = raw[start : start + sent.size]
-        everyones = _all_gather(sent)
-        for process, length in enumerate(rows.lengths if index == LEADER else ()):
-            part = filled[rows.region(process).slices].reshape(-1)[start : min(start + sent.size, length)]
-            part[...] = everyones[process, : part.size]
+    for process, value in enumerate(gather_bytes(raw, rows.lengths, keep=index == LEADER)):
+        filled[rows.region(process).slices].reshape(-1)[: value.size] = value
     whole = Region.whole(rows.shape)
     held: tuple[Region, ...] = ()
     if index == LEADER:
         shards.append(Shard(filled, stable=True))
         held = (whole,)
-    extra = {"lengths": list(rows.lengths)}
-    return LeafPlan(
-        leaf.path, KIND, rows.spec, None, extra, held, max(len(shards) - 1, 0), ((whole, LEADER),), common=True
-    )
-
-
-def _all_gather(part: Array) -> Array:
-    """The arrays of all processes, which have one size, as rows."""
-    try:
-        return np.asarray(multihost_utils.process_allgather(part))
-    except JaxRuntimeError as error:
-        raise ProcessError(
-            f"another process exited while arrays were being gathered; nothing was written ({error})"
-        ) from error
-
-
-def gather_whole(array: jax.Array) -> Array:
-    """An array that is sharded over processes, complete on each of them. All processes must call this.
-
-    It is sent as plain bytes: collectives on small floats change NaNs, and those on 2-bit integers corrupt memory.
-    """
-    index, size = jax.process_index(), jax.process_count()
-    dtype = np.dtype(array.dtype)
-    (shares,) = share_out([array], size, gathered=False)
-    lengths = [sum(region.size for region, writer in shares if writer == i) * dtype.itemsize for i in range(size)]
-    mine = np.zeros(max(lengths), np.uint8)
-    held = _held(array, [region for region, writer in shares if writer == index])
-    filled = 0
-    for region, writer in shares:
-        if writer == index and region.size:
-            part = mine[filled : filled + region.size * dtype.itemsize].view(dtype).reshape(region.shape)
-            filled += part.nbytes
-            for there, data in zip(*held, strict=True):
-                here, lying = common_slices(region, there)
-                part[here] = data[lying]
-    everyones = [_all_gather(mine[start : start + _SENT]) for start in range(0, mine.size, _SENT)]
-    rows = np.concatenate(everyones, axis=1) if everyones else np.zeros((size, 0), np.uint8)
-    whole: Array = np.empty(array.shape, dtype)
-    filled_of = [0] * size
-    for region, writer in shares:
-        start, end = filled_of[writer], filled_of[writer] + region.size * dtype.itemsize
-        whole[region.slices] = np.ascontiguousarray(rows[writer, start:end]).view(dtype).reshape(region.shape)
-        filled_of[writer] = end
-    return whole
+    first = max(len(shards) - 1, 0)
+    return StagedArray(leaf.path, rows.spec, rows, held, first, shares=((whole, LEADER),), common=True)
 
 
 def _data_of(value: Any) -> Any:
     """The array to store for a leaf: for PRNG keys their data, for other values None."""
     if isinstance(value, jax.Array):
-        return jax.random.key_data(value) if _is_prng_key(value) else value
+        return jax.random.key_data(value) if is_prng_dtype(value.dtype) else value
     return value if isinstance(value, np.ndarray) else None
 
 
@@ -285,7 +229,7 @@ def staged_sizes(leaves: Sequence[Leaf]) -> list[tuple[int, Any]]:
 
 
 def _local_nbytes(array: Any) -> int:
-    if isinstance(array, np.ndarray | Tracer) or _is_prng_key(array):
+    if isinstance(array, np.ndarray | Tracer) or is_prng_dtype(array.dtype):
         return array.nbytes
     return _nbytes_here(array.sharding, array.shape, array.dtype)
 
@@ -299,30 +243,29 @@ def _nbytes_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype:
     return min(nbytes, shard * len(sharding.addressable_devices))
 
 
-def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
+def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> StagedArray:
     array: Array = leaf.value
     native = array.dtype.newbyteorder("=")
-    extra = {} if array.dtype == native else {"order": array.dtype.str[0]}
+    origin = NATIVE if array.dtype == native else NumpyArray("<" if array.dtype.str[0] == "<" else ">")
     spec = ArraySpec(array.shape, native)
-    if not array.flags.c_contiguous or extra:
+    if not array.flags.c_contiguous or origin.order:
         shards.append(Shard(np.array(array, dtype=native, order="C", copy=True), stable=True))
     else:
         shards.append(Shard(array, stable=False))
     held = (Region.whole(spec.shape),)
-    return LeafPlan(leaf.path, "numpy", spec, extra=extra, held=held, first_held=len(shards) - 1)
+    return StagedArray(leaf.path, spec, origin, held, len(shards) - 1)
 
 
 def _stage_jax(
     leaf: Leaf, array: jax.Array, form: _Form, shards: list[Shard], mine: Held | None = None, own: bool = False
-) -> LeafPlan:
+) -> StagedArray:
     """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
-    kind, extra = "jax", form.extra
-    if array is not leaf.value:
-        kind, extra = "prng", {"impl": str(jax.random.key_impl(leaf.value))}
+    keys = array is not leaf.value
+    origin = PrngKeys(str(jax.random.key_impl(leaf.value))) if keys else form.origin
     first = len(shards)
     regions, data = (form.regions, _data(array, form)) if mine is None else mine
     shards += shards_of(array, data) if form.on_cpu and not own else [Shard(each, True) for each in data]
-    return LeafPlan(leaf.path, kind, form.spec, None, extra, regions, first)
+    return StagedArray(leaf.path, form.spec, origin, regions, first)
 
 
 def _form_of(array: jax.Array) -> _Form:
@@ -338,14 +281,14 @@ def _form_of(array: jax.Array) -> _Form:
 
 def _look_at(array: jax.Array) -> _Form:
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    extra, on_cpu = _sharding_record(array.sharding), _is_on_cpu(array.sharding)
+    origin, on_cpu = _origin_of(array.sharding), _is_on_cpu(array.sharding)
     if array.is_fully_replicated:
         plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and on_cpu
-        return _Form(spec, extra, (Region.whole(array.shape),), None, plain, on_cpu)
+        return _Form(spec, origin, (Region.whole(array.shape),), None, plain, on_cpu)
     found: dict[Region, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         found.setdefault(Region.from_index(shard.index, array.shape), number)
-    return _Form(spec, extra, tuple(found), tuple(found.values()), plain=False, on_cpu=on_cpu)
+    return _Form(spec, origin, tuple(found), tuple(found.values()), plain=False, on_cpu=on_cpu)
 
 
 def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
@@ -374,18 +317,14 @@ def _contiguous(data: Array) -> Array:
 
 
 @lru_cache(maxsize=256)
-def _sharding_record(sharding: jax.sharding.Sharding) -> Mapping[str, Any]:
-    """A named sharding as recorded: to show it, and to load onto another mesh with the same axis names."""
+def _origin_of(sharding: jax.sharding.Sharding) -> JaxArray:
+    """What is recorded of an array with this sharding: the sharding, if it is one over the named axes of a mesh."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
-        return {}
-    spec = [list(e) if isinstance(e, tuple) else e for e in cast(Any, sharding.spec)]
-    if not all(isinstance(e, str | list | None) for e in spec):
-        return {}
-    return {"sharding": {"spec": spec, "mesh": dict(sharding.mesh.shape)}}
-
-
-def _is_prng_key(array: jax.Array) -> bool:
-    return is_prng_dtype(array.dtype)
+        return UNSHARDED
+    spec: tuple[Any, ...] = tuple(cast(Any, sharding.spec))
+    if not all(isinstance(axes, str | tuple | None) for axes in spec):
+        return UNSHARDED
+    return JaxArray(SavedSharding(spec, tuple(sharding.mesh.shape.items())))
 
 
 @lru_cache(maxsize=256)
@@ -440,7 +379,7 @@ def _value_problem(value: Any) -> str | None:
         refuse_without_jax()
         if not value.is_deleted() and not value.is_fully_addressable:
             return "the array spans several processes; save it as a leaf of the tree itself"
-        if _is_prng_key(value):
+        if is_prng_dtype(value.dtype):
             return "PRNG keys cannot be stored in a PerProcess value; use their jax.random.key_data instead"
         return _array_problem(value, size=1)
     if value is None or isinstance(value, Tracer | np.ndarray | np.generic) or is_plain(value):
@@ -454,7 +393,7 @@ def _array_problem(array: jax.Array, size: int) -> str | None:
         return "the array has been deleted or donated; save it before you donate it"
     if size == 1 and not array.is_fully_addressable:
         return "the array spans several processes; call jax.distributed.initialize() first so that they can save it"
-    if _is_prng_key(array):
+    if is_prng_dtype(array.dtype):
         known = isinstance(jax.random.key_impl(array), str)
         return None if known else "a PRNG key of an unregistered implementation; save its jax.random.key_data instead"
     try:

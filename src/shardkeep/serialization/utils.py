@@ -15,7 +15,7 @@ from shardkeep.eformer.gathering import (
     to_host,
 )
 from shardkeep.layouts.safetensors import group_by_size
-from shardkeep.loading.place import apply_function, cast_array
+from shardkeep.loading.adapt import apply_function, cast_array
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.naming import base_of_shard, dotted_names, index_filename, shard_filename
 from shardkeep.model.tree import flatten

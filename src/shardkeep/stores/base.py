@@ -17,8 +17,8 @@ class Traits:
     """What a save or a load has to know about a store to choose its way.
 
     Args:
-        editable: Files are written in parts, in any order, can be changed before they are committed, and can have a
-            second name: the store is an `EditableStore`. If not, a file is put as a whole and has one name.
+        editable: Files are written in parts, in any order, and can have a second name: the store is an
+            `EditableStore`. If not, a file is put as a whole and has one name.
         has_directories: The place is a directory, which can be moved away or removed while it is used.
         has_paths: `locate` gives paths that other libraries can open.
         costly_requests: Each access costs a round trip: accesses are few, planned beforehand, and made concurrently.
@@ -233,14 +233,10 @@ class Store(Files, Coordination, Protocol):
 
 
 class EditableStore(Store, Protocol):
-    """A store whose files can be written in parts, changed and linked until they are committed."""
+    """A store whose files can be written in parts and have several names."""
 
     def create(self, name: str, size: int, aligned: bool = False) -> NewFile:
         """Begin a file of `size` bytes that must not exist yet. `aligned`: parts of it come by `write_aligned`."""
-        ...
-
-    def write_into(self, name: str, offset: int, data: bytes) -> None:
-        """Change bytes of a file that is not committed yet."""
         ...
 
     def link(self, name: str, new: str) -> None:
