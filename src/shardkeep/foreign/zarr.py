@@ -148,7 +148,7 @@ def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
 
     context = tensorstore.Context()
     place: dict[str, Any] = {"driver": "file", "path": store.locate(directory) + os.sep}
-    if store.remote:  # our own client fetches the objects, TensorStore only decodes them
+    if not store.traits.has_paths:  # our own client fetches the objects, TensorStore only decodes them
         place = {"driver": "memory", "path": "array/"}
         memory = tensorstore.KvStore.open(place, context=context).result()
         for name in (ZARRAY, *sorted(chunks)):
