@@ -104,7 +104,7 @@ def test_nothing_else_looks_public() -> None:
 
 
 def test_no_helper_of_ours_looks_like_a_method_of_the_user() -> None:
-    assert {name for name in vars(AsyncCheckpointManager) if not name.startswith("_")} == MANAGER
+    assert {name for name in dir(AsyncCheckpointManager) if not name.startswith("_")} == MANAGER
     for name in shardkeep.__all__:
         if name.endswith("Error"):
             own = vars(getattr(shardkeep, name)).items()
