@@ -45,13 +45,13 @@ $(HF_STAMP): pyproject.toml
 	touch $(HF_STAMP)
 
 check: setup
-	$(BIN)/ruff check src tests bench examples
-	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests faults bench examples
+	$(BIN)/ruff format --check src tests faults bench examples
 	$(BIN)/basedpyright
 
 format: setup
-	$(BIN)/ruff check --fix src tests bench examples
-	$(BIN)/ruff format src tests bench examples
+	$(BIN)/ruff check --fix src tests faults bench examples
+	$(BIN)/ruff format src tests faults bench examples
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -78,11 +78,11 @@ $(BENCH_STAMP): pyproject.toml
 
 # Every fault that can be made here; the results go to docs/reliability.md. About an hour and a quarter on two cores.
 faults: setup
-	PYTHONPATH=tests $(BIN)/python -m faults
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m faults
 
 # The same kill in other libraries.
 faults-peers: $(BENCH_STAMP)
-	PYTHONPATH=tests $(BENCH)/bin/python -m faults.peers
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
 	rm -rf $(VENV) $(EFORMER) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,16 +1,24 @@
-"""Every test runs on eight CPU devices; `from support import …` works in every test file."""
+"""Every test runs on eight CPU devices.
+
+`from support import …` and `from faults import …` work in every test file, and in the programs that tests start.
+"""
 
 import os
 import signal
 import sys
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
 import pytest
 from hypothesis import HealthCheck, settings
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+ROOT = Path(__file__).parents[1]
+PATH = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = PATH
+_inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*PATH, *filter(None, _inherited)]))
 
 signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever was inherited: tests and the programs they start get signals
 

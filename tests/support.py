@@ -27,8 +27,6 @@ from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import Held, Store
 from signals import START
 
-TESTS = Path(__file__).parent
-
 for _name in shardkeep.__all__:  # imported now: who becomes another user may not be able to read the sources any more
     getattr(shardkeep, _name)
 
@@ -215,7 +213,7 @@ def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 10
 
     It has the signals of a program that was started from a terminal.
     """
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": with_tests()}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     env.update(environment)
     start = START + "import jax, jax.numpy as jnp, numpy as np, shardkeep\nfrom support import *\n"
     done = subprocess.run(
@@ -228,11 +226,6 @@ def run_python(code: str, *arguments: str, devices: int = 1, timeout: float = 10
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def with_tests() -> str:
-    """The `PYTHONPATH` for a program that uses the tests' modules and the same shardkeep as the tests."""
-    return os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
 
 
 __all__ = [
@@ -251,7 +244,6 @@ __all__ = [
     "pattern",
     "run_python",
     "save_as",
-    "with_tests",
 ]
 
 

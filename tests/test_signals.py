@@ -1,6 +1,5 @@
 """Tests and programs under test do not depend on the signals that the test run inherited."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from signals import START, usual_signals_meanwhile
-
-TESTS = Path(__file__).parent
 
 # What `nohup` and `&` in a script do, and what a parent that blocks signals does; then the program is run as it is.
 INHERITED = {
@@ -22,8 +19,7 @@ inherited = pytest.mark.parametrize("how", INHERITED)
 
 def run(how: str, code: str) -> str:
     first = f"import os, signal, sys; {INHERITED[how]}; os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
-    env = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run([sys.executable, "-c", first, code], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", first, code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -21,7 +20,6 @@ from servers.buckets import Refused
 from servers.gcs import GCSHandler, GCSServer
 from servers.proxy import Proxy, ProxyHandler
 
-TESTS = Path(__file__).parents[1]
 LEAVES = 6
 
 # A process that saves what it is told to, one order for each line of its standard input.
@@ -64,7 +62,7 @@ class Writer:
     _idle: ClassVar[list["Writer"]] = []
 
     def __init__(self) -> None:
-        variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS), "SHARDKEEP_LEASE": "2"}
+        variables = {**os.environ, "JAX_PLATFORMS": "cpu", "SHARDKEEP_LEASE": "2"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([sys.executable, "-c", _PROGRAM], env=variables, text=True, **pipes)
         self._started = False

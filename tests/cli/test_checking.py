@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import FIXTURES, Run, data_file, flip, leave_dead_save
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import FIXTURES, Run, data_file, flip, leave_dead_save
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, record, save_as
 

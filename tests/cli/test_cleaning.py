@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from commands import DEAD, Run, data_file, kill_save, leave_dead_save
 
 import shardkeep
+from cli.commands import DEAD, Run, data_file, kill_save, leave_dead_save
 from shardkeep.catalog import find
 from support import assert_same, record
 

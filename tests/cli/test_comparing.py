@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from commands import FIXTURES, Run, data_file, flip
 from jax.sharding import NamedSharding, PartitionSpec
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import FIXTURES, Run, data_file, flip
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 from support import FORMATS, mesh_of, save_as
 
 

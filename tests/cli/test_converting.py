@@ -14,11 +14,11 @@ import optax as optax  # its states are in a fixture: known, they are rebuilt as
 import pytest
 import safetensors
 import safetensors.numpy
-from commands import FIXTURES, GOLDEN, Run, data_file, environment, flip
 from jax.sharding import NamedSharding, PartitionSpec
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import FIXTURES, GOLDEN, Run, data_file, environment, flip
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 from shardkeep.serialization import AsyncCheckpointManager
 from support import FORMATS, assert_same, mesh_of, save_as
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import FIXTURES, GOLDEN, Run
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import FIXTURES, GOLDEN, Run
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 from shardkeep.cli.output import short
 from support import FORMATS, save_as
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
-from commands import FIXTURES, GOLDEN, Run, data_file, kill_save, leave_dead_save
 
 import shardkeep
+from cli.commands import FIXTURES, GOLDEN, Run, data_file, kill_save, leave_dead_save
 from shardkeep.stores.local.store import LocalStore
 from support import record
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import Result, Run, environment, leave_dead_save, run_command
 
 import shardkeep
+from cli.commands import Result, Run, environment, leave_dead_save, run_command
 from shardkeep._version import __version__
 from shardkeep.cli import listing
 from shardkeep.cli.main import main

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import FIXTURES, Run, data_file, flip
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import FIXTURES, Run, data_file, flip
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 from support import FORMATS, save_as
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FIXTURES, GOLDEN, environment, leave_dead_save
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import FIXTURES, GOLDEN, environment, leave_dead_save
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 
 def python(code: str, *arguments: object) -> Any:

@@ -5,11 +5,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cli.commands import FIXTURES
 from shardkeep.converting.blocks import open_at, read_region, regions_of, runs_of, split_region, steady
 from shardkeep.errors import ConflictError
 from shardkeep.model.arrays import Region, is_partition

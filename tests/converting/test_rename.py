@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from commands import Run
-from trees import HF_TENSORS, rich_tree, save_like_hugging_face
 
 import shardkeep
+from cli.commands import Run
+from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
 from shardkeep.serialization import AsyncCheckpointManager
 from support import FORMATS, assert_same, mesh_of, save_as
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from faults.spawner import shim
 
-TESTS = Path(__file__).parents[1]
 _END = "ENDED "
 
 PREAMBLE = """
@@ -110,7 +109,6 @@ def start(
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
         "OPENBLAS_NUM_THREADS": "1",
         "LD_PRELOAD": str(shim()),
         **environment,

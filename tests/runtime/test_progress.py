@@ -20,8 +20,6 @@ from shardkeep.runtime import progress
 from shardkeep.runtime.progress import Bar
 from shardkeep.serialization import AsyncCheckpointManager
 
-TESTS = Path(__file__).parents[1]
-
 
 @contextmanager
 def terminal() -> Iterator[Callable[[], str]]:
@@ -217,7 +215,7 @@ def test_a_bar_that_is_left_by_an_error_shows_how_far_it_came_and_lets_the_error
 @contextmanager
 def kernel(room: Path) -> Iterator[BlockingKernelClient]:
     """A real Jupyter kernel, as a notebook has it."""
-    own = {"IPYTHONDIR": str(room), "JUPYTER_PLATFORM_DIRS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS)}
+    own = {"IPYTHONDIR": str(room), "JUPYTER_PLATFORM_DIRS": "1", "JAX_PLATFORMS": "cpu"}
     connection = room / "kernel.json"
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", str(connection)]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

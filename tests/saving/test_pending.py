@@ -24,7 +24,7 @@ from shardkeep.runtime.save_queue import QueueEntry, _queue
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from signals import START
-from support import assert_same, with_tests
+from support import assert_same
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ class Program:
             while not os.path.exists({str(self.pause.path)!r} + ".reached"):
                 time.sleep(0.001)
         """
-        env = {**os.environ, "LD_PRELOAD": str(shim()), "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": with_tests()}
+        env = {**os.environ, "LD_PRELOAD": str(shim()), "JAX_NUM_CPU_DEVICES": "1"}
         return subprocess.Popen(
             [sys.executable, "-c", START + textwrap.dedent(start) + textwrap.dedent(code)],
             env=env,

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from shardkeep.serialization import AsyncCheckpointManager, tree_deserialize_leaves, tree_serialize_leaves
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
-from support import TESTS, assert_same, mesh_of, run_python
+from support import assert_same, mesh_of, run_python
 
 P = PartitionSpec
 Log = Callable[[], list[str]]
@@ -117,7 +117,7 @@ for n in range(100000):
     print(n, flush=True)
 """
     start = "import jax, numpy as np\nfrom support import mesh_of\n"
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     for delay in (0.0, 0.03, 0.3):
         path = tmp_path / str(delay)
         program = start + code.replace("PATH", repr(str(path)))

@@ -198,8 +198,10 @@ class TestDocuments:
 
     @pytest.mark.parametrize("overwrite", [True, False])
     @pytest.mark.parametrize("damage", ["cut", "flipped", "zeros", "empty"])
-    def test_a_damaged_manifest_is_never_replaced(self, damage: str, overwrite: bool, tmp_path: Path) -> None:
-        """It may name trees of other prefixes, which an expert could still find by it."""
+    def test_a_damaged_manifest_is_replaced_and_kept_aside(
+        self, damage: str, overwrite: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A run that falls back to an older step can save the damaged one again."""
         path = tmp_path / "run"
         for prefix in ("a", "b"):
             shardkeep.save(path, {"w": np.ones(3)}, prefix=prefix)
@@ -207,14 +209,20 @@ class TestDocuments:
         text = document.read_bytes()
         flipped = text[:-20] + bytes([text[-20] ^ 1]) + text[-19:]
         changed = {"cut": text[:200], "zeros": bytes(len(text)), "empty": b"", "flipped": flipped}[damage]
-        document.write_bytes(changed)
-        before = sorted(path.rglob("*"))
-        assert not shardkeep.exists(path)
+        data = {file: file.read_bytes() for file in path.rglob("*.safetensors")}
         for save in (shardkeep.save, lambda *a, **k: shardkeep.save_async(*a, **k).wait()):
-            with pytest.raises(shardkeep.IntegrityError, match=r"manifest\.json .* move the damaged directory away"):
-                save(path, {"w": np.zeros(3)}, prefix="a", overwrite=overwrite)
-        assert document.read_bytes() == changed
-        assert sorted(path.rglob("*")) == before
+            document.write_bytes(changed)
+            assert not shardkeep.exists(path)
+            caplog.clear()
+            save(path, {"w": np.zeros(3)}, prefix="a", overwrite=overwrite)
+            assert "This save replaces it; the damaged one is kept as" in caplog.text
+            assert shardkeep.inspect(path).prefixes == ["a"]
+            assert not shardkeep.load(path)["w"].any()
+            (aside,) = path.glob("manifest.json.damaged-*")
+            assert aside.read_bytes() == changed
+            assert {file: file.read_bytes() for file in data} == data, "files that it may name stay"
+        shardkeep.save(path, {"w": np.ones(3)}, prefix="a", overwrite=True)
+        assert aside.exists()
 
     @pytest.mark.parametrize("size", [None, 400])
     @pytest.mark.parametrize("overwrite", [True, False])

@@ -57,8 +57,8 @@ class Target(Protocol):
     def read_to_replace(self, overwrite: bool) -> Manifest | None:
         """What is committed, for a save that may replace it. Call it with the lock held.
 
-        A damaged manifest is an `IntegrityError`: it may name trees of other prefixes. Damaged exchange files hold one
-        tree and are replaced, with a warning; only with `overwrite` if they may be another program's.
+        A damaged manifest is set aside, with a warning, and None is returned. Damaged exchange files are replaced, with
+        a warning; only with `overwrite` if they may be another program's.
         """
         ...
 

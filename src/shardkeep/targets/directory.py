@@ -13,6 +13,7 @@ from shardkeep.layouts.base import Format
 from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import group_files
+from shardkeep.model.digests import digest
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.model.tree import Path
@@ -83,15 +84,19 @@ class Directory:
         return self.store.locate(MANIFEST) if is_foreign_manifest(self.store.read(MANIFEST)) else None
 
     def read_to_replace(self, overwrite: bool) -> Manifest | None:
-        """A damaged manifest is not replaced: it may name trees of other prefixes, and which files are whose."""
+        """A damaged manifest is set aside: nothing in the directory can be loaded by it, but a person may need it."""
         try:
             return self.read_if_any()
         except IncompleteCheckpointError:
             raise
         except IntegrityError as error:
-            raise IntegrityError(
-                f"{error}. Nothing was written: save to another path, or move the damaged directory away"
-            ) from error
+            document = self.store.read(MANIFEST) if self.store.size(MANIFEST) is not None else b""
+            aside = f"{MANIFEST}.damaged-{digest(document)[:8]}"
+            log.warning("%s. This save replaces it; the damaged one is kept as %s", error, self.store.locate(aside))
+            self.store.replace(aside, document)
+            nonce = os.urandom(16).hex()
+            self.store.replace(MANIFEST, encode_manifest(Manifest(self.where, nonce, {}), nonce))
+            return None
 
     def read(self) -> Manifest:
         manifest = self.read_if_any()

@@ -22,7 +22,7 @@ import numpy as np
 from faults.pool import room
 from faults.spawner import Fault, Spawner
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 _POINTS = 40
 

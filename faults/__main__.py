@@ -1,5 +1,6 @@
-"""`python -m faults` (with `tests` on the path): every fault that can be made here, and what it broke.
+"""`python -m faults`: every fault that can be made here, and what it broke.
 
+This repository and its `tests` must be on PYTHONPATH, where the programs that are started find their modules, too.
 A line for each result as it comes; at the end the rows of the parts that were run are written anew in
 docs/reliability.md. The exit code is 1 if a promise was broken. `--only NAME` runs some parts; `--quick` a sample of
 their points, and leaves the page as it is.
@@ -24,7 +25,7 @@ import jax
 import shardkeep
 from faults.result import Result
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 PARTS = {
     "kill": "faults.kill:run",

@@ -36,7 +36,6 @@ _STEPS = {
     "callback": 2,
 }  # where a clean-up is interrupted, the lease must end before the next one is complete
 _CLEAN_UP = {"Scope.close", "Scope.end", "Scope.__exit__", "_Round.end", "_Job._give_up", "BackgroundSave._settle"}
-_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _sweep(fault: str, how: str, points: Sequence[Point], workers: int = 2) -> R
 
 def _worker(order: dict[str, Any]) -> list[dict[str, Any]]:
     """What a worker process tells, line by line."""
-    environment = {**os.environ, "PYTHONPATH": str(_HERE.parent), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     environment["SHARDKEEP_LEASE"] = str(LEASE)
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -146,7 +145,7 @@ def _storm(rounds: int) -> Result:
         try:
             done = subprocess.run(
                 [sys.executable, "-c", _STORM, str(seed)],
-                env={**os.environ, "PYTHONPATH": str(_HERE.parent), "JAX_PLATFORMS": "cpu"},
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 capture_output=True,
                 text=True,
                 timeout=120,

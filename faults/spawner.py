@@ -78,7 +78,6 @@ class Spawner:
             **os.environ,
             "LD_PRELOAD": str(shim()),
             "SHARDKEEP_SHIM": str(shim()),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH")))),
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "8",
             "OPENBLAS_NUM_THREADS": "1",

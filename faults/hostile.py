@@ -31,7 +31,7 @@ from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import Exchange
 from support import Dense, Keyed, Point
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
+FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "eformer"
 Files = dict[str, bytes]
 _ZEROS = b"0" * 32
 

@@ -1,7 +1,7 @@
 """The same single bits flipped in checkpoints of other libraries: how many load as if nothing had happened.
 
 It imports nothing of shardkeep unless that is what is asked for, and needs an environment with what it is to try:
-`python tests/faults/peers_rot.py orbax eformer safetensors shardkeep`.
+`python faults/peers_rot.py orbax eformer safetensors shardkeep`.
 """
 
 import logging
