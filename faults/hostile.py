@@ -25,7 +25,7 @@ from shardkeep.foreign.pickles import decode_pickle, plain_value
 from shardkeep.foreign.zarr import describe
 from shardkeep.loading.read import Source, unpack
 from shardkeep.model.digests import digest, seal
-from shardkeep.model.perprocess import Rows
+from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.runtime.memory import aligned_empty
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import Exchange
@@ -232,7 +232,7 @@ def _per_process(room: Path) -> Case:
 
     def parse(text: bytes) -> None:
         raw = np.frombuffer(whole(text), np.uint8)
-        Rows((raw.size,), raw.size).decode(0, raw, "p")
+        PerProcessRows((raw.size,), raw.size).decode(0, raw, "p")
 
     return Case(
         "a value of a process", {**files, **close(start := files["p/0.0"][8 : 8 + length])}, start, close, parse=parse

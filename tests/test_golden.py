@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardkeep
-from shardkeep.model.manifest import VERSION
+from shardkeep.model.document import VERSION
 
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPT = GOLDEN / "make_golden.py"

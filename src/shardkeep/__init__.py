@@ -41,7 +41,8 @@ if _typing.TYPE_CHECKING:
     )
     from shardkeep.loading.load import abstract, load
     from shardkeep.loading.verify import verify
-    from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+    from shardkeep.model.leaves import StoredLeaf
+    from shardkeep.model.manifest import Manifest, Tree
     from shardkeep.model.nodes import OpaqueNode
     from shardkeep.model.perprocess import PerProcess
     from shardkeep.model.reports import Problem, SaveReport, VerifyReport
@@ -126,7 +127,7 @@ _HOMES = {
     "ShardkeepError": "errors",
     "OpaqueNode": "model.nodes",
     "StorageError": "errors",
-    "StoredLeaf": "model.manifest",
+    "StoredLeaf": "model.leaves",
     "TemplateMismatchError": "errors",
     "Tree": "model.manifest",
     "TreeError": "errors",

@@ -13,14 +13,14 @@ import shardkeep
 from cli.commands import Run
 from shardkeep import PerProcess
 from shardkeep.model.digests import seal
-from shardkeep.model.perprocess import Rows, encode_value
+from shardkeep.model.perprocess import PerProcessRows, encode_value
 from support import FORMATS, assert_same, save_as
 
 
 def save_of(path: Path, values: Sequence[Any]) -> Path:
     """A checkpoint as processes leave it that each had one of these values: the rows are pieces of their own."""
     encoded = [encode_value(value) for value in values]
-    rows = Rows.of([raw.size for raw in encoded])
+    rows = PerProcessRows.of([raw.size for raw in encoded])
     filled = np.concatenate([rows.fill(i, raw) for i, raw in enumerate(encoded)])
     shardkeep.save(path, {"w": jnp.ones(3), "data": filled})
     manifest = json.loads((path / "manifest.json").read_text())

@@ -54,7 +54,7 @@ def keys(manifest: Manifest | None) -> dict[str, dict[str, str]]:
     """Of each tree, by prefix: the keys, and the directory each array lies in."""
     assert manifest is not None
     return {
-        p: {join_key(leaf.path): leaf.extra["directory"] for leaf in tree.leaves} for p, tree in manifest.trees.items()
+        p: {join_key(leaf.path): leaf.origin.directory for leaf in tree.arrays} for p, tree in manifest.trees.items()
     }
 
 
@@ -86,7 +86,7 @@ def test_every_form_of_the_index_gives_its_trees(form: str, search: bool, store:
     assert manifest is not None
     for tree in manifest.trees.values():
         assert {file.name for file in tree.files} == {
-            f"{leaf.extra['directory']}/{name}" for leaf in tree.leaves for name in (".zarray", "0.0")
+            f"{leaf.origin.directory}/{name}" for leaf in tree.arrays for name in (".zarray", "0.0")
         }
         assert all(file.size == store.size(file.name) for file in tree.files)
         assert (tree.format, {leaf.kind for leaf in tree.leaves} | {"zarr"}) == ("foreign", {"zarr"})
@@ -313,7 +313,7 @@ def test_what_the_index_says_is_what_eformer_finds(store: LocalStore) -> None:
     put_json(store, INDEX, index)
     found = read_eformer(store, search=True)
     assert keys(found) == {"m": {"enc.w": "m/enc/w", "enc.b": "m/enc/b", "x": "m/x"}}
-    stored = {leaf.key: leaf.spec for leaf in shardkeep.inspect(store.url).tree("m").leaves if leaf.spec}
+    stored = {leaf.key: leaf.spec for leaf in shardkeep.inspect(store.url).tree("m").arrays}
     assert {leaf.key: leaf.spec for leaf in found.tree("m").leaves} == stored
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import shardkeep
 from shardkeep.foreign.zarr import ZarrArray, check_zarr, describe, file_names, read_zarr
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name
-from shardkeep.model.manifest import StoredLeaf
+from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.stores.local.store import LocalStore
 from support import assert_same, pattern, run_python
 
@@ -64,14 +64,18 @@ def change(path: Path, **changes: Any) -> None:
     (path / ".zarray").write_text(json.dumps({**document, **changes}))
 
 
-def leaf(shape: tuple[int, ...] = DATA.shape, dtype: Any = "float32") -> StoredLeaf:
-    return StoredLeaf(("enc", "w"), "zarr", ArraySpec(shape, np.dtype(dtype)), extra={"directory": "w"})
+def leaf(shape: tuple[int, ...] = DATA.shape, dtype: Any = "float32") -> StoredArray:
+    return StoredArray(("enc", "w"), ArraySpec(shape, np.dtype(dtype)), (), ForeignArray("w"))
 
 
-def read(store: LocalStore, described: StoredLeaf, *regions: Region) -> list[Any]:
+def check(store: LocalStore, described: StoredArray) -> None:
+    check_zarr(store, described, "w")
+
+
+def read(store: LocalStore, described: StoredArray, *regions: Region) -> list[Any]:
     assert described.shape is not None
     wanted = regions or (Region.whole(described.shape),)
-    return read_zarr(store, described, wanted)
+    return read_zarr(store, described, "w", wanted)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -84,7 +88,7 @@ def test_any_layout_is_read_whole_and_in_part(codec: str, order: str, separator:
     assert none.shape == (1, 0)
     assert whole.flags.c_contiguous
     assert whole.flags.writeable
-    check_zarr(store, leaf())
+    check(store, leaf())
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -94,12 +98,12 @@ def test_what_is_in_a_bucket_is_fetched_and_then_decoded(codec: str, separator: 
     path = write(store, DATA, (2, 3), codec, separator=separator)
     store.remote = True
     assert_same(read(store, leaf(), Region((1, 2), (3, 5)))[0], DATA[1:4, 2:7].copy())
-    check_zarr(store, leaf())
+    check(store, leaf())
     (path / separator.join("22")).write_bytes(b"x")
     assert_same(read(store, leaf(), Region((0, 0), (4, 7)))[0], DATA[:4])
-    for check in (read, check_zarr):
+    for look in (read, check):
         with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'enc/w': "):
-            check(store, leaf())
+            look(store, leaf())
 
 
 def test_an_array_is_the_callers_own_to_write_to(store: LocalStore) -> None:
@@ -174,7 +178,7 @@ def test_many_chunks_are_found_by_listing(
     monkeypatch.setattr("shardkeep.foreign.zarr._MANY", 0)
     assert sorted(file_names(store, "w", describe(store, "w"))) == sorted(asked)
     assert_same(read(store, leaf(), Region((1, 2), (3, 5)))[0], DATA[1:4, 2:7].copy())
-    check_zarr(store, leaf())
+    check(store, leaf())
     (path / separator.join("12")).unlink()
     with pytest.raises(shardkeep.MissingDataError, match=rf"1 of 9 chunks is missing: .*w/1{re.escape(separator)}2\. "):
         read(store, leaf())
@@ -207,9 +211,9 @@ def test_a_missing_chunk_is_never_taken_for_its_fill_value(fill: Any, store: Loc
     """zarr leaves out chunks that are all fill; a save cut short leaves out others, and nothing tells which."""
     path = write(store, DATA, (2, 3), separator="/", fill_value=fill)
     (path / "1" / "2").unlink()
-    for check in (read, check_zarr):
+    for look in (read, check):
         with pytest.raises(shardkeep.MissingDataError, match=r"leaf 'enc/w': 1 of 9 chunks is missing.*w/1/2"):
-            check(store, leaf())
+            look(store, leaf())
     assert "w/1/2" not in file_names(store, "w", describe(store, "w"))
     assert len(file_names(store, "w", describe(store, "w"))) == 9
 
@@ -240,9 +244,9 @@ def test_a_chunk_of_another_size_is_damaged(what: str, store: LocalStore) -> Non
     codec, content = DAMAGED[what]
     path = write(store, DATA, (5, 7), codec)
     (path / "0.0").write_bytes(content)
-    for check in (read, check_zarr):
+    for look in (read, check):
         with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'enc/w': .*w/0\.0 is damaged: .* exactly 140 bytes"):
-            check(store, leaf())
+            look(store, leaf())
 
 
 @pytest.mark.parametrize("codec", ["blosc", "gzip", "zlib", "bz2"])
@@ -252,9 +256,9 @@ def test_a_chunk_that_cannot_be_decoded_names_its_leaf(codec: str, content: Any,
     if isinstance(content, str):
         content = CODECS[codec].encode(WHOLE[:-4] if content == "short" else WHOLE + b"1234")
     (path / "0.0").write_bytes(content)
-    for check in (read, check_zarr):
+    for look in (read, check):
         with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'enc/w': TensorStore cannot read .*/w: "):
-            check(store, leaf())
+            look(store, leaf())
 
 
 def test_a_bomb_is_decoded_no_further_than_the_chunk_should_go(store: LocalStore) -> None:
@@ -264,7 +268,7 @@ def test_a_bomb_is_decoded_no_further_than_the_chunk_should_go(store: LocalStore
     started = time.monotonic()
     try:
         with pytest.raises(shardkeep.IntegrityError, match="exactly 140 bytes"):
-            check_zarr(store, leaf())
+            check(store, leaf())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -332,12 +336,12 @@ def test_an_array_of_zarr_version_3_is_not_taken_for_one_of_2(store: LocalStore)
 
 
 @pytest.mark.parametrize("described", [leaf((7, 5)), leaf(dtype="int32"), leaf((35,))], ids=str)
-def test_another_array_than_the_index_says_is_refused(described: StoredLeaf, store: LocalStore) -> None:
+def test_another_array_than_the_index_says_is_refused(described: StoredArray, store: LocalStore) -> None:
     write(store, DATA, (5, 7))
     says = rf"describes float32\[5, 7\], but the manifest says {described.dtype}\["
-    for check in (read, check_zarr):
+    for look in (read, check):
         with pytest.raises(shardkeep.IntegrityError, match=rf"leaf 'enc/w': .*/w/\.zarray {says}"):
-            check(store, described)
+            look(store, described)
 
 
 UNREADABLE = {
@@ -365,7 +369,7 @@ def test_what_cannot_be_read_is_not_called_sound(what: str, store: LocalStore) -
     else:
         (path / "0.0").write_bytes(zlib.compress(WHOLE)[:-9])
     with pytest.raises(shardkeep.IntegrityError, match="w"):
-        check_zarr(store, leaf())
+        check(store, leaf())
 
 
 @pytest.mark.parametrize("dtype", ["<(1,,2)f4", "<f4,(1"])
@@ -385,7 +389,7 @@ def test_more_chunks_than_any_disk_holds_are_refused(look: str, store: LocalStor
             assert file_names(store, "w", describe(store, "w")) == ["w/.zarray", "w/0"]
     else:
         with pytest.raises(shardkeep.IntegrityError, match="w"):
-            check_zarr(store, described) if look == "check_zarr" else read(store, described, Region((0,), (2**60,)))
+            check(store, described) if look == "check_zarr" else read(store, described, Region((0,), (2**60,)))
 
 
 @pytest.mark.parametrize("linked", ["chunk", "directory of chunks"])

@@ -418,7 +418,7 @@ def tagged_metadata(root: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    from shardkeep.model.manifest import VERSION
+    from shardkeep.model.document import VERSION
 
     root = Path(arguments[0]) if arguments else HERE / f"v{VERSION}"
     if not arguments:

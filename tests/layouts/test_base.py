@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkeep.layouts.base import Format
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan, plan_pieces
+from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import TensorstoreFormat
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name, is_partition
-from shardkeep.model.manifest import check_name
+from shardkeep.model.document import check_name
+from shardkeep.model.leaves import UNSHARDED
 
 SAVE_ID = "0123456789abcdef" * 2
 NAMES = st.sampled_from(["w", "W", "0", "0.0", ".zarray", "a/b", "..", "", "é", "\ud800", "x" * 300]) | st.text(
@@ -38,17 +39,14 @@ def arrays(draw: Any) -> tuple[ArraySpec, tuple[Region, ...]]:
 
 
 @st.composite
-def trees(draw: Any) -> list[LeafPlan]:
-    """Leaves of one tree: none lies below another."""
+def trees(draw: Any) -> list[StagedArray]:
+    """Arrays of one tree: none lies below another."""
     paths: list[tuple[str, ...]] = draw(st.lists(st.lists(NAMES, min_size=1, max_size=3).map(tuple), max_size=5))
     kept = [p for i, p in enumerate(paths) if not any(p[: len(q)] == q or q[: len(p)] == p for q in paths[:i])]
     leaves, first = [], 0
     for path in kept:
-        if draw(st.sampled_from([False, False, False, True])):
-            leaves.append(LeafPlan(path, "value", value=1))
-            continue
         spec, held = draw(arrays())
-        leaves.append(LeafPlan(path, "jax", spec, held=held, first_held=first))
+        leaves.append(StagedArray(path, spec, UNSHARDED, held, first))
         first += len(held)
     return leaves
 
@@ -62,13 +60,13 @@ few = settings(max_examples=40)
 every_format = pytest.mark.parametrize("format", [make() for make in FORMATS.values()], ids=FORMATS)
 
 
-def laid_out(format: Format, leaves: list[LeafPlan], directory: str = "m") -> tuple[list[PiecePlan], list[FilePlan]]:
+def laid_out(format: Format, leaves: list[StagedArray], directory: str = "m") -> tuple[list[PiecePlan], list[FilePlan]]:
     pieces = plan_pieces(leaves, format.split, format.whole)
     return pieces, format.lay_out(leaves, pieces, directory, SAVE_ID)
 
 
-def _array(name: str, *shape: int) -> LeafPlan:
-    return LeafPlan((name,), "jax", ArraySpec(shape, np.dtype("f4")), held=(Region.whole(shape),))
+def _array(name: str, *shape: int) -> StagedArray:
+    return StagedArray((name,), ArraySpec(shape, np.dtype("f4")), UNSHARDED, (Region.whole(shape),))
 
 
 @every_format
@@ -85,7 +83,7 @@ def test_a_shard_is_split_without_loss(format: Format, array: tuple[ArraySpec, t
 @every_format
 @few
 @given(leaves=trees())
-def test_every_piece_is_placed_once(format: Format, leaves: list[LeafPlan]) -> None:
+def test_every_piece_is_placed_once(format: Format, leaves: list[StagedArray]) -> None:
     pieces, files = laid_out(format, leaves)
     placed = [piece for file in files for piece in file.pieces]
     assert len(placed) == len(pieces)
@@ -94,13 +92,13 @@ def test_every_piece_is_placed_once(format: Format, leaves: list[LeafPlan]) -> N
 
 def _what(piece: PiecePlan) -> Any:
     """A piece, wherever it is placed."""
-    return piece.leaf, piece.region, piece.nbytes, piece.sources
+    return piece.array, piece.region, piece.nbytes, piece.sources
 
 
 @every_format
 @few
 @given(leaves=trees())
-def test_header_and_pieces_fill_a_file_and_do_not_overlap(format: Format, leaves: list[LeafPlan]) -> None:
+def test_header_and_pieces_fill_a_file_and_do_not_overlap(format: Format, leaves: list[StagedArray]) -> None:
     for file in laid_out(format, leaves)[1]:
         end = len(file.header)
         for piece in sorted(file.pieces, key=lambda p: (p.offset, p.nbytes)):
@@ -117,7 +115,7 @@ def test_header_and_pieces_fill_a_file_and_do_not_overlap(format: Format, leaves
 @example(leaves=[_array("w"), _array("W"), _array("é"), _array("e\u0301")], directory="")
 @given(leaves=trees(), directory=st.sampled_from(["", "m", "m/n", f"~{SAVE_ID}"]))
 def test_files_lie_below_the_directory_under_names_of_their_own(
-    format: Format, leaves: list[LeafPlan], directory: str
+    format: Format, leaves: list[StagedArray], directory: str
 ) -> None:
     names = [file.name for file in laid_out(format, leaves, directory)[1]]
     for name in names:
@@ -131,14 +129,13 @@ def test_files_lie_below_the_directory_under_names_of_their_own(
 @every_format
 @few
 @given(leaves=trees())
-def test_the_same_tree_is_laid_out_the_same(format: Format, leaves: list[LeafPlan]) -> None:
+def test_the_same_tree_is_laid_out_the_same(format: Format, leaves: list[StagedArray]) -> None:
     assert laid_out(format, leaves) == laid_out(format, leaves)
 
 
 @every_format
-@pytest.mark.parametrize("leaves", [[], [LeafPlan(("n",), "value", value=1)]])
-def test_without_arrays_there_is_no_file(format: Format, leaves: list[LeafPlan]) -> None:
-    assert laid_out(format, leaves) == ([], [])
+def test_without_arrays_there_is_no_file(format: Format) -> None:
+    assert laid_out(format, []) == ([], [])
 
 
 @every_format
@@ -150,14 +147,14 @@ def test_an_empty_array_has_a_place_too(format: Format) -> None:
 
 @few
 @given(trees())
-def test_every_safetensors_file_carries_the_save_in_its_name(leaves: list[LeafPlan]) -> None:
+def test_every_safetensors_file_carries_the_save_in_its_name(leaves: list[StagedArray]) -> None:
     """So no two saves ever share a name, and none needs a claim."""
     assert all(SAVE_ID in file.name for file in laid_out(SafetensorsFormat(), leaves)[1])
 
 
 @few
 @given(trees())
-def test_every_piece_in_a_safetensors_file_has_a_tensor_of_its_own(leaves: list[LeafPlan]) -> None:
+def test_every_piece_in_a_safetensors_file_has_a_tensor_of_its_own(leaves: list[StagedArray]) -> None:
     for file in laid_out(SafetensorsFormat(), leaves)[1]:
         tensors = json.loads(file.header[8:], object_pairs_hook=lambda pairs: pairs)
         names = [name for name, _ in tensors if name != "__metadata__"]
@@ -169,7 +166,7 @@ def test_every_piece_in_a_safetensors_file_has_a_tensor_of_its_own(leaves: list[
 @few
 @given(leaves=trees())
 def test_every_zarr_array_has_a_description_and_chunks_in_which_pieces_lie_in_order(
-    compression: str | None, leaves: list[LeafPlan]
+    compression: str | None, leaves: list[StagedArray]
 ) -> None:
     """What other programs take for one array is also each of its pieces, one after another."""
     _, files = laid_out(TensorstoreFormat(compression), leaves)

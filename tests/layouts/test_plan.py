@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.layouts.plan import SMALL, LeafPlan, plan_pieces
+from shardkeep.layouts.plan import SMALL, StagedArray, StagedValue, arrays_in, plan_pieces
 from shardkeep.loading.plan import Fetch, plan_read, plan_steps
 from shardkeep.model.arrays import ArraySpec, Region, is_partition
-from shardkeep.model.manifest import Piece, StoredLeaf
+from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
 
 F4 = np.dtype("f4")
 
@@ -23,8 +23,8 @@ def _grid(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Region]:
     ]
 
 
-def _leaf(shape: tuple[int, ...], regions: list[Region], first: int = 0) -> LeafPlan:
-    return LeafPlan(("w",), "jax", ArraySpec(shape, F4), held=tuple(regions), first_held=first)
+def _leaf(shape: tuple[int, ...], regions: list[Region], first: int = 0) -> StagedArray:
+    return StagedArray(("w",), ArraySpec(shape, F4), UNSHARDED, tuple(regions), first)
 
 
 def _unsplit(spec: ArraySpec, region: Region) -> list[Region]:
@@ -57,7 +57,7 @@ def test_whole_arrays_are_made_of_all_their_shards_when_asked() -> None:
 
 
 def test_plain_values_have_no_piece() -> None:
-    assert plan_pieces([LeafPlan(("a",), "value", value=3)], _unsplit) == []
+    assert plan_pieces(arrays_in([StagedValue(("a",), 3)]), _unsplit) == []
 
 
 @given(st.sampled_from([(1, 1), (4, 1), (2, 4), (1, 8)]), st.sampled_from([(1, 1), (2, 2), (8, 1), (1, 4)]))
@@ -115,7 +115,7 @@ def test_steps_keep_the_order_and_stay_within_the_limit(sizes: list[int], limit:
         assert len(step) == 1 or sum(f.piece.length for f in step) <= limit
 
 
-def _stored(shape: tuple[int, ...], regions: list[Region]) -> StoredLeaf:
+def _stored(shape: tuple[int, ...], regions: list[Region]) -> StoredArray:
     assert is_partition(shape, regions)
     pieces = tuple(Piece(r, 0, 0, r.size * 4, None) for r in regions)
-    return StoredLeaf(("w",), "jax", ArraySpec(shape, F4), pieces)
+    return StoredArray(("w",), ArraySpec(shape, F4), pieces, UNSHARDED)

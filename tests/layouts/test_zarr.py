@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.layouts.plan import LeafPlan, PiecePlan
+from shardkeep.layouts.plan import PiecePlan, StagedArray
 from shardkeep.layouts.zarr import TensorstoreFormat
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition, split_counts
+from shardkeep.model.leaves import UNSHARDED
 from shardkeep.stores.local.mapping import Pages
 from support import assert_same, bits, mesh_of, pattern
 
@@ -184,7 +185,7 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
     counts = [n // k for n, k in zip(shape, shard, strict=True)]
     regions = cut(Region.whole(shape), counts)
     pieces = [PiecePlan(0, region, region.size * 2, ((i, region),)) for i, region in enumerate(regions)]
-    leaf = LeafPlan(("w",), "jax", spec, held=tuple(regions))
+    leaf = StagedArray(("w",), spec, UNSHARDED, tuple(regions))
     description, *files = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
     assert tuple(json.loads(description.header)["chunks"]) == expected
     assert sum(file.size or 0 for file in files) == spec.nbytes
@@ -194,7 +195,7 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
 def test_an_empty_array_of_several_processes_has_chunks() -> None:
     """Each writes a part of it, and all of them are empty."""
     regions = [Region((0, 0), (0, 4)), Region((0, 4), (0, 4))]
-    leaf = LeafPlan(("w",), "jax", ArraySpec((0, 8), np.dtype("f4")), held=tuple(regions))
+    leaf = StagedArray(("w",), ArraySpec((0, 8), np.dtype("f4")), UNSHARDED, tuple(regions))
     pieces = [PiecePlan(0, region, 0, ((i, region),), writer=i) for i, region in enumerate(regions)]
     description, *_ = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
     assert json.loads(description.header)["chunks"] == [1, 4]
@@ -203,7 +204,7 @@ def test_an_empty_array_of_several_processes_has_chunks() -> None:
 def test_a_chunk_is_written_by_one_process() -> None:
     """Four processes with two of eight shards each, in rows or in columns; or one by one, in turns."""
     regions = cut(Region.whole((8, 1 << 20)), (8, 1))
-    leaf = LeafPlan(("w",), "jax", ArraySpec((8, 1 << 20), np.dtype("u1")), held=tuple(regions))
+    leaf = StagedArray(("w",), ArraySpec((8, 1 << 20), np.dtype("u1")), UNSHARDED, tuple(regions))
     for writers, expected in (([0, 0, 1, 1, 2, 2, 3, 3], 2), ([0, 1, 2, 3] * 2, 1), ([0] * 8, 8), ([0] * 7 + [1], 1)):
         pieces = [
             PiecePlan(0, r, 1 << 20, ((i, r),), writer=w) for i, (r, w) in enumerate(zip(regions, writers, strict=True))

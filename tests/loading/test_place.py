@@ -19,6 +19,7 @@ from shardkeep.loading.place import apply_function, cast_array, check_fits, read
 from shardkeep.loading.select import Request, Wanted, choose
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import dtype_from_name
+from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.stores.local.store import LocalStore
 from support import assert_same, bits, mesh_of, pattern
@@ -124,7 +125,7 @@ class TestReading:
     def test_prng_keys_that_jax_does_not_know_are_named(self, store: LocalStore) -> None:
         tree = saved(store, {"rng": {"k": jax.random.key(0)}})
         for impl in ("mine", "rbg"):  # rbg has keys of another length
-            unknown = dataclasses.replace(tree.leaves[0], extra={"impl": impl})
+            unknown = dataclasses.replace(tree.arrays[0], origin=PrngKeys(impl))
             with pytest.raises(
                 shardkeep.IntegrityError, match=r"leaf 'rng/k' does not hold PRNG keys that this JAX can use"
             ):

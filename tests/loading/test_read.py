@@ -22,7 +22,7 @@ from shardkeep.loading.plan import Fetch
 from shardkeep.loading.read import needed_blocks
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import BLOCK, digest, seal
-from shardkeep.model.manifest import Piece, StoredLeaf
+from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
 from shardkeep.stores.local.mapping import LocalMapping
 from support import FORMATS, assert_same, mesh_of, save_as
 
@@ -355,7 +355,7 @@ def test_the_digest_is_that_of_the_raw_bytes(tmp_path: Path) -> None:
 def test_only_the_blocks_that_hold_what_is_wanted_are_needed() -> None:
     rows = 3 * BLOCK // 4096  # of 4 KiB each, three blocks in all
     whole = Region.whole((rows, 1024))
-    leaf = StoredLeaf(("w",), "jax", ArraySpec(whole.shape, np.dtype("f4")))
+    leaf = StoredArray(("w",), ArraySpec(whole.shape, np.dtype("f4")), (), UNSHARDED)
     piece = Piece(whole, 0, 0, 3 * BLOCK, ("", "", ""))
     top, middle, last = (Region((i * rows // 3, 0), (rows // 3, 1024)) for i in range(3))
     columns = Region((0, 0), (rows, 512)), Region((0, 512), (rows, 512))

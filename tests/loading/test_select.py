@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
 from shardkeep.loading.select import Choice, Request, Wanted, choose, logical_shape
+from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import is_data
 from support import mesh_of
@@ -204,7 +205,7 @@ class TestByTemplate:
 
     def test_prng_keys_of_an_implementation_jax_does_not_know_are_named(self, saved: Saved) -> None:
         tree = saved({"k": jax.random.key(0)})
-        unknown = dataclasses.replace(tree.leaves[0], extra={"impl": "mine"})
+        unknown = dataclasses.replace(tree.arrays[0], origin=PrngKeys("mine"))
         with pytest.raises(shardkeep.ShardkeepError, match=r"\bk\b.*mine"):
             chosen(dataclasses.replace(tree, leaves=(unknown,)), template={"k": jax.random.key(0)})
 

@@ -21,7 +21,7 @@ import shardkeep
 from shardkeep import PerProcess
 from shardkeep.model.arrays import is_partition
 from shardkeep.model.digests import digest, seal
-from shardkeep.model.perprocess import Rows, decode_value, encode_value, fold_containers
+from shardkeep.model.perprocess import PerProcessRows, decode_value, encode_value, fold_containers
 from shardkeep.model.tree import flatten
 from shardkeep.serialization.async_manager import AsyncCheckpointManager
 from support import FORMATS, assert_same, mesh_of, save_as
@@ -236,14 +236,14 @@ def test_inspect_says_how_many_processes_saved_it(saved: Path) -> None:
 
 @given(st.lists(st.integers(1, 1 << 25), min_size=1, max_size=12))
 def test_rows_fill_the_array_once_and_waste_little(lengths: list[int]) -> None:
-    rows = Rows.of(lengths)
+    rows = PerProcessRows.of(lengths)
     owned = [rows.region(process) for process in range(len(lengths))]
     assert is_partition(rows.shape, owned)
     assert is_partition(rows.shape, [region for region, _ in rows.shares])
     assert all(region.intersect(owned[writer]) == region for region, writer in rows.shares)
     assert all(region.size >= length for region, length in zip(owned, lengths, strict=True))
     assert rows.width <= 16 << 20
-    assert Rows.stored(list(rows.lengths), rows.spec) == rows
+    assert PerProcessRows.stored(list(rows.lengths), rows.spec) == rows
 
 
 def test_large_values_are_stored_in_rows_of_16_mib(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def _framed(document: Any, data: bytes = b"") -> np.ndarray[Any, Any]:
 )
 def test_malformed_values_are_integrity_errors(raw: np.ndarray[Any, Any]) -> None:
     with pytest.raises(shardkeep.IntegrityError, match="leaf 'k': the value of process 0 is malformed"):
-        Rows((raw.size,), raw.size).decode(0, raw, "k")
+        PerProcessRows((raw.size,), raw.size).decode(0, raw, "k")
 
 
 def test_deep_values_are_refused_on_both_sides(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def resave_for(path: Path, count: int) -> None:
     """Write a checkpoint as if `count` processes had saved its leaf `data`."""
     values = [{"process": i, "part": np.full(i, i)} for i in range(count)]
     encoded = [encode_value(value) for value in values]
-    rows = Rows.of([raw.size for raw in encoded])
+    rows = PerProcessRows.of([raw.size for raw in encoded])
     filled = np.concatenate([rows.fill(i, raw) for i, raw in enumerate(encoded)])
     shardkeep.save(path, {"data": filled, "w": np.ones(2)}, format="zarr")
     manifest = json.loads((path / "manifest.json").read_text())

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
+from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.tree import flatten
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, MemoryBudget, aligned_empty, available_memory
@@ -139,7 +140,7 @@ class TestSnapshot:
 
     def test_prng_keys_are_staged_as_their_data(self) -> None:
         snapshot = _snapshot({"key": jax.random.key(3)})
-        assert snapshot.leaves[0].kind == "prng"
+        assert isinstance(snapshot.leaves[0].origin, PrngKeys)
         assert np.array_equal(snapshot.shards[0].data, jax.random.key_data(jax.random.key(3)))
 
 

@@ -153,10 +153,10 @@ def test_processes_learn_the_rows_of_all(three: list[Group]) -> None:
         return settle(operation, take_snapshot(flatten(tree)[1], index=operation.index, size=3))
 
     settled: list[Snapshot] = everywhere(three, work)
-    assert len({repr((leaf.spec, leaf.extra, leaf.shares)) for leaf in (one.leaves[0] for one in settled)}) == 1
+    assert len({repr((leaf.spec, leaf.origin, leaf.shares)) for leaf in (one.leaves[0] for one in settled)}) == 1
     for index, snapshot in enumerate(settled):
         leaf = snapshot.leaves[0]
-        raw = snapshot.shards[leaf.first_held].data.reshape(-1)[: leaf.extra["lengths"][index]]
+        raw = snapshot.shards[leaf.first_held].data.reshape(-1)[: leaf.origin.lengths[index]]
         assert decode_value(raw)["position"] == index
         assert leaf.held == tuple(region for region, writer in leaf.shares if writer == index)
 

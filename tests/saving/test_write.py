@@ -15,9 +15,10 @@ import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile
+from shardkeep.layouts.plan import FilePlan, PiecePlan, SavePlan, StagedArray, WrittenFile
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.digests import BLOCK, digest
+from shardkeep.model.leaves import NATIVE
 from shardkeep.model.tree import Skeleton
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out
@@ -30,9 +31,9 @@ from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, assert_same, bits, cached_pages, crew_of, mesh_of, pattern, save_as
 
 
-def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> LeafPlan:
+def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> StagedArray:
     spec = ArraySpec(array.shape, array.dtype)
-    return LeafPlan(("w",), "numpy", spec, held=held or (Region.whole(array.shape),), first_held=first)
+    return StagedArray(("w",), spec, NATIVE, held or (Region.whole(array.shape),), first)
 
 
 def _piece(array: np.ndarray, number: int, offset: int) -> PiecePlan:
@@ -53,7 +54,7 @@ def _write(
     shards = [Shard(array, stable) for array in arrays]
     with Scope("a test") as scope:
         opened, crew = scope.add(NewFiles()), scope.add(Crew())
-        return write_files(LocalStore(str(root)), plan.files, plan.leaves, shards, crew, opened, progress, None, memory)
+        return write_files(LocalStore(str(root)), plan.files, plan.arrays, shards, crew, opened, progress, None, memory)
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -163,9 +164,9 @@ def test_a_piece_is_put_together_from_its_shards() -> None:
     shards = [Shard(np.ascontiguousarray(array[r.slices]), True) for r in regions]
     leaf = _leaf(array, tuple(regions))
     whole = PiecePlan(0, Region.whole((6, 10)), array.nbytes, tuple(enumerate(regions)))
-    assert bits(gather(whole, leaf, shards)) == bits(array)
+    assert bits(gather(whole, leaf.spec, shards)) == bits(array)
     part = PiecePlan(0, Region((0, 2), (3, 5)), 30, ((0, regions[0]),))
-    gathered = gather(part, leaf, shards)
+    gathered = gather(part, leaf.spec, shards)
     assert gathered.flags.c_contiguous
     assert bits(gathered) == bits(array[0:3, 2:7])
 

@@ -65,7 +65,8 @@ def pieces(path: Path) -> int:
 
 def layout(path: Path, key: str = "w") -> Any:
     """The sharding a leaf was saved with; None if it lay on one device or was replicated."""
-    return shardkeep.inspect(path).leaves[key].extra.get("sharding", {}).get("spec")
+    sharding = shardkeep.inspect(path).leaves[key].sharding
+    return None if sharding is None else [list(axes) if isinstance(axes, tuple) else axes for axes in sharding.spec]
 
 
 def on_one_device(tree: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import pytest
 
 import shardkeep
 from shardkeep.layouts.base import Format
-from shardkeep.layouts.plan import Draft, LeafPlan
+from shardkeep.layouts.plan import Draft, StagedArray, StagedValue
 from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import TensorstoreFormat
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import NATIVE
 from shardkeep.model.manifest import DataFile, Manifest, Tree
 from shardkeep.model.tree import flatten
 from shardkeep.stores.local.store import LocalStore
@@ -99,11 +100,11 @@ def planned(tmp_path: Path) -> Callable[..., list[str]]:
 
     def plan(tree: Any, prefix: str = "", save_id: str = "1" * 32, format: Format | None = None) -> list[str]:
         skeleton, leaves = flatten(tree)
-        plans = [LeafPlan(leaf.path, "value", value=leaf.value) for leaf in leaves if not hasattr(leaf.value, "shape")]
+        plans: list[Any] = [StagedValue(leaf.path, leaf.value) for leaf in leaves if not hasattr(leaf.value, "shape")]
         for leaf in leaves:
             if hasattr(leaf.value, "shape"):
                 spec = ArraySpec(leaf.value.shape, leaf.value.dtype)
-                plans.append(LeafPlan(leaf.path, "numpy", spec, held=(Region.whole(spec.shape),)))
+                plans.append(StagedArray(leaf.path, spec, NATIVE, (Region.whole(spec.shape),)))
         made = at(tmp_path, format).plan(plans, Draft(save_id, prefix, skeleton, {}, ""), None)
         assert (made.save_id, made.skeleton) == (save_id, skeleton)
         return made.names

@@ -23,7 +23,6 @@ from shardkeep.converting.blocks import (
     Opened,
     choose_trees,
     compile_include,
-    logical,
     matches,
     no_match,
     open_at,
@@ -31,8 +30,11 @@ from shardkeep.converting.blocks import (
     regions_of,
     steady,
 )
-from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.loading.read import Source
+from shardkeep.model.arrays import Array, Region
+from shardkeep.model.leaves import ForeignArray, Origin, PrngKeys, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
+from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.tree import name_leaf
 from shardkeep.model.values import encode
 from shardkeep.runtime.crew import Task, run_tasks
@@ -74,6 +76,21 @@ class _Comparison:
     @property
     def different(self) -> bool:
         return bool(self.only_a or self.only_b or self.containers_differ or any(p.reasons for p in self.pairs))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of two arrays that are compared by reading them."""
+
+    opened: Opened
+    source: Source
+    leaf: StoredArray
+
+    def regions(self) -> list[Region]:
+        return regions_of(self.opened, self.leaf)
+
+    def read(self, region: Region, progress: Progress) -> Array:
+        return read_region(self.opened, self.source, self.leaf, region, progress)
 
 
 def diff(
@@ -161,55 +178,64 @@ def _by_dotted_name(leaves: Any) -> dict[str, StoredLeaf]:
 
 def _compare(a: Opened, b: Opened, paired: Sequence[tuple[_Comparison, Tree, Tree]], values: bool | None) -> None:
     """Compare every pair; read the arrays that must be read, in parallel."""
-    work: list[tuple[_Pair, Tree, Tree]] = []
+    work: list[tuple[_Pair, Difference, _Side, _Side]] = []
     for comparison, tree_a, tree_b in paired:
         for pair in comparison.pairs:
-            if _needs_reading(pair, values):
+            if arrays := _unread_arrays(pair, values):
                 pair.how, pair.difference = "read", Difference()
-                work.append((pair, tree_a, tree_b))
-    total = sum(pair.a.nbytes + pair.b.nbytes for pair, _, _ in work)
+                sides = _Side(a, a.source(tree_a), arrays[0]), _Side(b, b.source(tree_b), arrays[1])
+                work.append((pair, pair.difference, *sides))
+    total = sum(x.leaf.nbytes + y.leaf.nbytes for _, _, x, y in work)
     with bar("comparing", total) as progress:
-        run_tasks(task for pair, x, y in work for task in _tasks(a, x, b, y, pair, progress))
-    for pair, _, _ in work:
-        if pair.difference is not None and pair.difference.changed:
+        run_tasks(task for pair, found, x, y in work for task in _tasks(pair.lock, found, x, y, progress))
+    for pair, found, _, _ in work:
+        if found.changed:
             pair.reasons.append("values")
 
 
-def _needs_reading(pair: _Pair, values: bool | None) -> bool:
-    """Compare what the manifests record. True if the arrays must be read to know more."""
+def _unread_arrays(pair: _Pair, values: bool | None) -> tuple[StoredArray, StoredArray] | None:
+    """Compare what the manifests record. The arrays, if they must be read to know more."""
     a, b = pair.a, pair.b
-    if a.spec is None or b.spec is None:
+    if not isinstance(a, StoredArray) or not isinstance(b, StoredArray):
         pair.how = "value"
-        if (a.spec is None) != (b.spec is None):
+        if isinstance(a, StoredArray) or isinstance(b, StoredArray):
             pair.reasons.append("kind")
         elif encode(a.value) != encode(b.value):
             pair.reasons.append("values")
-        return False
-    if (a.kind == "prng") != (b.kind == "prng") or a.extra.get("impl") != b.extra.get("impl"):
+        return None
+    if not _same_kind(a.origin, b.origin):
         pair.reasons.append("kind")
-        return False
-    if (a.processes is None) != (b.processes is None):
-        pair.reasons.append("kind")
-        return False
-    if a.extra.get("lengths") != b.extra.get("lengths"):  # of processes: their number, or what they saved
+        return None
+    if _lengths(a) != _lengths(b):  # of the values of processes: their number, or what they saved
         pair.reasons.append("shape" if a.processes != b.processes else "values")
-        return False
+        return None
     if a.spec.shape != b.spec.shape:
         pair.reasons.append("shape")
     if a.spec.dtype != b.spec.dtype:
         pair.reasons.append("dtype")
     if "shape" in pair.reasons:
-        return False
+        return None
     known = None if values else _equal_digests(a, b)
     if known is not None and (known or values is False):
         pair.how = "digests"
         if not known:
             pair.reasons.append("values")
-        return False
-    return values is not False
+        return None
+    return None if values is False else (a, b)
 
 
-def _equal_digests(a: StoredLeaf, b: StoredLeaf) -> bool | None:
+def _same_kind(a: Origin, b: Origin) -> bool:
+    """Whether both are keys of one implementation, or values of processes, or ordinary arrays."""
+    if isinstance(a, PrngKeys) or isinstance(b, PrngKeys):
+        return a == b
+    return isinstance(a, PerProcessRows) == isinstance(b, PerProcessRows)
+
+
+def _lengths(leaf: StoredArray) -> tuple[int, ...]:
+    return leaf.origin.lengths if isinstance(leaf.origin, PerProcessRows) else ()
+
+
+def _equal_digests(a: StoredArray, b: StoredArray) -> bool | None:
     """Whether the digests of both are equal; None if they cannot be compared: missing, or of other pieces or dtypes."""
     if a.spec != b.spec or not a.pieces or any(piece.digests is None for piece in (*a.pieces, *b.pieces)):
         return None
@@ -218,20 +244,15 @@ def _equal_digests(a: StoredLeaf, b: StoredLeaf) -> bool | None:
     return left == right if left.keys() == right.keys() else None
 
 
-def _tasks(a: Opened, tree_a: Tree, b: Opened, tree_b: Tree, pair: _Pair, progress: Progress) -> list[Task]:
-    source_a, source_b = a.source(tree_a), b.source(tree_b)
-
+def _tasks(lock: threading.Lock, total: Difference, a: _Side, b: _Side, progress: Progress) -> list[Task]:
     def compare(region: Region) -> None:
-        one = read_region(a, source_a, pair.a, region, progress)
-        other = read_region(b, source_b, pair.b, region, progress)
-        found = difference_of(one, other)
-        with pair.lock:
-            assert pair.difference is not None
-            pair.difference.merge(found)
+        found = difference_of(a.read(region, progress), b.read(region, progress))
+        with lock:
+            total.merge(found)
 
     # Compressed pieces are decompressed as a whole, so the side that has them decides on the regions.
-    packed = any(piece.stored is not None for piece in pair.b.pieces) or pair.b.kind == "zarr"
-    regions = regions_of(b, pair.b) if packed else regions_of(a, pair.a)
+    packed = any(piece.stored is not None for piece in b.leaf.pieces) or isinstance(b.leaf.origin, ForeignArray)
+    regions = b.regions() if packed else a.regions()
     return [lambda r=region: compare(r) for region in regions]
 
 
@@ -303,7 +324,7 @@ def _share(found: Difference) -> float:
 
 
 def _what(leaf: StoredLeaf) -> str:
-    return short(leaf.value) if leaf.spec is None else layout(*logical(leaf))
+    return layout(leaf) if isinstance(leaf, StoredArray) else short(leaf.value)
 
 
 def _document(
@@ -354,7 +375,6 @@ def _pair_document(pair: _Pair) -> dict[str, Any]:
 
 
 def _side(leaf: StoredLeaf) -> dict[str, Any]:
-    if leaf.spec is None:
+    if not isinstance(leaf, StoredArray):
         return {"type": type(leaf.value).__name__, "value": json_value(leaf.value)}
-    dtype, shape = logical(leaf)
-    return {"dtype": dtype, "shape": list(shape)}
+    return {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape)}

@@ -23,7 +23,8 @@ from shardkeep.converting.rename import renamed, subtrees
 from shardkeep.converting.restoring import RestoringTarget, recorded_leaf
 from shardkeep.converting.usage import UsageError
 from shardkeep.model.arrays import parse_dtype
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path, name_leaf, show_key
@@ -138,7 +139,11 @@ def _convert_tree(
     recorded = [recorded_leaf(leaf, spec) for leaf, spec in zip(tree.leaves, specs, strict=True)]
     with steady(opened), bar("reading", tree.nbytes) as progress:
         made = make(opened, tree, specs, isinstance(target, Exchange), _scratch_directory(target), progress)
-    changed = [leaf.path for leaf, spec in zip(tree.leaves, specs, strict=True) if leaf.spec != spec]
+    changed = [
+        leaf.path
+        for leaf, spec in zip(tree.leaves, specs, strict=True)
+        if isinstance(leaf, StoredArray) and leaf.spec != spec
+    ]
     request = SaveRequest(
         target=cast(Target, RestoringTarget(target, tree, recorded, made.parts)),
         tree=made.arrays,
@@ -171,7 +176,7 @@ def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) ->
     metadata = dict(tree.metadata)
     if not {"checksum", "array_metadata"} <= metadata.keys():
         return metadata
-    arrays = [leaf for leaf in recorded if leaf.spec is not None]
+    arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
     leaves = dict(zip(dotted_names([leaf.path for leaf in arrays]), arrays, strict=True))
     checksums, described = metadata["checksum"], metadata["array_metadata"]
     if isinstance(checksums, dict):
@@ -181,7 +186,7 @@ def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) ->
         kept = {name: facts for name, facts in described.items() if name in leaves}
         for name in kept:
             if leaves[name].path in changed:
-                kept[name] = {"shape": list(leaves[name].shape or ()), "dtype": leaves[name].dtype}
+                kept[name] = {"shape": list(leaves[name].shape), "dtype": leaves[name].dtype}
         metadata["array_metadata"] = kept
     return metadata
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from shardkeep.cli.listing import format_of
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_value, layout, name_prefix, plain, short
-from shardkeep.converting.blocks import choose_trees, compile_include, logical, matches, no_match, open_at
+from shardkeep.converting.blocks import choose_trees, compile_include, matches, no_match, open_at
 from shardkeep.converting.survey import moment_of, natural
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.leaves import ForeignArray, NumpyArray, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import untagged
 from shardkeep.model.tree import name_leaf
 
@@ -78,26 +79,25 @@ def _show_tree(prefix: str, tree: Tree, rows: list[_Row], output: Output) -> Non
 def _cells(row: _Row) -> list[Cell]:
     name = "  " * row.depth + plain(name_leaf(row.path[-1:]))
     if row.leaf is not None:
-        if row.leaf.spec is None:
+        if not isinstance(row.leaf, StoredArray):
             return [name, (short(row.leaf.value), "dim")]  # of any length: it has the rest of the line
-        return [name, layout(*logical(row.leaf)), human(row.leaf.nbytes), (_stored(row.leaf), "dim")]
+        return [name, layout(row.leaf), human(row.leaf.nbytes), (_stored(row.leaf), "dim")]
     assert row.branch is not None
     if not row.folded:
         return [(name, "bold"), ""]
     return [(f"{name}/…", "bold"), counted(row.branch.leaves, "leaf", "leaves"), human(row.branch.nbytes), ""]
 
 
-def _stored(leaf: StoredLeaf) -> str:
+def _stored(leaf: StoredArray) -> str:
     """How an array is stored, if there is something to say: in several pieces, sharded over a mesh, as NumPy."""
     said: list[str] = []
     if len(leaf.pieces) > 1:
         said.append(f"{len(leaf.pieces)} pieces")
-    sharding = leaf.extra.get("sharding")
-    if sharding:
-        spec = ", ".join("+".join(e) if isinstance(e, list) else str(e) for e in sharding.get("spec", []))
-        mesh = " ".join(f"{axis}={size}" for axis, size in sharding.get("mesh", {}).items())
+    if leaf.sharding is not None:
+        spec = ", ".join("+".join(axes) if isinstance(axes, tuple) else str(axes) for axes in leaf.sharding.spec)
+        mesh = " ".join(f"{axis}={size}" for axis, size in leaf.sharding.mesh)
         said.append(plain(f"P({spec}) on {mesh}"))
-    if leaf.kind in ("numpy", "zarr"):
+    if isinstance(leaf.origin, NumpyArray | ForeignArray):
         said.append(leaf.kind)
     return ", ".join(said)
 
@@ -175,11 +175,10 @@ def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, 
 def describe_leaf(leaf: StoredLeaf) -> dict[str, Any]:
     """What `--json` says of a leaf."""
     body: dict[str, Any] = {"key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
-    if leaf.spec is None:
+    if not isinstance(leaf, StoredArray):
         return {**body, "type": type(leaf.value).__name__, "value": json_value(leaf.value)}
-    dtype, shape = logical(leaf)
     digests = bool(leaf.pieces) and all(piece.digests is not None for piece in leaf.pieces)
-    body |= {"dtype": dtype, "shape": list(shape), "bytes": leaf.nbytes, "digests": digests}
+    body |= {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape), "bytes": leaf.nbytes, "digests": digests}
     body["pieces"] = [{"start": list(p.region.start), "shape": list(p.region.shape)} for p in leaf.pieces]
-    body["sharding"] = leaf.extra.get("sharding")
+    body["sharding"] = None if leaf.sharding is None else leaf.sharding.to_json()
     return body

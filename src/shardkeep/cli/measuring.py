@@ -26,7 +26,6 @@ from shardkeep.converting.blocks import (
     Opened,
     choose_trees,
     compile_include,
-    logical,
     matches,
     no_match,
     open_at,
@@ -34,9 +33,9 @@ from shardkeep.converting.blocks import (
     regions_of,
     steady,
 )
-from shardkeep.loading.read import Source
-from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import name_leaf
 from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.progress import Progress
@@ -55,9 +54,9 @@ class _Measured:
 
     @property
     def flags(self) -> list[str]:
-        if self.leaf.spec is None:
+        if not isinstance(self.leaf, StoredArray):
             return _flags_of_value(self.leaf.value)
-        return self.numbers.flags(self.leaf.spec.dtype) if _has_numbers(self.leaf) else []
+        return self.numbers.flags(self.leaf.spec.dtype) if self.leaf.holds_numbers else []
 
 
 def stats(path: str, output: Output, prefix: str | None, include: str | None, fail_on: Collection[str] = ()) -> int:
@@ -71,7 +70,7 @@ def stats(path: str, output: Output, prefix: str | None, include: str | None, fa
     measured = [_Measured(name, leaf) for name, leaves in chosen.items() for leaf in leaves]
     with steady(opened), bar("reading", sum(m.leaf.nbytes for m in measured)) as progress:
         run_tasks(task for m in measured for task in _tasks(opened, trees[m.prefix], m, progress))
-    shown = [m for m in measured if m.leaf.spec is not None or m.flags]
+    shown = [m for m in measured if isinstance(m.leaf, StoredArray) or m.flags]
     failed = [m for m in shown if any(_MEANS.get(flag, flag) in fail_on for flag in m.flags)]
     if output.as_json:
         body = {"path": path, "fail_on": list(fail_on), "failed": bool(failed)}
@@ -85,21 +84,16 @@ def stats(path: str, output: Output, prefix: str | None, include: str | None, fa
 
 
 def _tasks(opened: Opened, tree: Tree, measured: _Measured, progress: Progress) -> list[Task]:
-    leaf = measured.leaf
-    if not _has_numbers(leaf):
+    leaf, source = measured.leaf, opened.source(tree)
+    if not isinstance(leaf, StoredArray) or not leaf.holds_numbers:
         return []
-    source = opened.source(tree)
-    return [lambda r=region: _measure(opened, source, measured, r, progress) for region in regions_of(opened, leaf)]
 
+    def measure(region: Region) -> None:
+        found = numbers_of(read_region(opened, source, leaf, region, progress))
+        with measured.lock:
+            measured.numbers.merge(found)
 
-def _measure(opened: Opened, source: Source, measured: _Measured, region: Region, progress: Progress) -> None:
-    found = numbers_of(read_region(opened, source, measured.leaf, region, progress))
-    with measured.lock:
-        measured.numbers.merge(found)
-
-
-def _has_numbers(leaf: StoredLeaf) -> bool:
-    return leaf.spec is not None and leaf.kind not in ("prng", "per_process")
+    return [lambda r=region: measure(r) for region in regions_of(opened, leaf)]
 
 
 def _flags_of_value(value: Any) -> list[str]:
@@ -136,12 +130,12 @@ def _row(measured: _Measured, several: bool) -> list[Cell]:
     name: list[Cell] = [name_prefix(measured.prefix)] if several else []
     name.append(plain(name_leaf(leaf.path)))
     flags: Cell = (", ".join(map(_spelled, measured.flags)), "yellow")
-    if leaf.spec is None:
+    if not isinstance(leaf, StoredArray):
         return [*name, short(leaf.value), *[""] * 7, flags]
-    if not _has_numbers(leaf) or not numbers.count:
-        return [*name, layout(*logical(leaf)), *[""] * 7, flags]
+    if not leaf.holds_numbers or not numbers.count:
+        return [*name, layout(leaf), *[""] * 7, flags]
     counts = [f"{n:,}" for n in (numbers.nan, numbers.inf, numbers.zero)]
-    return [*name, layout(*logical(leaf)), *(_shown(f) for f in _figures(measured)), *counts, flags]
+    return [*name, layout(leaf), *(_shown(f) for f in _figures(numbers, leaf.spec)), *counts, flags]
 
 
 def _spelled(flag: str) -> str:
@@ -153,12 +147,11 @@ def _either(flags: Collection[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _figures(measured: _Measured) -> list[float | int | str | None]:
+def _figures(numbers: Numbers, spec: ArraySpec) -> list[float | int | str | None]:
     """Min, max, mean and standard deviation; for times, which have no mean, the earliest and the latest."""
-    numbers, spec = measured.numbers, measured.leaf.spec
     if numbers.minimum is None or numbers.maximum is None:
         return [None] * 4
-    if spec is not None and spec.dtype.kind in "mM":
+    if spec.dtype.kind in "mM":
         ends = np.array([numbers.minimum, numbers.maximum], np.int64).view(spec.dtype)
         return [str(ends[0]), str(ends[1]), None, None]
     return [numbers.minimum, numbers.maximum, numbers.mean, numbers.deviation]
@@ -174,13 +167,12 @@ def _document(measured: _Measured) -> dict[str, Any]:
     leaf, numbers = measured.leaf, measured.numbers
     body: dict[str, Any] = {"prefix": measured.prefix, "key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
     body["flags"] = measured.flags
-    if leaf.spec is None:
+    if not isinstance(leaf, StoredArray):
         return {**body, "value": json_value(leaf.value)}
-    dtype, shape = logical(leaf)
-    body |= {"dtype": dtype, "shape": list(shape)}
-    if not _has_numbers(leaf):
+    body |= {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape)}
+    if not leaf.holds_numbers:
         return body
-    minimum, maximum, mean, deviation = (json_number(figure) for figure in _figures(measured))
+    minimum, maximum, mean, deviation = (json_number(figure) for figure in _figures(numbers, leaf.spec))
     return body | {
         "count": numbers.count,
         "min": minimum,

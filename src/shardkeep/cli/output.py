@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shardkeep.errors import counted as counted
+from shardkeep.model.leaves import StoredArray
 from shardkeep.model.values import show
 from shardkeep.runtime.progress import Bar, Progress
 
@@ -164,13 +165,9 @@ def short(value: Any) -> str:
     return text[: _LONGEST - 1] + "…"
 
 
-def layout(dtype: str | None, shape: Sequence[int] | None) -> str:
-    """dtype and shape in one word.
-
-    >>> layout("float32", (2, 3))
-    'float32[2,3]'
-    """
-    return f"{dtype}[{','.join(map(str, shape or ()))}]"
+def layout(leaf: StoredArray) -> str:
+    """dtype and shape in one word, for example float32[2,3]."""
+    return f"{leaf.logical_dtype}[{','.join(map(str, leaf.logical_shape))}]"
 
 
 def ask(question: str, read: Callable[[], str] | None = None) -> bool:

@@ -15,8 +15,9 @@ from shardkeep.errors import ConflictError, IntegrityError
 from shardkeep.foreign.zarr import describe, read_zarr
 from shardkeep.loading.plan import plan_read
 from shardkeep.loading.read import Source, Target, read_targets
-from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import name_leaf
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
@@ -104,15 +105,14 @@ def matches(leaf: StoredLeaf, include: re.Pattern[str] | None) -> bool:
     return include is None or include.search("/".join(leaf.path)) is not None
 
 
-def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Region]:
+def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Region]:
     """Regions of at most `limit` bytes that cover an array, chosen so that every stored piece is read once.
 
     A compressed piece can only be decompressed as a whole, so it is one region, whatever its size.
     """
-    assert leaf.spec is not None
     itemsize = leaf.spec.dtype.itemsize
-    if leaf.kind == "zarr":
-        cells = _zarr_bands(opened, leaf, limit)
+    if isinstance(leaf.origin, ForeignArray):
+        cells = _zarr_bands(leaf.spec, describe(opened.store, leaf.origin.directory).chunks, limit)
         return [cell for cell in cells if cell.size]
     found: list[Region] = []
     for piece in leaf.pieces:
@@ -120,14 +120,12 @@ def regions_of(opened: Opened, leaf: StoredLeaf, limit: int = BLOCK) -> list[Reg
     return [region for region in found if region.size]
 
 
-def _zarr_bands(opened: Opened, leaf: StoredLeaf, limit: int) -> list[Region]:
+def _zarr_bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
     """Rows of chunks as long as they stay within the limit, else single chunks."""
-    assert leaf.spec is not None
-    chunks = describe(opened.store, leaf.extra["directory"]).chunks
-    shape = leaf.spec.shape
-    if not shape or leaf.spec.nbytes <= limit:
+    shape = spec.shape
+    if not shape or spec.nbytes <= limit:
         return [Region.whole(shape)]
-    row = leaf.spec.nbytes // shape[0] * chunks[0]
+    row = spec.nbytes // shape[0] * chunks[0]
     steps = (chunks[0] * max(limit // max(row, 1), 1), *(shape[1:] if row <= limit else chunks[1:]))
     counts = [-(-n // step) for n, step in zip(shape, steps, strict=True)]
     cells: list[Region] = []
@@ -158,11 +156,11 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
         yield from split_region(band, itemsize, limit)
 
 
-def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region, progress: Progress) -> Array:
+def read_region(opened: Opened, source: Source, leaf: StoredArray, region: Region, progress: Progress) -> Array:
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
-    if leaf.kind == "zarr":
-        (found,) = read_zarr(opened.store, leaf, [region])
-        progress(region.size * _itemsize(leaf))
+    if isinstance(leaf.origin, ForeignArray):
+        (found,) = read_zarr(opened.store, leaf, leaf.origin.directory, [region])
+        progress(region.size * leaf.spec.dtype.itemsize)
         return found
     target = Target(leaf, [region], own=False, arrays=[None])
     # One thread, because the caller runs several of these at once.
@@ -170,21 +168,6 @@ def read_region(opened: Opened, source: Source, leaf: StoredLeaf, region: Region
     array = target.arrays[0]
     assert array is not None
     return array
-
-
-def _itemsize(leaf: StoredLeaf) -> int:
-    assert leaf.spec is not None
-    return leaf.spec.dtype.itemsize
-
-
-def logical(leaf: StoredLeaf) -> tuple[str, tuple[int, ...]]:
-    """dtype and shape as the user knows them: of PRNG keys and values of processes, not of their data."""
-    assert leaf.spec is not None
-    if leaf.kind == "prng":
-        return f"key<{leaf.extra.get('impl')}>", leaf.spec.shape[:-1]
-    if leaf.processes is not None:
-        return "PerProcess", (leaf.processes,)
-    return leaf.spec.dtype.name, leaf.spec.shape
 
 
 def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:

@@ -22,7 +22,8 @@ from shardkeep.loading.read import Source, check_blocks
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
 from shardkeep.model.digests import block_count
-from shardkeep.model.manifest import Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import ForeignArray, Piece, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.progress import Progress
@@ -52,13 +53,10 @@ class Made:
 
 def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
     """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
+    if not isinstance(leaf, StoredArray):
+        return None
     spec = leaf.spec
-    if (
-        spec is None
-        or dtype is None
-        or leaf.kind in ("prng", "per_process")
-        or kind_of(spec.dtype) in ("other", "bool")
-    ):
+    if dtype is None or not leaf.holds_numbers or kind_of(spec.dtype) in ("other", "bool"):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
 
@@ -81,7 +79,7 @@ def make(
     made = Made([], [], 0, maker.lost)
     scratch: list[tuple[int, int]] = []  # (part, where it begins)
     for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
-        if spec is None:
+        if spec is None or not isinstance(leaf, StoredArray):
             continue
         regions = _regions(leaf, whole)
         direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
@@ -92,7 +90,12 @@ def make(
                 scratch.append((len(made.parts) - 1, made.scratch))
                 made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
     rooms = _allot(made, scratch, directory)
-    tasks = [task for number, room in rooms.items() for task in maker.filling(tree.leaves[number], room)]
+    tasks = [
+        task
+        for number, leaf in enumerate(tree.leaves)
+        if number in rooms and isinstance(leaf, StoredArray)
+        for task in maker.filling(leaf, rooms[number])
+    ]
     run_tasks([*maker.checks, *tasks])
     return made
 
@@ -109,16 +112,15 @@ def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> di
     return rooms
 
 
-def _regions(leaf: StoredLeaf, whole: bool) -> list[Region]:
+def _regions(leaf: StoredArray, whole: bool) -> list[Region]:
     """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
-    assert leaf.spec is not None
     even = len({piece.region.shape for piece in leaf.pieces}) == 1
-    if whole or leaf.kind == "zarr" or not even:
+    if whole or isinstance(leaf.origin, ForeignArray) or not even:
         return [Region.whole(leaf.spec.shape)]
     return [piece.region for piece in leaf.pieces]
 
 
-def _is_stored_so(leaf: StoredLeaf, regions: Sequence[Region]) -> bool:
+def _is_stored_so(leaf: StoredArray, regions: Sequence[Region]) -> bool:
     """Whether the stored bytes of each part are the bytes to save."""
     pieces = leaf.pieces
     return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
@@ -135,9 +137,8 @@ class _Maker:
         self._maps: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
-    def mapped(self, leaf: StoredLeaf, piece: Piece) -> Array:
+    def mapped(self, leaf: StoredArray, piece: Piece) -> Array:
         """A piece, memory-mapped from its file; it is verified later, by one of `checks`."""
-        assert leaf.spec is not None
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
         if piece.file not in self._maps:
@@ -160,7 +161,7 @@ class _Maker:
         check_blocks(piece, first, last, mapping.data[start:end], leaf.key, where)
         self._progress(end - start)
 
-    def filling(self, leaf: StoredLeaf, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
+    def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
         """Tasks that read a leaf into its memory, block by block."""
 
         def fill(region: Region) -> None:

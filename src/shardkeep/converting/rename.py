@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardkeep.converting.usage import UsageError
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.nodes import Child, Node
 from shardkeep.model.tree import Path, Skeleton, flatten, split_key
@@ -124,9 +125,9 @@ def _renamed_metadata(tree: Tree, before: Sequence[StoredLeaf], after: Sequence[
     """The metadata, with what it records for each array under the array's new name."""
     if not set(_BY_NAME) & tree.metadata.keys():
         return tree.metadata
-    arrays = [leaf.path for leaf in tree.leaves if leaf.spec is not None]
+    arrays = [leaf.path for leaf in tree.arrays]
     old = dict(zip(arrays, dotted_names(arrays), strict=True))
-    pairs = [(a.path, b.path) for a, b in zip(before, after, strict=True) if a.spec is not None]
+    pairs = [(a.path, b.path) for a, b in zip(before, after, strict=True) if isinstance(a, StoredArray)]
     new = {old[path]: name for (path, _), name in zip(pairs, dotted_names([p for _, p in pairs]), strict=True)}
     metadata = dict(tree.metadata)
     for entry in _BY_NAME:

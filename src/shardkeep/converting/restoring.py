@@ -11,13 +11,12 @@ from typing import Any
 
 from shardkeep.converting.making import Part
 from shardkeep.errors import IntegrityError
-from shardkeep.layouts.plan import Draft, LeafPlan, SavePlan
-from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.layouts.plan import Draft, SavePlan, StagedArray, StagedLeaf, StagedValue
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import Path
 from shardkeep.targets.transaction import Target, Turn
-
-_KEPT = ("impl", "sharding", "order", "lengths")
 
 
 class RestoringTarget:
@@ -31,20 +30,21 @@ class RestoringTarget:
         return getattr(self._inner, name)
 
     def check(self, paths: Sequence[Path]) -> None:
-        self._inner.check([leaf.path for leaf in self._recorded if leaf.spec is not None])
+        self._inner.check([leaf.path for leaf in self._recorded if isinstance(leaf, StoredArray)])
 
     def plan(
-        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         held: dict[int, list[Region]] = {}
         first: dict[int, int] = {}
         for part, staged in zip(self._parts, leaves, strict=True):
+            assert isinstance(staged, StagedArray)
             held.setdefault(part.leaf, []).append(part.region)
             first.setdefault(part.leaf, staged.first_held)  # the parts of a leaf follow each other
         restored = [
-            LeafPlan(
-                leaf.path, leaf.kind, leaf.spec, leaf.value, dict(leaf.extra), tuple(held.get(i, ())), first.get(i, 0)
-            )
+            StagedArray(leaf.path, leaf.spec, leaf.origin, tuple(held.get(i, ())), first.get(i, 0))
+            if isinstance(leaf, StoredArray)
+            else StagedValue(leaf.path, leaf.value)
             for i, leaf in enumerate(self._recorded)
         ]
         return self._inner.plan(restored, replace(draft, skeleton=self._source.skeleton), current, at)
@@ -55,7 +55,7 @@ class RestoringTarget:
 
     def _compare(self, written: Tree) -> None:
         """Before the commit: arrays that were not cast must still have the digests they were saved with."""
-        for old, new in zip(self._source.leaves, written.leaves, strict=True):
+        for old, new in zip(self._source.arrays, written.arrays, strict=True):
             if old.spec != new.spec:
                 continue
             known = {piece.region: piece.digests for piece in old.pieces if piece.digests is not None}
@@ -66,11 +66,13 @@ class RestoringTarget:
                     )
 
 
-def recorded_leaf(leaf: StoredLeaf, spec: Any) -> StoredLeaf:
+def recorded_leaf(leaf: StoredLeaf, spec: ArraySpec | None) -> StoredLeaf:
     """A leaf as the conversion records it; an array that another program wrote is recorded as a `jax.Array`."""
-    if leaf.spec is None:
+    if spec is None or not isinstance(leaf, StoredArray):
         return leaf
-    extra = {name: leaf.extra[name] for name in _KEPT if name in leaf.extra}
-    if spec != leaf.spec:
-        extra.pop("order", None)
-    return StoredLeaf(leaf.path, "jax" if leaf.kind == "zarr" else leaf.kind, spec, extra=extra)
+    origin = leaf.origin
+    if isinstance(origin, ForeignArray):
+        origin = UNSHARDED
+    elif isinstance(origin, NumpyArray) and spec != leaf.spec:
+        origin = NATIVE  # a cast array has the machine's own byte order
+    return StoredArray(leaf.path, spec, (), origin)

@@ -19,7 +19,8 @@ from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.leaves import StoredLeaf
+from shardkeep.model.manifest import Tree
 from shardkeep.model.reports import rate_of
 from shardkeep.model.tree import Skeleton, nest
 from shardkeep.processes.operation import Operation, join
@@ -221,10 +222,7 @@ class CheckpointLoader:
             _, manifest = open_checkpoint(CheckpointLoader.safe_loadpath(path))
         except (OSError, ValueError):
             return False
-        return any(
-            tree.format == "zarr" or any(leaf.kind == "zarr" for leaf in tree.leaves)
-            for tree in manifest.trees.values()
-        )
+        return any(tree.format == "zarr" or tree.has_foreign_arrays for tree in manifest.trees.values())
 
     @staticmethod
     def safe_loadpath(path: Any) -> LoadPath:

@@ -15,7 +15,8 @@ import numpy as np
 from shardkeep._version import __version__
 from shardkeep.errors import IntegrityError
 from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import Manifest, StoredLeaf, Tree
+from shardkeep.model.leaves import StoredLeaf
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.tree import Path
 from shardkeep.saving.snapshot import is_prng_dtype
@@ -174,9 +175,9 @@ def metadata_of(tree: Tree) -> dict[str, Any]:
         return {key: _decoded(key, value) for key, value in found.items() if key in known}
     if tree.format == "foreign":
         return found
-    leaves = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    leaves = tree.arrays
     names = dotted_names([leaf.path for leaf in leaves])
-    arrays = {n: {"shape": list(x.shape or ()), "dtype": x.dtype} for n, x in zip(names, leaves, strict=True)}
+    arrays = {n: {"shape": list(x.shape), "dtype": x.dtype} for n, x in zip(names, leaves, strict=True)}
     return CheckpointMetadata(timestamp=tree.created, array_metadata=arrays, custom_metadata=found).to_dict()
 
 
@@ -194,7 +195,7 @@ def _decoded(key: str, value: Any) -> Any:
 
 def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredLeaf, Any], None]:
     """A function that compares arrays with their recorded SHA-256. `required`: there must be something to compare."""
-    arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    arrays = tree.arrays
     recorded: Mapping[str, str] = metadata_of(tree).get("checksum") or {}
     names = dotted_names([leaf.path for leaf in arrays])
     by_part = _parts_of(recorded)

@@ -12,9 +12,8 @@ from shardkeep.catalog import open_checkpoint
 from shardkeep.eformer.gathering import reshard
 from shardkeep.errors import ShardingError, TreeError
 from shardkeep.loading.place import apply_function
-from shardkeep.loading.select import logical_shape
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
-from shardkeep.model.manifest import StoredLeaf
+from shardkeep.model.leaves import StoredArray
 from shardkeep.model.tree import flatten, nest
 from shardkeep.stores.location import any_path_text
 
@@ -76,11 +75,11 @@ def create_sharding_tree_from_index(
     """
     call = "create_sharding_tree_from_index(checkpoint_dir, mesh)"
     _, manifest = open_checkpoint(any_path_text(checkpoint_dir, call))
-    leaves = [leaf for leaf in manifest.tree(prefix).leaves if leaf.spec is not None]
-    return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in leaves])
+    arrays = manifest.tree(prefix).arrays
+    return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in arrays])
 
 
-def _sharding_for(leaf: StoredLeaf, mesh: Mesh | None, default: Any) -> Any:
+def _sharding_for(leaf: StoredArray, mesh: Mesh | None, default: Any) -> Any:
     if default is None:
         everywhere = mesh if mesh is not None else Mesh(np.array(jax.devices()), ("all",))
         return NamedSharding(everywhere, PartitionSpec())
@@ -89,9 +88,9 @@ def _sharding_for(leaf: StoredLeaf, mesh: Mesh | None, default: Any) -> Any:
     if isinstance(default, PartitionSpec):
         if mesh is None:
             raise ShardingError(f"default_sharding {default} needs a mesh; pass mesh=")
-        return NamedSharding(mesh, PartitionSpec(*list(default)[: len(logical_shape(leaf))]))
+        return NamedSharding(mesh, PartitionSpec(*list(default)[: len(leaf.logical_shape)]))
     if callable(default):
-        return default({"path": "/".join(leaf.path), "shape": logical_shape(leaf), "dtype": leaf.dtype})
+        return default({"path": "/".join(leaf.path), "shape": leaf.logical_shape, "dtype": leaf.dtype})
     raise ShardingError(f"default_sharding must be a Sharding, a PartitionSpec, a function or None, not {default!r}")
 
 

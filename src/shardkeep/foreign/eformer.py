@@ -20,16 +20,9 @@ from shardkeep.foreign.pickles import Record, decode_pickle, is_plain_within, pl
 from shardkeep.foreign.zarr import ZARRAY, describe, file_names
 from shardkeep.layouts.zarr import zarr_dtype
 from shardkeep.model.digests import digest
-from shardkeep.model.manifest import (
-    MANIFEST,
-    DataFile,
-    Manifest,
-    StoredLeaf,
-    Tree,
-    check_name,
-    check_prefix,
-    no_duplicates,
-)
+from shardkeep.model.document import check_name, no_duplicates
+from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf, StoredValue
+from shardkeep.model.manifest import MANIFEST, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import untagged
 from shardkeep.model.naming import prefix_directory
 from shardkeep.model.nodes import LEAF, Node, find_class
@@ -125,10 +118,10 @@ def _tree(
         files.append(DataFile(name, store.size(name) or 0))  # part of the tree, so it is removed with it
     for path, place in zip(skeleton.paths(), places, strict=True):
         if not isinstance(place, str):
-            leaves.append(StoredLeaf(path, "value", value=place.value))
+            leaves.append(StoredValue(path, place.value))
             continue
         array = describe(store, place)
-        leaves.append(StoredLeaf(path, "zarr", array.spec, extra={"directory": place}))
+        leaves.append(StoredArray(path, array.spec, (), ForeignArray(place)))
         files += [DataFile(name, store.size(name) or 0) for name in file_names(store, place, array)]
     return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
 
@@ -331,27 +324,27 @@ def index_documents(manifest: Manifest, empty: bool = False) -> dict[str, bytes 
 
 def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
     """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
-    if not tree.indexed or not (tree.format == "zarr" or any(leaf.kind == "zarr" for leaf in tree.leaves)):
+    if not tree.indexed or not (tree.format == "zarr" or tree.has_foreign_arrays):
         return None
     directory = prefix_directory(prefix)
     if directory != prefix.replace(".", "/"):
         return None  # eFormer takes the prefix from the path
     start = f"{directory}/" if directory else ""
     present = tree.clean_names or {file.name for file in tree.files}
-    arrays = [leaf for leaf in tree.leaves if leaf.spec is not None]
+    arrays = tree.arrays
     entries: list[dict[str, Any]] = []
     for leaf in arrays:
-        place = leaf.extra["directory"] if leaf.kind == "zarr" else start + "/".join(leaf.path)
-        assert leaf.spec is not None
-        if f"{place}/{ZARRAY}" in present and (leaf.kind == "zarr" or _same_type(leaf)):
+        place = leaf.origin.directory if isinstance(leaf.origin, ForeignArray) else start + "/".join(leaf.path)
+        if f"{place}/{ZARRAY}" in present and _same_type(leaf):
             entries.append({"path": place, "shape": list(leaf.spec.shape), "dtype": leaf.spec.dtype.name})
     keys = Counter(entry["path"].replace("/", ".") for entry in entries)
     entries = [entry for entry in entries if keys[entry["path"].replace("/", ".")] == 1]  # eFormer would mix them up
     return entries if entries or not arrays else None
 
 
-def _same_type(leaf: StoredLeaf) -> bool:
+def _same_type(leaf: StoredArray) -> bool:
     """Whether zarr has the leaf's dtype, so that its bits are not stored under another one."""
-    assert leaf.spec is not None
+    if isinstance(leaf.origin, ForeignArray):
+        return True
     name = zarr_dtype(leaf.spec.dtype)
-    return leaf.kind not in ("prng", "per_process") and (name == leaf.spec.dtype.name or name == leaf.spec.dtype.str)
+    return leaf.holds_numbers and (name == leaf.spec.dtype.name or name == leaf.spec.dtype.str)

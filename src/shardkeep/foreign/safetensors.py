@@ -13,7 +13,8 @@ from shardkeep.errors import IntegrityError
 from shardkeep.layouts.safetensors import element_type
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.model.digests import digest
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
+from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.tree import Path, flatten, nest
 
 _PACKED = {"F4": "float4_e2m1fn"}
@@ -46,7 +47,7 @@ def _leaf(
     files: Sequence[DataFile],
     notes: dict[str, str],
     where: str,
-) -> StoredLeaf:
+) -> StoredArray:
     dtype = element_type(entry["dtype"])
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
@@ -58,14 +59,15 @@ def _leaf(
             )
         spec = ArraySpec(shape, dtype_from_name(_PACKED[entry["dtype"]]))
         piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None, stored=end - start)
-        return StoredLeaf(path, "jax", spec, (piece,), extra={"packed": 4})
+        return StoredArray(path, spec, (piece,), UNSHARDED)
     if name in notes:
         dtype = _noted(notes[name], name, where)
         shape = shape if dtype.itemsize == 1 else shape[:-1]
     spec = ArraySpec(shape, dtype)
     if spec.nbytes != end - start:
         raise IntegrityError(f"{where}: the size of tensor {name!r} does not match the dtype noted for it")
-    return StoredLeaf(path, "jax", spec, (Piece(Region.whole(shape), number, offset, spec.nbytes, None),))
+    piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None)
+    return StoredArray(path, spec, (piece,), UNSHARDED)
 
 
 def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:

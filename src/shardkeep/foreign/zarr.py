@@ -20,7 +20,8 @@ import zstandard
 from shardkeep.errors import IntegrityError, MissingDataError, missing_of
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
-from shardkeep.model.manifest import StoredLeaf, no_duplicates
+from shardkeep.model.document import no_duplicates
+from shardkeep.model.leaves import StoredArray
 from shardkeep.stores.base import Store
 
 _MANY = 10_000  # above this number, chunks are listed instead of looked up one by one
@@ -109,22 +110,21 @@ def _dtype(name: Any) -> np.dtype[Any]:
     return dtype_from_name(name)
 
 
-def read_zarr(store: Store, leaf: StoredLeaf, regions: Sequence[Region]) -> list[Array]:
-    """Regions of another program's zarr array."""
-    array = _described(store, leaf)
-    needed = {name for region in regions for name in _check_chunks(store, leaf, array, region)}
-    with _naming(store, leaf):
-        opened = _open(store, leaf.extra["directory"], needed)
+def read_zarr(store: Store, leaf: StoredArray, directory: str, regions: Sequence[Region]) -> list[Array]:
+    """Regions of another program's zarr array in `directory`."""
+    array = _described(store, leaf, directory)
+    needed = {name for region in regions for name in _check_chunks(store, leaf.key, directory, array, region)}
+    with _naming(store, leaf.key, directory):
+        opened = _open(store, directory, needed)
         return [_read(opened, array, region) for region in regions]
 
 
-def check_zarr(store: Store, leaf: StoredLeaf) -> None:
+def check_zarr(store: Store, leaf: StoredArray, directory: str) -> None:
     """Raise `IntegrityError` unless another program's array can be read: a valid `.zarray` and all chunks complete."""
-    array = _described(store, leaf)
+    array = _described(store, leaf, directory)
     whole = Region.whole(array.spec.shape)
-    _check_chunks(store, leaf, array, whole)
-    directory = leaf.extra["directory"]
-    with _naming(store, leaf):
+    _check_chunks(store, leaf.key, directory, array, whole)
+    with _naming(store, leaf.key, directory):
         _open(store, directory, ())  # TensorStore checks the rest of .zarray
         if array.compressor in (None, "zstd"):
             return
@@ -133,13 +133,13 @@ def check_zarr(store: Store, leaf: StoredLeaf) -> None:
 
 
 @contextmanager
-def _naming(store: Store, leaf: StoredLeaf) -> Generator[None]:
+def _naming(store: Store, key: str, directory: str) -> Generator[None]:
     """Turn TensorStore's errors into `IntegrityError`s that name the leaf."""
     try:
         yield
     except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
-        where = store.locate(leaf.extra["directory"])
-        raise IntegrityError(f"leaf {leaf.key!r}: TensorStore cannot read {where}: {error}") from error
+        where = store.locate(directory)
+        raise IntegrityError(f"leaf {key!r}: TensorStore cannot read {where}: {error}") from error
 
 
 def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
@@ -166,20 +166,18 @@ def _read(opened: Any, array: ZarrArray, region: Region) -> Array:
     return np.array(data, dtype=dtype, order="C", copy=True)
 
 
-def _described(store: Store, leaf: StoredLeaf) -> ZarrArray:
-    directory = leaf.extra["directory"]
+def _described(store: Store, leaf: StoredArray, directory: str) -> ZarrArray:
     array = describe(store, directory)
     if array.spec != leaf.spec:
         raise IntegrityError(
             f"leaf {leaf.key!r}: {store.locate(_join(directory, ZARRAY))} describes {array.spec.dtype.name}"
-            f"{list(array.spec.shape)}, but the manifest says {leaf.dtype}{list(leaf.shape or ())}"
+            f"{list(array.spec.shape)}, but the manifest says {leaf.dtype}{list(leaf.shape)}"
         )
     return array
 
 
-def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Region) -> list[str]:
+def _check_chunks(store: Store, key: str, directory: str, array: ZarrArray, region: Region) -> list[str]:
     """The names of the chunks of a region, after checking that each exists and has the right size."""
-    directory = leaf.extra["directory"]
     names = _chunks_there(store, directory, array, region)
     count = array.chunk_count(region)
     if len(names) < count:
@@ -187,11 +185,11 @@ def _check_chunks(store: Store, leaf: StoredLeaf, array: ZarrArray, region: Regi
         missing = next(name for name, _ in array.each_chunk(region) if name not in there)
         example = ": " if count - len(names) == 1 else ", for example "
         raise MissingDataError(
-            f"leaf {leaf.key!r}: {missing_of(count - len(names), count)}{example}"
+            f"leaf {key!r}: {missing_of(count - len(names), count)}{example}"
             f"{store.locate(_join(directory, missing))}. The save that wrote it never finished, or files were lost"
         )
     for name in names:
-        _check_chunk(store, _join(directory, name), array, leaf.key)
+        _check_chunk(store, _join(directory, name), array, key)
     return names
 
 

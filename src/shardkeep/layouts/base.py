@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray
 from shardkeep.model.arrays import ArraySpec, Region
 
 
@@ -20,7 +20,7 @@ class Format(Protocol):
         ...
 
     def lay_out(
-        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+        self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], directory: str, save_id: str
     ) -> list[FilePlan]:
         """The files to write below `directory`, each with its pieces and their offsets."""
         ...

@@ -1,46 +1,52 @@
 """Plans of what is written: plain values, made before any byte is written."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from shardkeep.model.arrays import ArraySpec, Region
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import Origin, Piece, StoredArray, StoredValue
+from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.records import record
-from shardkeep.model.tree import Path, Skeleton, show_key
+from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.collector import collector
 
 
 @record
-class LeafPlan:
-    """A leaf as it will be recorded. For an array, `held` are the regions that this process has staged, in order.
+class StagedValue:
+    """A plain value as it will be recorded. If several processes save together, it must be the same on all."""
+
+    path: Path
+    value: Any
+
+
+@record
+class StagedArray:
+    """An array as it will be recorded. `held` are the regions that this process has staged, in order.
 
     If several processes save together, `shares` says which of them writes which region. `common` means that each of
     them has the complete value, which must be the same on all.
     """
 
     path: Path
-    kind: str
-    spec: ArraySpec | None = None
-    value: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    spec: ArraySpec
+    origin: Origin
     held: tuple[Region, ...] = ()
     first_held: int = 0
     shares: tuple[Share, ...] = ()
     common: bool = False
 
-    @property
-    def key(self) -> str:
-        return show_key(self.path)
+
+StagedLeaf: TypeAlias = StagedValue | StagedArray
 
 
 @record
 class PiecePlan:
-    """A Region to store, and the staged shards it consists of: (number of the shard, its region)."""
+    """A Region of an array to store, and the staged shards it consists of: (number of the shard, its region)."""
 
-    leaf: int
+    array: int
     region: Region
     nbytes: int
     sources: tuple[tuple[int, Region], ...]
@@ -50,7 +56,7 @@ class PiecePlan:
 
     def placed(self, offset: int, name: str) -> "PiecePlan":
         """The same piece with its offset and name. (`dataclasses.replace` takes three times as long.)"""
-        return PiecePlan(self.leaf, self.region, self.nbytes, self.sources, name, offset, self.writer)
+        return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +91,18 @@ class SavePlan:
     format: str
     compression: str | None
     skeleton: Skeleton
-    leaves: tuple[LeafPlan, ...]
+    leaves: tuple[StagedLeaf, ...]
     files: tuple[FilePlan, ...]
     directory: str = ""
 
     def files_of(self, writer: int) -> list[FilePlan]:
         """The files that one of the processes writes."""
         return [file for file in self.files if file.writer == writer]
+
+    @property
+    def arrays(self) -> list[StagedArray]:
+        """The arrays that the pieces are numbered by."""
+        return arrays_in(self.leaves)
 
     @property
     def names(self) -> list[str]:
@@ -105,17 +116,20 @@ class SavePlan:
     @collector.paused()
     def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
         """The Tree to commit, once sizes and digests are known."""
-        pieces: dict[int, list[Piece]] = {i: [] for i, leaf in enumerate(self.leaves) if leaf.spec}
+        pieces: list[list[Piece]] = [[] for _ in self.arrays]
         files: list[DataFile] = []
         for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
             loose = done.size if plan.size is None else len(plan.header)
             files.append(DataFile(plan.name, done.size, loose, done.header_digest))
             for piece, digests in zip(plan.pieces, done.digests, strict=True):
                 stored = done.size if plan.size is None else None
-                pieces[piece.leaf].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
+                pieces[piece.array].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
+        found = iter(pieces)
         leaves = tuple(
-            StoredLeaf(leaf.path, leaf.kind, leaf.spec, tuple(pieces.get(i, ())), leaf.value, leaf.extra)
-            for i, leaf in enumerate(self.leaves)
+            StoredArray(leaf.path, leaf.spec, tuple(next(found)), leaf.origin)
+            if isinstance(leaf, StagedArray)
+            else StoredValue(leaf.path, leaf.value)
+            for leaf in self.leaves
         )
         return Tree(
             save_id=self.save_id,
@@ -140,27 +154,30 @@ class WrittenFile:
     digests: tuple[tuple[str, ...], ...]
 
 
+def arrays_in(leaves: Iterable[StagedLeaf]) -> list[StagedArray]:
+    """The arrays among some leaves."""
+    return [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
+
+
 def plan_pieces(
-    leaves: Sequence[LeafPlan], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
+    arrays: Sequence[StagedArray], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
 ) -> list[PiecePlan]:
     """The pieces to store: the staged shards, split as the format requires. Arrays up to `whole` bytes stay whole."""
     pieces: list[PiecePlan] = []
-    for number, leaf in enumerate(leaves):
-        if leaf.spec is None:
-            continue
-        held = [(leaf.first_held + i, region) for i, region in enumerate(leaf.held)]
-        itemsize = leaf.spec.dtype.itemsize
+    for number, array in enumerate(arrays):
+        held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
+        itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
-        if leaf.shares:
-            for region, writer in leaf.shares:
+        if array.shares:
+            for region, writer in array.shares:
                 sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
-                for part in split(leaf.spec, region):
+                for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, sources, writer=writer))
-        elif uneven or leaf.spec.nbytes <= whole:
-            region = Region.whole(leaf.spec.shape)
-            pieces.append(PiecePlan(number, region, leaf.spec.nbytes, tuple(held)))
+        elif uneven or array.spec.nbytes <= whole:
+            region = Region.whole(array.spec.shape)
+            pieces.append(PiecePlan(number, region, array.spec.nbytes, tuple(held)))
         else:
             for shard, region in held:
-                for part in split(leaf.spec, region):
+                for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
     return pieces

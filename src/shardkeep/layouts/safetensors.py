@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
-from shardkeep.model.manifest import no_duplicates
+from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import join_key
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
@@ -67,11 +67,11 @@ class SafetensorsFormat:
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
     def lay_out(
-        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+        self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], directory: str, save_id: str
     ) -> list[FilePlan]:
-        keys = [join_key(leaf.path) for leaf in leaves]
+        keys = [join_key(array.path) for array in arrays]
         ordered = sorted(pieces, key=lambda p: p.writer)
-        named = [p.placed(p.offset, _piece_name(keys[p.leaf], leaves[p.leaf].spec, p)) for p in ordered]
+        named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in ordered]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         start = f"{directory}/" if directory else ""
         metadata = {"shardkeep": "1", "shardkeep_save": save_id}
@@ -79,14 +79,13 @@ class SafetensorsFormat:
             [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
         )
         return [
-            pack(f"{start}{save_id}-{number:05d}.safetensors", leaves, group, metadata)
+            pack(f"{start}{save_id}-{number:05d}.safetensors", arrays, group, metadata)
             for number, group in enumerate(groups)
         ]
 
 
-def _piece_name(key: str, spec: ArraySpec | None, piece: PiecePlan) -> str:
+def _piece_name(key: str, spec: ArraySpec, piece: PiecePlan) -> str:
     """The leaf's key, followed by the region if it is a part, after a backslash that no key contains unescaped."""
-    assert spec is not None
     key = key if key.isascii() else safe_text(key)
     if piece.region.shape == spec.shape:
         return f"\\{key}" if key in ("", "__metadata__") else key
@@ -133,7 +132,7 @@ def group_by_size(
 
 
 def pack(
-    name: str, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
+    name: str, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
     """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
     # Pieces that can begin on a page do; of the others, those come first that JAX can use without a copy.
@@ -142,8 +141,7 @@ def pack(
     notes: dict[str, str] = {}
     end = 0
     for piece in ordered:
-        spec = leaves[piece.leaf].spec
-        assert spec is not None
+        spec = arrays[piece.array].spec
         code = TO_CODE.get(dtype_name(spec.dtype))
         tail: tuple[int, ...] = ()
         if code is None:  # stored as bytes; the bytes of a wider dtype become a last axis

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.layouts.plan import FilePlan, LeafPlan, PiecePlan
+from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
 from shardkeep.processes.operation import LEADER
@@ -63,21 +63,17 @@ class TensorstoreFormat:
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))
 
     def lay_out(
-        self, leaves: Sequence[LeafPlan], pieces: Sequence[PiecePlan], directory: str, save_id: str
+        self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], directory: str, save_id: str
     ) -> list[FilePlan]:
-        arrays = [i for i, leaf in enumerate(leaves) if leaf.spec]
         start = f"{directory}/" if directory else ""
-        places = [start + d for d in leaf_directories([leaves[i].path for i in arrays])]
-        by_leaf: dict[int, list[PiecePlan]] = {i: [] for i in arrays}
+        places = [start + d for d in leaf_directories([array.path for array in arrays])]
+        inside: list[list[PiecePlan]] = [[] for _ in arrays]
         for piece in pieces:
-            by_leaf[piece.leaf].append(piece)
-        return [
-            file for i, place in zip(arrays, places, strict=True) for file in self._array(leaves[i], by_leaf[i], place)
-        ]
+            inside[piece.array].append(piece)
+        each = zip(arrays, inside, places, strict=True)
+        return [file for array, some, place in each for file in self._array(array.spec, some, place)]
 
-    def _array(self, leaf: LeafPlan, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
-        spec = leaf.spec
-        assert spec is not None
+    def _array(self, spec: ArraySpec, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
         chunk = self._chunk(spec, pieces)
         document = json.dumps(zarray(spec, chunk, self.compression)).encode()
         if spec.nbytes == 0:  # there is no chunk: the empty piece is recorded at the end of .zarray

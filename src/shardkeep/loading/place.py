@@ -20,8 +20,9 @@ from shardkeep.loading.plan import Fetch, plan_read
 from shardkeep.loading.read import Source, Target, read_targets
 from shardkeep.loading.select import Request, Wanted
 from shardkeep.model.arrays import NUMPY_NAMES, Array, Region, kind_of
+from shardkeep.model.leaves import ForeignArray, NumpyArray, Origin, PrngKeys, StoredArray
 from shardkeep.model.manifest import Tree
-from shardkeep.model.perprocess import KIND, Rows
+from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.tree import name_leaf
 from shardkeep.model.values import show
 from shardkeep.processes.agreement import compare
@@ -84,22 +85,27 @@ def _read(
     fetches: list[Fetch] = []
     slots: list[Target | None] = []
     for w in wanted:
-        if w.stored.spec is None:
+        leaf = w.stored
+        if not isinstance(leaf, StoredArray):
             slots.append(None)
             continue
-        regions = [Region.whole(w.stored.spec.shape)] if whole else _regions(w)
-        fetches += plan_read(len(targets), w.stored, regions)
-        targets.append(Target(w.stored, regions, _stays_on_host(w), [None] * len(regions)))
+        regions = [Region.whole(leaf.spec.shape)] if whole else _regions(w, leaf)
+        fetches += plan_read(len(targets), leaf, regions)
+        targets.append(Target(leaf, regions, _stays_on_host(w, leaf), [None] * len(regions)))
         slots.append(targets[-1])
-    crew.run(partial(_read_foreign, store, target) for target in targets if target.leaf.kind == "zarr")
+    crew.run(
+        partial(_read_foreign, store, target, target.leaf.origin.directory)
+        for target in targets
+        if isinstance(target.leaf.origin, ForeignArray)
+    )
     mapped = store.remote or (request.mmap and store.mappable)
     source = Source(store, tree.files, tree.compression, request.verify, mapped)
     read_targets(source, targets, fetches, budget.limit, crew, progress)
     return slots
 
 
-def _read_foreign(store: Store, target: Target) -> None:
-    target.arrays[:] = read_zarr(store, target.leaf, target.regions)
+def _read_foreign(store: Store, target: Target, directory: str) -> None:
+    target.arrays[:] = read_zarr(store, target.leaf, directory, target.regions)
 
 
 def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operation: Operation) -> list[Target | None]:
@@ -108,10 +114,11 @@ def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operat
     operation.share()  # no process enters a collective before the data is read and all of them are ready
     targets: list[Target | None] = []
     for number, w in enumerate(wanted):
-        if w.stored.spec is None:
+        leaf = w.stored
+        if not isinstance(leaf, StoredArray):
             targets.append(None)
             continue
-        mine = _array(read[number]) if read is not None else np.empty(w.stored.spec.shape, w.stored.spec.dtype)
+        mine = _array(read[number]) if read is not None else np.empty(leaf.spec.shape, leaf.spec.dtype)
         raw = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
         try:
             parts = [
@@ -125,28 +132,26 @@ def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operat
         memory = aligned_empty(raw.size)
         for start, part in zip(range(0, raw.size, _SENT), parts, strict=True):
             memory[start : start + part.size] = part
-        array = memory.view(w.stored.spec.dtype).reshape(w.stored.spec.shape)
-        regions = _regions(w)
-        targets.append(Target(w.stored, regions, own=True, arrays=[array[region.slices] for region in regions]))
+        array = memory.view(leaf.spec.dtype).reshape(leaf.spec.shape)
+        regions = _regions(w, leaf)
+        targets.append(Target(leaf, regions, own=True, arrays=[array[region.slices] for region in regions]))
     return targets
 
 
-def _stays_on_host(w: Wanted) -> bool:
+def _stays_on_host(w: Wanted, leaf: StoredArray) -> bool:
     """Whether the caller gets a NumPy array, which is writable and therefore must not be a mapped file."""
-    assert w.stored.spec is not None
-    return w.as_numpy or stays_numpy(w.stored.spec.dtype)
+    return w.as_numpy or stays_numpy(leaf.spec.dtype)
 
 
-def _regions(w: Wanted) -> Sequence[Region]:
+def _regions(w: Wanted, leaf: StoredArray) -> Sequence[Region]:
     """The regions of a leaf that this process needs, each once."""
-    assert w.stored.spec is not None
-    if w.stored.kind == KIND and w.process is not None:
-        return [_rows(w).region(w.process)]
-    shape = w.stored.spec.shape
+    if isinstance(leaf.origin, PerProcessRows) and w.process is not None:
+        return [leaf.origin.region(w.process)]
+    shape = leaf.spec.shape
     sharding = w.place.sharding
-    if sharding is None or isinstance(sharding, SingleDeviceSharding) or w.shape is not None or _stays_on_host(w):
+    if sharding is None or isinstance(sharding, SingleDeviceSharding) or w.shape is not None or _stays_on_host(w, leaf):
         return [Region.whole(shape)]
-    if len(w.stored.pieces) == 1 and w.stored.pieces[0].length <= _SMALL:  # it is read and checked as a whole anyway
+    if len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL:  # it is read and checked as a whole anyway
         return [Region.whole(shape)]
     return _needed(sharding, shape)
 
@@ -175,7 +180,7 @@ def _onto_devices(wanted: Sequence[Wanted], targets: Sequence[Target | None]) ->
     for number, (w, target) in enumerate(zip(wanted, targets, strict=True)):
         if target is None:
             values[number] = w.stored.value
-        elif _stays_on_host(w):
+        elif _stays_on_host(w, target.leaf):
             values[number] = _reshaped(_array(target), w)
         elif w.shape is not None:
             whole.setdefault(w.place.sharding, []).append(number)
@@ -224,7 +229,6 @@ def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequen
 
 def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Target], list[Any]]]:
     """The local devices of a sharding, and a function that gives their parts of a target with the same form."""
-    assert like.leaf.spec is not None
     shape = like.leaf.spec.shape
     indices: Any = sharding.addressable_devices_indices_map(shape)
     devices = list(indices)
@@ -255,7 +259,6 @@ def _reshaped(array: Array, w: Wanted) -> Array:
 
 
 def _assemble(target: Target, sharding: Sharding) -> jax.Array:
-    assert target.leaf.spec is not None
     shape = target.leaf.spec.shape
     if len(target.regions) == 1 and target.regions[0].shape == shape:
         whole = _array(target)
@@ -270,50 +273,45 @@ def _assemble(target: Target, sharding: Sharding) -> jax.Array:
 
 def _adapt(w: Wanted, value: Any, request: Request) -> Any:
     """The last steps for one leaf: check, PRNG keys, function, callback, cast, byte order, kind of the template."""
-    is_array = w.stored.spec is not None
-    if w.stored.kind == KIND:
-        return _decode(w, value)
-    if is_array and request.check is not None:
+    origin = w.stored.origin if isinstance(w.stored, StoredArray) else None
+    if isinstance(origin, PerProcessRows):
+        return _decode(w, origin, value)
+    if origin is not None and request.check is not None:
         request.check(w.stored, value)
-    if w.stored.kind == "prng":
-        value = _as_keys(value, w)
+    if isinstance(origin, PrngKeys):
+        value = _as_keys(value, origin.impl, w.stored.key)
     if w.place.function is not None:
         value = apply_function(w.place.function, value)
-    if is_array and request.callback is not None:
+    if origin is not None and request.callback is not None:
         value = request.callback(value, w.stored)
-    if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and w.stored.kind != "prng":
+    if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and not isinstance(origin, PrngKeys):
         value = cast_array(value, w.dtype, w.stored.key)
     if isinstance(value, np.ndarray):
-        value = _settled(w, value)
+        value = _settled(w, origin, value)
     return value if w.like is None else _like(w.like, value, w.stored.key)
 
 
-def _rows(w: Wanted) -> Rows:
-    assert w.stored.spec is not None
-    return Rows.stored(w.stored.extra["lengths"], w.stored.spec)
-
-
-def _decode(w: Wanted, data: Array) -> Any:
+def _decode(w: Wanted, rows: PerProcessRows, data: Array) -> Any:
     """What a `PerProcess` leaf holds: the value of one process, or the list of all."""
-    rows, key = _rows(w), name_leaf(w.stored.path)
+    key = name_leaf(w.stored.path)
     if w.process is not None:
         return rows.decode(w.process, data, key)
     return [rows.decode(i, data[rows.region(i).slices], key) for i in range(len(rows.lengths))]
 
 
-def _as_keys(data: Any, w: Wanted) -> Any:
+def _as_keys(data: Any, impl: str, key: str) -> Any:
     try:
-        return jax.random.wrap_key_data(data, impl=w.stored.extra["impl"])
+        return jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
-        raise IntegrityError(f"leaf {w.stored.key!r} does not hold PRNG keys that this JAX can use: {error}") from error
+        raise IntegrityError(f"leaf {key!r} does not hold PRNG keys that this JAX can use: {error}") from error
 
 
-def _settled(w: Wanted, value: Array) -> Any:
+def _settled(w: Wanted, origin: Origin | None, value: Array) -> Any:
     """A host array in its saved byte order, or on its devices if JAX can hold it after a cast."""
     if not w.as_numpy and not stays_numpy(value.dtype):
         return _put_all([value], w.place.sharding)[0]
-    if w.stored.extra.get("order") and w.dtype is None:
-        return value.astype(value.dtype.newbyteorder(w.stored.extra["order"]))
+    if isinstance(origin, NumpyArray) and origin.order is not None and w.dtype is None:
+        return value.astype(value.dtype.newbyteorder(origin.order))
     return value
 
 

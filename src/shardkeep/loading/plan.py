@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import Piece, StoredLeaf
+from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.model.records import record
 
 
@@ -27,7 +27,7 @@ class Fetch:
         return list(dict.fromkeys(common.within(self.piece.region) for _, common in self.targets))
 
 
-def plan_read(number: int, leaf: StoredLeaf, targets: Sequence[Region]) -> list[Fetch]:
+def plan_read(number: int, leaf: StoredArray, targets: Sequence[Region]) -> list[Fetch]:
     """The pieces, and the parts of them, that fill the target regions. Nothing else is read.
 
     Targets are equal or disjoint, as the shards of an array are.

@@ -13,7 +13,8 @@ from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.loading.plan import Fetch, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
-from shardkeep.model.manifest import DataFile, Piece, StoredLeaf
+from shardkeep.model.leaves import Piece, StoredArray
+from shardkeep.model.manifest import DataFile
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
@@ -74,18 +75,16 @@ class Source:
 class Target:
     """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
 
-    leaf: StoredLeaf
+    leaf: StoredArray
     regions: Sequence[Region]
     own: bool
     arrays: list[Array | None]
 
     def nbytes(self, number: int) -> int:
-        assert self.leaf.spec is not None
         return self.regions[number].size * self.leaf.spec.dtype.itemsize
 
     def take(self, number: int, memory: Array) -> None:
         """Use this memory for a region."""
-        assert self.leaf.spec is not None
         self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
 
 
@@ -161,9 +160,8 @@ def _is_mapped(piece: Piece, maps: Maps) -> bool:
     return piece.stored is None and piece.file in maps
 
 
-def needed_blocks(fetch: Fetch, leaf: StoredLeaf) -> list[tuple[int, int]]:
+def needed_blocks(fetch: Fetch, leaf: StoredArray) -> list[tuple[int, int]]:
     """The ranges of blocks of a piece that a fetch reads."""
-    assert leaf.spec is not None
     count = block_count(fetch.piece.length)
     if count == 1:
         return [(0, 1)]
@@ -242,7 +240,6 @@ class _Unit:
     def view(self, common: Region) -> Array:
         """A view of a part of the piece."""
         if self._whole is None:
-            assert self.target.leaf.spec is not None
             self._whole = self.memory.view(self.target.leaf.spec.dtype).reshape(self.piece.region.shape)
         if common == self.piece.region:
             return self._whole

@@ -16,8 +16,9 @@ from shardkeep.loading.mismatches import Mismatch, mismatch_error, missing_leaf,
 from shardkeep.loading.shardings import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.model.arrays import kind_of, kind_of_value
 from shardkeep.model.keys import ByLooseKey, loose_key
-from shardkeep.model.manifest import StoredLeaf, Tree
-from shardkeep.model.perprocess import KIND, PerProcess, fold_containers
+from shardkeep.model.leaves import NumpyArray, PrngKeys, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
+from shardkeep.model.perprocess import PerProcess, PerProcessRows, fold_containers
 from shardkeep.model.tree import Leaf, Path, Skeleton, flatten, name_leaf
 from shardkeep.model.values import is_data, is_plain, show
 from shardkeep.runtime.collector import collector
@@ -87,16 +88,16 @@ def choose(tree: Tree, prefix: str, request: Request) -> Choice:
     """The leaves to load, each with its place."""
     by = _choose_by_name if request.template is None else _choose_by_template
     choice = by(tree, request)
-    arrays = [w for w in choice.wanted if w is not None and w.stored.spec is not None and w.stored.kind != KIND]
-    _place(arrays, prefix, request)
+    _place([w for w in choice.wanted if w is not None], prefix, request)
     return choice
 
 
 def _choose_by_name(tree: Tree, request: Request) -> Choice:
     def want(leaf: StoredLeaf) -> Wanted:
-        if leaf.kind == KIND:
+        if leaf.processes is not None:
             return Wanted(leaf, as_numpy=True)
-        return Wanted(leaf, as_numpy=leaf.kind == "numpy" and not request.all_jax, dtype=request.dtype)
+        numpy = isinstance(leaf, StoredArray) and isinstance(leaf.origin, NumpyArray)
+        return Wanted(leaf, as_numpy=numpy and not request.all_jax, dtype=request.dtype)
 
     if request.include is None:
         return Choice(tree.skeleton, [want(leaf) for leaf in tree.leaves], {})
@@ -120,7 +121,7 @@ def _choose_by_template(tree: Tree, request: Request) -> Choice:
     if request.include is not None and not any(_is_included(leaf.path, request) for leaf in leaves):
         # Nothing would be loaded, and the program would go on with the values it has made for the template.
         raise _no_match(request.include, " of the template", [leaf.path for leaf in leaves])
-    per_process = {leaf.path for leaf in tree.leaves if leaf.kind == KIND and _is_included(leaf.path, request)}
+    per_process = {leaf.path for leaf in tree.leaves if leaf.processes is not None and _is_included(leaf.path, request)}
     if per_process:
         skeleton, leaves = fold_containers(skeleton, leaves, per_process)
     find = ByLooseKey((leaf.path, leaf) for leaf in tree.leaves)
@@ -178,7 +179,7 @@ def choose_process(choice: Choice, request: Request, path: str, index: int, size
 
     Raises `ProcessError` for a leaf that another number of processes has saved.
     """
-    found = [w for w in choice.wanted if w is not None and w.stored.kind == KIND]
+    found = [w for w in choice.wanted if w is not None and w.stored.processes is not None]
     if request.per_process == "all":
         return
     other = [w.stored for w in found if w.stored.processes != size]
@@ -260,20 +261,21 @@ def _some(keys: Sequence[str]) -> str:
 def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | Mismatch:
     """A saved leaf as the template wants it, or why it cannot be loaded so."""
     like = leaf.value
-    if stored.kind == KIND or isinstance(like, PerProcess):
+    if stored.processes is not None or isinstance(like, PerProcess):
         return _per_process_as_template(stored, leaf)
     is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
-    if not is_array or stored.spec is None:
+    if not is_array or not isinstance(stored, StoredArray):
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
-    shape, saved_shape = tuple(like.shape), logical_shape(stored)
-    if is_key != (stored.kind == "prng") or (is_key and like.dtype != _key_dtype(stored.extra["impl"])):
+    shape, saved_shape = tuple(like.shape), stored.logical_shape
+    impl = stored.origin.impl if isinstance(stored.origin, PrngKeys) else None
+    if is_key != (impl is not None) or (impl is not None and like.dtype != _key_dtype(impl)):
         return wrong_kind(leaf.path, _described(stored), f"{like.dtype}{list(shape)}")
     if shape != saved_shape and (request.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
         return wrong_shape(leaf.path, saved_shape, shape)
     dtype = None if is_key else np.dtype(like.dtype)
     if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
-        return wrong_kind(leaf.path, str(stored.dtype), dtype.name)
+        return wrong_kind(leaf.path, stored.dtype, dtype.name)
     sharding = getattr(like, "sharding", None)
     place = Place()
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
@@ -285,10 +287,10 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | M
 def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatch:
     """A value that differs between processes, or may: as it was saved. Anything but a JAX array marks its place."""
     like = leaf.value
-    if stored.kind == KIND and hasattr(like, "dtype") and not isinstance(like, np.ndarray | np.generic):
+    if stored.processes is not None and hasattr(like, "dtype") and not isinstance(like, np.ndarray | np.generic):
         found = f"{like.dtype}{list(like.shape)}; pass PerProcess(None) in its place"
         return wrong_kind(leaf.path, "a PerProcess value", found)
-    if stored.kind not in (KIND, "numpy", "value"):
+    if isinstance(stored, StoredArray) and not isinstance(stored.origin, PerProcessRows | NumpyArray):
         return wrong_kind(leaf.path, _described(stored), repr(like))
     return Wanted(stored, as_numpy=True)
 
@@ -303,12 +305,12 @@ def _key_dtype(impl: str) -> Any:
 
 def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted | Mismatch:
     """The saved value where the template or the checkpoint has a plain value, converted to what the template has."""
-    if stored.spec is None:
+    if not isinstance(stored, StoredArray):
         if is_array and (tuple(leaf.value.shape) != () or not _same_kind(stored.value, leaf.value.dtype)):
             wanted = f"{leaf.value.dtype}{list(leaf.value.shape)}"
             return wrong_kind(leaf.path, f"the value {show(stored.value):.60}", wanted)
         return Wanted(stored, like=leaf.value if is_array else None)
-    if stored.spec.shape != () or stored.kind == "prng" or not _same_kind(leaf.value, stored.spec.dtype):
+    if stored.spec.shape != () or isinstance(stored.origin, PrngKeys) or not _same_kind(leaf.value, stored.spec.dtype):
         return wrong_kind(leaf.path, _described(stored), f"{show(leaf.value):.60}")
     return Wanted(stored, as_numpy=True, like=leaf.value)
 
@@ -317,35 +319,27 @@ def _same_kind(number: Any, dtype: Any) -> bool:
     return not is_prng_dtype(dtype) and kind_of_value(number) == kind_of(np.dtype(dtype)) != "other"
 
 
-def _described(stored: StoredLeaf) -> str:
-    if stored.kind == "prng":
-        return f"PRNG keys ({stored.extra['impl']})"
-    return f"{stored.dtype}{list(stored.shape or ())}"
+def _described(stored: StoredArray) -> str:
+    if isinstance(stored.origin, PrngKeys):
+        return f"PRNG keys ({stored.origin.impl})"
+    return f"{stored.dtype}{list(stored.shape)}"
 
 
-def logical_shape(stored: StoredLeaf) -> tuple[int, ...]:
-    """The shape that the user sees, which for PRNG keys is not that of their data."""
-    assert stored.spec is not None
-    return stored.spec.shape[:-1] if stored.kind == "prng" else stored.spec.shape
-
-
-def _place(arrays: Sequence[Wanted], prefix: str, request: Request) -> None:
+def _place(wanted: Sequence[Wanted], prefix: str, request: Request) -> None:
     """Place each array by rules, shardings or the mesh, unless the template has placed it.
 
     A NumPy array becomes a JAX array only if a rule or a sharding names it.
     """
     if request.mesh is None and not request.rules and request.shardings is None:
         return
-    open_ = [w for w in arrays if not w.place.explicit and w.like is None]
+    open_ = [
+        (w, w.stored)
+        for w in wanted
+        if isinstance(w.stored, StoredArray) and w.stored.processes is None and not w.place.explicit and w.like is None
+    ]
     shaped = [
-        ShapedLeaf(
-            w.stored.path,
-            w.shape or logical_shape(w.stored),
-            w.stored.extra.get("sharding"),
-            w.as_numpy,
-            w.stored.nbytes,
-        )
-        for w in open_
+        ShapedLeaf(stored.path, w.shape or stored.logical_shape, stored.sharding, w.as_numpy, stored.nbytes)
+        for w, stored in open_
     ]
     places = resolve_shardings(
         shaped,
@@ -357,7 +351,7 @@ def _place(arrays: Sequence[Wanted], prefix: str, request: Request) -> None:
         prefix=prefix,
         prefix_first=request.prefix_first,
     )
-    for w, place in zip(open_, places, strict=True):
+    for (w, _), place in zip(open_, places, strict=True):
         if not w.as_numpy:
             w.place = place
         elif place.explicit and request.template is None:
@@ -370,24 +364,24 @@ def abstract_leaf(w: Wanted) -> Any:
     The place of a value that differs between processes is marked with `PerProcess(None)`.
     """
     stored = w.stored
-    if stored.kind == KIND:
+    if stored.processes is not None:
         return PerProcess(None)
-    if stored.spec is None:
+    if not isinstance(stored, StoredArray):
         return stored.value
     if w.place.function is not None:
         raise ShardingError(f"leaf {stored.key!r}: abstract() takes no functions in shardings; pass them to load()")
-    shape, dtype = logical_shape(stored), stored.spec.dtype
-    if stored.kind == "prng":
-        dtype = _key_dtype(stored.extra["impl"])
+    shape, dtype, origin = stored.logical_shape, stored.spec.dtype, stored.origin
+    if isinstance(origin, PrngKeys):
+        dtype = _key_dtype(origin.impl)
         if dtype is None:
-            impl = stored.extra["impl"]
+            impl = origin.impl
             raise IntegrityError(
                 f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
             )
     elif w.dtype is not None and kind_of(w.dtype) == kind_of(dtype):
         dtype = w.dtype
-    elif w.as_numpy and stored.extra.get("order"):
-        dtype = dtype.newbyteorder(stored.extra["order"])
+    elif w.as_numpy and isinstance(origin, NumpyArray) and origin.order is not None:
+        dtype = dtype.newbyteorder(origin.order)
     if w.as_numpy:
         return NumpyStruct(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=w.place.sharding)

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
 from shardkeep.model.keys import loose_key
+from shardkeep.model.leaves import SavedSharding
 from shardkeep.model.tree import Path, flatten, name_leaf
 
 log = logging.getLogger("shardkeep")
@@ -38,7 +39,7 @@ class ShapedLeaf:
 
     path: Path
     shape: tuple[int, ...]
-    saved: Mapping[str, Any] | None = None  # the sharding it had when it was saved
+    saved: SavedSharding | None = None  # the sharding it had when it was saved
     optional: bool = False  # may stay without a sharding
     nbytes: int = 0
 
@@ -208,10 +209,9 @@ class _Replicated:
     def compare(self, leaf: ShapedLeaf, spec: PartitionSpec) -> None:
         if leaf.saved is None or self._mesh is None or self._mesh.size == 1:
             return
-        known = leaf.saved.get("mesh")
-        sizes = cast("Mapping[str, Any]", known) if isinstance(known, dict) else {}
+        sizes = dict(leaf.saved.mesh)
         lost: list[str] = []
-        for entry, kept in zip(leaf.saved.get("spec") or [], cast(Any, spec), strict=False):
+        for entry, kept in zip(leaf.saved.spec, cast(Any, spec), strict=False):
             if kept is None:
                 lost += [axis for axis in _axes(entry) if sizes.get(axis) != 1]
         if not lost:
@@ -302,7 +302,7 @@ def _saved_spec(leaf: ShapedLeaf, mesh: Mesh) -> PartitionSpec:
     """The layout a leaf was saved with: the axes that this mesh has, where they divide the array."""
     kept: list[Any] = []
     free = dict(mesh.shape)  # a damaged manifest may name an axis twice
-    for extent, entry in zip(leaf.shape, (leaf.saved or {}).get("spec") or [], strict=False):
+    for extent, entry in zip(leaf.shape, leaf.saved.spec if leaf.saved else (), strict=False):
         axes = tuple(axis for axis in dict.fromkeys(_axes(entry)) if axis in free)
         fits = axes and extent % math.prod(free[axis] for axis in axes) == 0
         kept.append(axes if fits else None)
@@ -312,7 +312,7 @@ def _saved_spec(leaf: ShapedLeaf, mesh: Mesh) -> PartitionSpec:
 
 def _axes(entry: Any) -> tuple[str, ...]:
     """The axes in one entry of a spec."""
-    return tuple(entry) if isinstance(entry, list | tuple) else () if entry is None else (entry,)
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from shardkeep.errors import IntegrityError
 from shardkeep.foreign.zarr import check_zarr
 from shardkeep.loading.read import Source, check_blocks, unpack
 from shardkeep.model.digests import BLOCK, block_count, digest
-from shardkeep.model.manifest import Manifest, Piece, StoredLeaf, Tree
+from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.memory import aligned_empty
@@ -69,7 +70,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
         nbytes=total,
         files=sum(len(tree.files) for tree in trees),
         seconds=time.perf_counter() - started,
-        unchecked=sum(_carries_no_digests(leaf) for tree in trees for leaf in tree.leaves),
+        unchecked=sum(_carries_no_digests(leaf) for tree in trees for leaf in tree.arrays),
         problems=tuple(sorted(check.problems, key=lambda p: (p.file, p.leaf or "", p.message))),
     )
 
@@ -83,8 +84,8 @@ def _document_of(target: Target) -> str:
     return target.documents[0]
 
 
-def _carries_no_digests(leaf: StoredLeaf) -> bool:
-    return leaf.kind == "zarr" or any(piece.digests is None for piece in leaf.pieces)
+def _carries_no_digests(leaf: StoredArray) -> bool:
+    return isinstance(leaf.origin, ForeignArray) or any(piece.digests is None for piece in leaf.pieces)
 
 
 def _was_replaced(path: object, manifest: Manifest) -> bool:
@@ -132,14 +133,14 @@ class _Check:
 
     def tasks(self, tree: Tree) -> list[Task]:
         source = _Files(self._store, tree.files, tree.compression)
-        for leaf in tree.leaves:
+        for leaf in tree.arrays:
             for piece in leaf.pieces:
                 source.keys.setdefault(piece.file, []).append(leaf.key)
         tasks: list[Task] = [lambda n=number: self._check_file(source, n) for number in range(len(tree.files))]
-        small: list[tuple[StoredLeaf, Piece]] = []
-        for leaf in tree.leaves:
-            if leaf.kind == "zarr":
-                tasks.append(lambda f=leaf: self._check_foreign(f))
+        small: list[tuple[StoredArray, Piece]] = []
+        for leaf in tree.arrays:
+            if isinstance(leaf.origin, ForeignArray):
+                tasks.append(lambda f=leaf, d=leaf.origin.directory: self._check_foreign(f, d))
             for piece in leaf.pieces:
                 if piece.stored is None and piece.length < BLOCK:
                     small.append((leaf, piece))
@@ -171,14 +172,14 @@ class _Check:
                 Problem(None, where, f"{where} is damaged in its first {record.header_length:,} bytes")
             )
 
-    def _check_foreign(self, leaf: StoredLeaf) -> None:
+    def _check_foreign(self, leaf: StoredArray, directory: str) -> None:
         """An array of another program has no digests, but its chunks must be there and have their sizes."""
         try:
-            check_zarr(self._store, leaf)
+            check_zarr(self._store, leaf, directory)
         except (IntegrityError, OSError) as error:
-            self._report(leaf, self._store.locate(leaf.extra["directory"]), error)
+            self._report(leaf, self._store.locate(directory), error)
 
-    def _check_batch(self, source: _Files, batch: list[tuple[StoredLeaf, Piece]]) -> None:
+    def _check_batch(self, source: _Files, batch: list[tuple[StoredArray, Piece]]) -> None:
         """Small pieces that are next to each other, read together."""
         low = batch[0][1].offset
         where = source.where(batch[0][1].file)
@@ -201,7 +202,7 @@ class _Check:
             except IntegrityError as error:
                 self._report(leaf, where, error)
 
-    def _check_piece(self, source: _Files, leaf: StoredLeaf, piece: Piece, first: int, last: int) -> None:
+    def _check_piece(self, source: _Files, leaf: StoredArray, piece: Piece, first: int, last: int) -> None:
         where = source.where(piece.file)
         start, end = first * BLOCK, min(last * BLOCK, piece.length)
         file = self._open(source, piece.file)
@@ -219,7 +220,7 @@ class _Check:
         except (IntegrityError, OSError, EOFError, MemoryError, OverflowError) as error:
             self._report(leaf, where, error)
 
-    def _report(self, leaf: StoredLeaf, where: str, error: Exception) -> None:
+    def _report(self, leaf: StoredArray, where: str, error: Exception) -> None:
         start = f"leaf {leaf.key!r}: "
         self.problems.append(Problem(leaf.key, where, start + _with_file(where, str(error).removeprefix(start))))
 
@@ -229,9 +230,9 @@ def _with_file(where: str, reason: str) -> str:
     return reason if where in reason else f"{where}: {reason}"
 
 
-def _neighbours(pieces: list[tuple[StoredLeaf, Piece]]) -> list[list[tuple[StoredLeaf, Piece]]]:
+def _neighbours(pieces: list[tuple[StoredArray, Piece]]) -> list[list[tuple[StoredArray, Piece]]]:
     """Pieces of one file that are next to each other, in groups of a useful size."""
-    batches: list[list[tuple[StoredLeaf, Piece]]] = []
+    batches: list[list[tuple[StoredArray, Piece]]] = []
     for leaf, piece in sorted(pieces, key=lambda at: (at[1].file, at[1].offset, at[1].length)):
         first, last = (batches[-1][0][1], batches[-1][-1][1]) if batches else (None, None)
         near = last is not None and last.file == piece.file and piece.offset == last.offset + last.length

@@ -10,7 +10,7 @@ import reprlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast, final
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, Path, Skeleton
 from shardkeep.model.values import Json, NotPlainError, decode, encode, show
 
-KIND = "per_process"
 _MAX_DEPTH = 100  # of containers in one value
 _ROUND = 64
 _WIDEST = 16 << 20  # bytes of a row: little is wasted, and a row is one chunk of a zarr array
@@ -219,24 +218,30 @@ def _count(value: Any) -> int:
     return value
 
 
+@final
 @record
-class Rows:
-    """Which rows of the stored array hold the value of which process."""
+class PerProcessRows:
+    """The origin of an array that was a `PerProcess` leaf: which of its rows hold the value of which process."""
 
     lengths: tuple[int, ...]  # bytes of each process's value
     width: int
+    kind: ClassVar = "per_process"
+
+    def to_json(self) -> dict[str, Json]:
+        """What a manifest says about the origin, besides its kind."""
+        return {"lengths": list(self.lengths)}
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Rows":
+    def of(cls, lengths: Sequence[int]) -> "PerProcessRows":
         """The rows for values of these lengths.
 
-        >>> Rows.of([10, 200]).shape
+        >>> PerProcessRows.of([10, 200]).shape
         (2, 256)
         """
         return cls(tuple(lengths), min(-(-max(lengths) // _ROUND) * _ROUND, _WIDEST))
 
     @classmethod
-    def stored(cls, lengths: Any, spec: ArraySpec) -> "Rows":
+    def stored(cls, lengths: Any, spec: ArraySpec) -> "PerProcessRows":
         """The rows of a stored leaf; `ValueError` if it cannot have been written like that."""
         found = cls(tuple(map(_count, _checked_list(lengths))), spec.shape[1] if len(spec.shape) == 2 else 0)
         if spec.dtype != np.uint8 or not found.lengths or 0 in (found.width, *found.lengths):
@@ -280,6 +285,9 @@ class Rows:
             return decode_value(rows.reshape(-1)[: self.lengths[process]])
         except ValueError as error:
             raise IntegrityError(f"leaf {key!r}: the value of process {process} is malformed: {error}") from error
+
+
+UNSETTLED = PerProcessRows((), 0)  # while it is not known yet how many bytes the other processes have
 
 
 def fold_containers(skeleton: Skeleton, leaves: Sequence[Leaf], places: set[Path]) -> tuple[Skeleton, list[Leaf]]:

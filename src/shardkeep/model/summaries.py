@@ -1,52 +1,25 @@
 """What is printed of a checkpoint: bounded texts, however many leaves it has and whatever is in them."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from shardkeep.errors import counted
-from shardkeep.model.tree import Path, name_leaf
-from shardkeep.model.values import show
 
 MOST_SHOWN = 15  # leaves
 
 
-class ShownLeaf(Protocol):
-    """What is shown of a leaf."""
+class Shown(Protocol):
+    """Something that is shown in one line."""
 
     @property
-    def path(self) -> Path: ...
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-    @property
-    def dtype(self) -> str | None: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def pieces(self) -> Sequence[Any]: ...
-    @property
-    def value(self) -> Any: ...
-    @property
-    def processes(self) -> int | None: ...
+    def row(self) -> str: ...
 
 
-def rows_of(leaves: Sequence[ShownLeaf], most: int = MOST_SHOWN) -> list[str]:
+def rows_of(leaves: Sequence[Shown], most: int = MOST_SHOWN) -> list[str]:
     """A line for each of the first leaves, and how many more there are."""
-    rows = [f"    {row_of(leaf)}" for leaf in leaves[:most]]
+    rows = [f"    {leaf.row}" for leaf in leaves[:most]]
     more = len(leaves) - len(rows)
     return [*rows, f"    … and {counted(more, 'more leaf', 'more leaves')}"] if more else rows
-
-
-def row_of(leaf: ShownLeaf) -> str:
-    """A leaf in one line."""
-    name = cut(name_leaf(leaf.path), 48)
-    if leaf.shape is None:
-        value = leaf.value
-        start = value[:40] if isinstance(value, str | bytes) else value  # the `repr` of all of it may be gigabytes
-        return f"{name}: {cut(show(start), 30)}"
-    if leaf.processes is not None:
-        return f"{name}: PerProcess of {counted(leaf.processes, 'process', 'processes')}, {leaf.nbytes:,} bytes"
-    pieces = f" in {counted(len(leaf.pieces), 'piece')}" if leaf.pieces else ""
-    return f"{name}: {cut(f'{leaf.dtype}{list(leaf.shape)}', 40)}, {leaf.nbytes:,} bytes{pieces}"
 
 
 def cut(text: str, most: int) -> str:

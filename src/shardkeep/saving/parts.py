@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.plan import LeafPlan, SavePlan, WrittenFile
+from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, WrittenFile
 from shardkeep.model.digests import digest
-from shardkeep.model.perprocess import KIND, PerProcess
-from shardkeep.model.tree import Leaf, name_leaf
+from shardkeep.model.perprocess import PerProcess, PerProcessRows
+from shardkeep.model.tree import Leaf, name_leaf, show_key
 from shardkeep.model.values import encode
 from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
@@ -30,8 +30,8 @@ def describe(snapshot: Snapshot) -> list[str]:
     """Lines for each leaf. Processes whose lines are equal can save the tree together."""
     lines = [_describe(leaf, snapshot) for leaf in snapshot.leaves]
     for leaf in snapshot.leaves:
-        if not leaf.common:  # who writes it depends on all other leaves too
-            lines.append(f"writers of {leaf.key}: {''.join(f'{writer} ' for _, writer in leaf.shares)}")
+        if isinstance(leaf, StagedArray) and not leaf.common:  # who writes it depends on all other leaves too
+            lines.append(f"writers of {show_key(leaf.path)}: {''.join(f'{writer} ' for _, writer in leaf.shares)}")
     return lines
 
 
@@ -48,16 +48,16 @@ def outline(leaves: Sequence[Leaf]) -> list[str]:
     return lines
 
 
-def _describe(leaf: LeafPlan, snapshot: Snapshot) -> str:
+def _describe(leaf: StagedLeaf, snapshot: Snapshot) -> str:
     name = f"leaf {name_leaf(leaf.path)}: "
-    if leaf.kind == KIND:
-        return name + _PER_PROCESS
-    if leaf.spec is None:
+    if not isinstance(leaf, StagedArray):
         text = json.dumps(encode(leaf.value))
         return f"{name}{leaf.value!r:.60}; {SAME} (digest {digest(text.encode())[:12]})"
-    what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.kind}"
-    if leaf.extra:
-        what += f" {json.dumps(leaf.extra, sort_keys=True)}"
+    if isinstance(leaf.origin, PerProcessRows):
+        return name + _PER_PROCESS
+    what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.origin.kind}"
+    if more := leaf.origin.to_json():
+        what += f" {json.dumps(more, sort_keys=True)}"
     regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
     layout = repr([(region.start, region.shape) for region in regions])
     if not leaf.common:

@@ -380,7 +380,7 @@ class _Job:
             written = write_files(
                 target.store,
                 files,
-                turn.plan.leaves,
+                turn.plan.arrays,
                 snapshot.shards,
                 self.crew,
                 self.opened,

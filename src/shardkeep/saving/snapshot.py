@@ -7,11 +7,11 @@ by block while writing for one in the foreground.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -20,9 +20,10 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
-from shardkeep.layouts.plan import LeafPlan
+from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
 from shardkeep.model.arrays import Array, ArraySpec, Region, common_slices, dtype_name
-from shardkeep.model.perprocess import KIND, PerProcess, Rows, encode_value, find_problem, size_of
+from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
+from shardkeep.model.perprocess import UNSETTLED, PerProcess, PerProcessRows, encode_value, find_problem, size_of
 from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
@@ -48,7 +49,7 @@ class _Form:
     """What all arrays of one shape, dtype and sharding have in common."""
 
     spec: ArraySpec
-    extra: Mapping[str, Any]
+    origin: JaxArray
     regions: tuple[Region, ...]  # the distinct regions that this process holds
     parts: tuple[int, ...] | None  # the shard of each region; None if there is one device, or all have the same
     plain: bool  # on one CPU device, with a dtype of NumPy's own
@@ -62,7 +63,7 @@ class Snapshot:
     `memory` is the buffer that copied shards are in, which goes back to `donations`.
     """
 
-    leaves: tuple[LeafPlan, ...]
+    leaves: tuple[StagedLeaf, ...]
     shards: tuple[Shard, ...]
     memory: Array | None = None
 
@@ -104,7 +105,7 @@ def take_snapshot(
             if array.aval.weak_type:
                 weak.append(name_leaf(leaf.path))
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
-    plans: list[LeafPlan] = []
+    plans: list[StagedLeaf] = []
     shards: list[Shard] = []
     looked_at = {id(array) for array in watched}
     if size > 1:
@@ -112,15 +113,15 @@ def take_snapshot(
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
         if isinstance(leaf.value, PerProcess):
             plan = _stage_value(leaf, shards)
-            plans.append(_in_rows(plan, shards, Rows.of([shards[-1].data.size]), LEADER))
+            plans.append(_in_rows(plan, shards, PerProcessRows.of([shards[-1].data.size]), LEADER))
         elif array is None:
-            plans.append(LeafPlan(leaf.path, "value", value=leaf.value))
+            plans.append(StagedValue(leaf.path, leaf.value))
         elif form is None:
             plans.append(_stage_numpy(leaf, shards))
         else:
+            first = len(shards)
             plans.append(_stage_jax(leaf, array, form, shards))
             if id(leaf.value) in looked_at:
-                first = plans[-1].first_held
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
     if keep is None:
         return Snapshot(tuple(plans), tuple(shards))
@@ -142,7 +143,7 @@ def _stage_shares(
     leaves: Sequence[Leaf],
     arrays: Sequence[Any],
     forms: "Sequence[_Form | None]",
-    plans: list[LeafPlan],
+    plans: list[StagedLeaf],
     shards: list[Shard],
     index: int,
     size: int,
@@ -154,7 +155,7 @@ def _stage_shares(
         if isinstance(leaf.value, PerProcess):
             plans.append(_gather_value(leaf, shards, index, size) if gathered else _stage_value(leaf, shards))
         elif array is None:
-            plans.append(LeafPlan(leaf.path, "value", value=leaf.value, common=True))
+            plans.append(StagedValue(leaf.path, leaf.value))
         elif form is None:
             plans.append(replace(_stage_numpy(leaf, shards), shares=shares, common=True))
         elif array.is_fully_addressable:
@@ -168,27 +169,25 @@ def _stage_shares(
             plans.append(replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares))
 
 
-def _stage_value(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
+def _stage_value(leaf: Leaf, shards: list[Shard]) -> StagedArray:
     """A `PerProcess` leaf as plain bytes: where they go depends on how many the other processes have."""
     raw = encode_value(leaf.value.value)
     shards.append(Shard(raw, stable=True))
     whole = Region.whole(raw.shape)
-    return LeafPlan(
-        leaf.path, KIND, ArraySpec(raw.shape, raw.dtype), held=(whole,), first_held=len(shards) - 1, common=True
-    )
+    spec = ArraySpec(raw.shape, raw.dtype)
+    return StagedArray(leaf.path, spec, UNSETTLED, held=(whole,), first_held=len(shards) - 1, common=True)
 
 
-def _in_rows(leaf: LeafPlan, shards: list[Shard], rows: Rows, index: int) -> LeafPlan:
+def _in_rows(leaf: StagedArray, shards: list[Shard], rows: PerProcessRows, index: int) -> StagedArray:
     """A staged `PerProcess` leaf among the rows of all processes."""
     shards[leaf.first_held] = Shard(rows.fill(index, shards[leaf.first_held].data), stable=True)
     shares = rows.shares if len(rows.lengths) > 1 else ()
-    extra = {"lengths": list(rows.lengths)}
-    return replace(leaf, spec=rows.spec, extra=extra, held=(rows.region(index),), shares=shares)
+    return replace(leaf, spec=rows.spec, origin=rows, held=(rows.region(index),), shares=shares)
 
 
 def unsettled_lengths(snapshot: Snapshot) -> list[int]:
     """How many bytes this process has of each `PerProcess` leaf that still needs those of the others."""
-    return [leaf.spec.nbytes for leaf in snapshot.leaves if leaf.spec is not None and _is_unsettled(leaf)]
+    return [leaf.spec.nbytes for leaf in snapshot.leaves if _is_unsettled(leaf)]
 
 
 def settle_rows(snapshot: Snapshot, lengths: Sequence[Sequence[int]], index: int) -> Snapshot:
@@ -196,21 +195,21 @@ def settle_rows(snapshot: Snapshot, lengths: Sequence[Sequence[int]], index: int
     shards = list(snapshot.shards)
     by_leaf = iter(zip(*lengths, strict=True))
     leaves = [
-        _in_rows(leaf, shards, Rows.of(next(by_leaf)), index) if _is_unsettled(leaf) else leaf
+        _in_rows(leaf, shards, PerProcessRows.of(next(by_leaf)), index) if _is_unsettled(leaf) else leaf
         for leaf in snapshot.leaves
     ]
     return Snapshot(tuple(leaves), tuple(shards), snapshot.memory)
 
 
-def _is_unsettled(leaf: LeafPlan) -> bool:
-    return leaf.kind == KIND and "lengths" not in leaf.extra
+def _is_unsettled(leaf: StagedLeaf) -> TypeGuard[StagedArray]:
+    return isinstance(leaf, StagedArray) and leaf.origin is UNSETTLED
 
 
-def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> LeafPlan:
+def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> StagedArray:
     """The values of a `PerProcess` leaf of all processes, in the memory of the leader; all of them call this."""
     raw = encode_value(leaf.value.value)
     lengths = np.ascontiguousarray(_all_gather(np.array([raw.size], np.int64).view(np.uint8)))
-    rows = Rows.of([int(length) for length in lengths.view(np.int64)[:, 0]])
+    rows = PerProcessRows.of([int(length) for length in lengths.view(np.int64)[:, 0]])
     filled: Array = np.zeros(rows.shape if index == LEADER else (0, 0), np.uint8)
     step = max(_SENT // size, 1)
     for start in range(0, max(rows.lengths), step):
@@ -225,10 +224,8 @@ def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> Lea
     if index == LEADER:
         shards.append(Shard(filled, stable=True))
         held = (whole,)
-    extra = {"lengths": list(rows.lengths)}
-    return LeafPlan(
-        leaf.path, KIND, rows.spec, None, extra, held, max(len(shards) - 1, 0), ((whole, LEADER),), common=True
-    )
+    first = max(len(shards) - 1, 0)
+    return StagedArray(leaf.path, rows.spec, rows, held, first, shares=((whole, LEADER),), common=True)
 
 
 def _all_gather(part: Array) -> Array:
@@ -300,30 +297,29 @@ def _nbytes_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype:
     return min(nbytes, shard * len(sharding.addressable_devices))
 
 
-def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> LeafPlan:
+def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> StagedArray:
     array: Array = leaf.value
     native = array.dtype.newbyteorder("=")
-    extra = {} if array.dtype == native else {"order": array.dtype.str[0]}
+    origin = NATIVE if array.dtype == native else NumpyArray("<" if array.dtype.str[0] == "<" else ">")
     spec = ArraySpec(array.shape, native)
-    if not array.flags.c_contiguous or extra:
+    if not array.flags.c_contiguous or origin.order:
         shards.append(Shard(np.array(array, dtype=native, order="C", copy=True), stable=True))
     else:
         shards.append(Shard(array, stable=False))
     held = (Region.whole(spec.shape),)
-    return LeafPlan(leaf.path, "numpy", spec, extra=extra, held=held, first_held=len(shards) - 1)
+    return StagedArray(leaf.path, spec, origin, held, len(shards) - 1)
 
 
 def _stage_jax(
     leaf: Leaf, array: jax.Array, form: _Form, shards: list[Shard], mine: Held | None = None, own: bool = False
-) -> LeafPlan:
+) -> StagedArray:
     """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
-    kind, extra = "jax", form.extra
-    if array is not leaf.value:
-        kind, extra = "prng", {"impl": str(jax.random.key_impl(leaf.value))}
+    keys = array is not leaf.value
+    origin = PrngKeys(str(jax.random.key_impl(leaf.value))) if keys else form.origin
     first = len(shards)
     regions, data = (form.regions, _data(array, form)) if mine is None else mine
     shards += shards_of(array, data) if form.on_cpu and not own else [Shard(each, True) for each in data]
-    return LeafPlan(leaf.path, kind, form.spec, None, extra, regions, first)
+    return StagedArray(leaf.path, form.spec, origin, regions, first)
 
 
 def _form_of(array: jax.Array) -> _Form:
@@ -339,14 +335,14 @@ def _form_of(array: jax.Array) -> _Form:
 
 def _look_at(array: jax.Array) -> _Form:
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    extra, on_cpu = _sharding_record(array.sharding), _is_on_cpu(array.sharding)
+    origin, on_cpu = _origin_of(array.sharding), _is_on_cpu(array.sharding)
     if array.is_fully_replicated:
         plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and on_cpu
-        return _Form(spec, extra, (Region.whole(array.shape),), None, plain, on_cpu)
+        return _Form(spec, origin, (Region.whole(array.shape),), None, plain, on_cpu)
     found: dict[Region, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         found.setdefault(Region.from_index(shard.index, array.shape), number)
-    return _Form(spec, extra, tuple(found), tuple(found.values()), plain=False, on_cpu=on_cpu)
+    return _Form(spec, origin, tuple(found), tuple(found.values()), plain=False, on_cpu=on_cpu)
 
 
 def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
@@ -377,14 +373,14 @@ def _contiguous(data: Array) -> Array:
 
 
 @lru_cache(maxsize=256)
-def _sharding_record(sharding: jax.sharding.Sharding) -> Mapping[str, Any]:
-    """A named sharding as recorded: to show it, and to load onto another mesh with the same axis names."""
+def _origin_of(sharding: jax.sharding.Sharding) -> JaxArray:
+    """What is recorded of an array with this sharding: the sharding, if it is one over the named axes of a mesh."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
-        return {}
-    spec = [list(e) if isinstance(e, tuple) else e for e in cast(Any, sharding.spec)]
-    if not all(isinstance(e, str | list | None) for e in spec):
-        return {}
-    return {"sharding": {"spec": spec, "mesh": dict(sharding.mesh.shape)}}
+        return UNSHARDED
+    spec: tuple[Any, ...] = tuple(cast(Any, sharding.spec))
+    if not all(isinstance(axes, str | tuple | None) for axes in spec):
+        return UNSHARDED
+    return JaxArray(SavedSharding(spec, tuple(sharding.mesh.shape.items())))
 
 
 def _is_prng_key(array: jax.Array) -> bool:

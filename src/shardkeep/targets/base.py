@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardkeep.errors import ShardkeepError
-from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile
+from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedLeaf, WrittenFile
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import Path
 from shardkeep.processes.operation import LEADER
@@ -88,7 +88,7 @@ class Target(Protocol):
         ...
 
     def plan(
-        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         """Unused names, and the layout, for everything a save will write; or the names below `at`."""
         ...

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from shardkeep.errors import IntegrityError, missing_of
 from shardkeep.foreign.zarr import describe
 from shardkeep.model.arrays import Region
-from shardkeep.model.manifest import StoredLeaf, Tree
+from shardkeep.model.leaves import ForeignArray
+from shardkeep.model.manifest import Tree
 from shardkeep.stores.base import Store
 
 
@@ -30,15 +31,13 @@ def find_damage(store: Store, trees: Iterable[Tree], described: bool = True) -> 
         what = "is missing" if found is None else f"has {found:,} bytes instead of {files[wrong[0]]:,}"
         more = f"; {len(wrong):,} of {len(files):,} files are missing or have the wrong size" if len(wrong) > 1 else ""
         return f"{where} {what}{more}"
-    foreign = (leaf for tree in trees for leaf in tree.leaves if leaf.kind == "zarr")
-    return (
-        next((text for leaf in foreign if (text := _missing_chunks(store, leaf, files))), None) if described else None
-    )
+    arrays = ((leaf.key, leaf.origin) for tree in trees for leaf in tree.arrays) if described else ()
+    foreign = ((key, origin.directory) for key, origin in arrays if isinstance(origin, ForeignArray))
+    return next((text for key, directory in foreign if (text := _missing_chunks(store, key, directory, files))), None)
 
 
-def _missing_chunks(store: Store, leaf: StoredLeaf, files: dict[str, int]) -> str | None:
+def _missing_chunks(store: Store, key: str, directory: str, files: dict[str, int]) -> str | None:
     """What is wrong with the chunks of an array that another program wrote, as far as sizes show it."""
-    directory = leaf.extra["directory"]
     try:
         array = describe(store, directory)
     except IntegrityError as error:
@@ -47,10 +46,10 @@ def _missing_chunks(store: Store, leaf: StoredLeaf, files: dict[str, int]) -> st
     count = array.chunk_count(whole)
     start = f"{directory}/" if directory else ""
     if count > len(files):  # it may claim more chunks than any disk holds
-        return f"leaf {leaf.key!r}: chunks are missing in {store.locate(directory)}"
+        return f"leaf {key!r}: chunks are missing in {store.locate(directory)}"
     chunks = [files.get(start + name) for name in array.chunk_names(whole)]
     if None in chunks:
-        return f"leaf {leaf.key!r}: {missing_of(chunks.count(None), count)}"
+        return f"leaf {key!r}: {missing_of(chunks.count(None), count)}"
     if array.compressor is None and any(size != array.chunk_bytes for size in chunks):
-        return f"leaf {leaf.key!r}: a chunk in {store.locate(directory)} is truncated"
+        return f"leaf {key!r}: a chunk in {store.locate(directory)} is truncated"
     return None

@@ -10,11 +10,12 @@ from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteC
 from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_eformer
 from shardkeep.foreign.recognize import has_our_data, is_foreign_manifest, name_foreign
 from shardkeep.layouts.base import Format
-from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, SavePlan, WrittenFile, plan_pieces
+from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedLeaf, WrittenFile, arrays_in, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import group_files
 from shardkeep.model.digests import digest
-from shardkeep.model.manifest import MANIFEST, Manifest, Tree, decode_manifest, encode_manifest
+from shardkeep.model.document import decode_manifest, encode_manifest
+from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.model.tree import Path
 from shardkeep.runtime.collector import collector
@@ -141,14 +142,15 @@ class Directory:
 
     @collector.paused()
     def plan(
-        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         """Clean names for the first save that claims the prefix, names with the save's id for all others."""
-        pieces = plan_pieces(leaves, self.format.split, self.format.whole)
+        arrays = arrays_in(leaves)
+        pieces = plan_pieces(arrays, self.format.split, self.format.whole)
         clean = prefix_directory(draft.prefix) if draft.prefix else ""
         own = f"{clean}~{draft.save_id}"
         for directory in (clean, own) if at is None else (at,):
-            files = self.format.lay_out(leaves, pieces, directory, draft.save_id)
+            files = self.format.lay_out(arrays, pieces, directory, draft.save_id)
             if self.store.remote:
                 files += group_files(files, directory)
             plan = SavePlan(

@@ -28,10 +28,11 @@ from shardkeep.errors import (
     TreeError,
 )
 from shardkeep.foreign.recognize import has_our_data
-from shardkeep.layouts.plan import Draft, FilePlan, LeafPlan, PiecePlan, SavePlan, WrittenFile, plan_pieces
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, SavePlan, StagedLeaf, WrittenFile, arrays_in, plan_pieces
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
 from shardkeep.model.digests import block_count, seal
-from shardkeep.model.manifest import DataFile, Manifest, Tree, encode_manifest
+from shardkeep.model.document import encode_manifest
+from shardkeep.model.manifest import DataFile, Manifest, Tree
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.model.tree import Path
 from shardkeep.stores.location import exists, parent_and_name, sibling, store_at
@@ -181,7 +182,7 @@ class Exchange(ExchangeFiles):
             seen.add(name)
 
     def plan(
-        self, leaves: Sequence[LeafPlan], draft: Draft, current: Manifest | None, at: str | None = None
+        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         """The files to write. A single file leaves space in its header for the manifest, which is known only later."""
         if at is not None:  # the leader writes everything
@@ -191,17 +192,18 @@ class Exchange(ExchangeFiles):
                 f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, and exchange files hold only one "
                 f"tree; save prefix {draft.prefix!r} to another path, or to a directory"
             )
-        self.check([leaf.path for leaf in leaves if leaf.spec is not None])
-        whole = plan_pieces(leaves, lambda spec, region: [region], math.inf)
-        pieces = [replace(piece, name=".".join(leaves[piece.leaf].path)) for piece in whole]
+        arrays = arrays_in(leaves)
+        self.check([array.path for array in arrays])
+        whole = plan_pieces(arrays, lambda spec, region: [region], math.inf)
+        pieces = [replace(piece, name=".".join(arrays[piece.array].path)) for piece in whole]
         groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
         plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
         if len(groups) == 1:
             aside = f"{self.store.control}/{draft.save_id}.tmp"
             notes = {"format": "pt"} | ({OVER: self._index_id() or ""} if self.store.remote else {})
-            file = pack(aside, leaves, groups[0], notes)
+            file = pack(aside, arrays, groups[0], notes)
             room = len(json.dumps(_longest(plan, file, draft).decode())) + 200
-            file = pack(aside, leaves, groups[0], notes, room)
+            file = pack(aside, arrays, groups[0], notes, room)
             if not self.store.remote or (file.size or 0) <= _SINGLE_LIMIT:
                 return replace(plan, files=(file,))
         if self.store.remote and self.store.size(self.single) is not None:
@@ -213,7 +215,7 @@ class Exchange(ExchangeFiles):
             )
         mark = {"format": "pt", MARK: "1", SAVE: draft.save_id}
         names = self._shard_names(len(groups), draft.save_id)
-        return replace(plan, files=tuple(pack(n, leaves, g, mark) for n, g in zip(names, groups, strict=True)))
+        return replace(plan, files=tuple(pack(n, arrays, g, mark) for n, g in zip(names, groups, strict=True)))
 
     def _shard_names(self, count: int, save_id: str) -> list[str]:
         """Hugging Face's names; if one of them is in use, and always in a bucket, names with the save's id."""

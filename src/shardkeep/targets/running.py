@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardkeep.model.manifest import check_name
+from shardkeep.model.document import check_name
 from shardkeep.stores.base import Store
 
 DELETE = "0" * 32  # the id under which a delete is recorded

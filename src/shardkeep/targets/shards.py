@@ -11,7 +11,8 @@ from shardkeep.errors import IncompleteCheckpointError, IntegrityError, MissingD
 from shardkeep.foreign.safetensors import tree_of_safetensors
 from shardkeep.layouts.safetensors import decode_header, header_length
 from shardkeep.model.digests import check_seal, digest
-from shardkeep.model.manifest import DataFile, Manifest, check_name, decode_manifest, no_duplicates
+from shardkeep.model.document import check_name, decode_manifest, no_duplicates
+from shardkeep.model.manifest import DataFile, Manifest
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX
 from shardkeep.stores.base import Store
 

@@ -22,7 +22,7 @@ from shardkeep.errors import (
     ShardkeepError,
     StorageError,
 )
-from shardkeep.layouts.plan import LeafPlan
+from shardkeep.layouts.plan import StagedLeaf
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.processes.operation import ALONE, LEADER, Operation
 from shardkeep.runtime.scopes import Scope
@@ -39,7 +39,7 @@ _NOT_COMMITTED = "Nothing was committed; what was there before is intact"
 _TRIES = 10  # attempts, in a bucket, to replace a document that others replace at the same time
 
 
-def begin(turn: Turn, leaves: Sequence[LeafPlan], overwrite: bool, operation: Operation = ALONE) -> None:
+def begin(turn: Turn, leaves: Sequence[StagedLeaf], overwrite: bool, operation: Operation = ALONE) -> None:
     """Clean up after dead saves, check that this save may proceed, choose its names and record them."""
     if not operation.leads:
         _follow(turn, leaves, operation)
@@ -99,7 +99,7 @@ def _damage_or_refuse(target: Target, prefix: str, existing: Tree) -> str:
     return damage
 
 
-def _follow(turn: Turn, leaves: Sequence[LeafPlan], operation: Operation) -> None:
+def _follow(turn: Turn, leaves: Sequence[StagedLeaf], operation: Operation) -> None:
     """Begin as one of several processes, with the names that the leader chose."""
     target, store = turn.target, turn.target.store
     save_id, created, directory = operation.share()

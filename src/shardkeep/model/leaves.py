@@ -1,0 +1,256 @@
+"""Saved leaves: plain values, and arrays with a record of what they were when they were saved.
+
+A manifest has thousands of them, and a few shardings and origins that they share.
+"""
+
+from dataclasses import field
+from typing import Any, ClassVar, Literal, TypeAlias, final
+
+from shardkeep.errors import counted
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.perprocess import PerProcessRows
+from shardkeep.model.records import record
+from shardkeep.model.summaries import cut
+from shardkeep.model.tree import Path, name_leaf, show_key
+from shardkeep.model.values import Json, show
+
+Axes: TypeAlias = str | tuple[str, ...] | None  # the mesh axes that one dimension of an array is split over
+ByteOrder: TypeAlias = Literal["<", ">"]
+
+
+@final
+@record
+class SavedSharding:
+    """The named sharding of a saved array: to show it, and to load onto another mesh with the same axis names."""
+
+    spec: tuple[Axes, ...]
+    mesh: tuple[tuple[str, int], ...]  # the name and the size of each axis
+
+    def to_json(self) -> Json:
+        """The sharding as a manifest has it."""
+        spec = [list(axes) if isinstance(axes, tuple) else axes for axes in self.spec]
+        return {"spec": spec, "mesh": dict(self.mesh)}
+
+
+@final
+@record
+class JaxArray:
+    """The origin of an array that was a `jax.Array`, or that another program wrote into a safetensors file."""
+
+    sharding: SavedSharding | None = None
+    kind: ClassVar = "jax"
+
+    def to_json(self) -> dict[str, Json]:
+        """What a manifest says about the origin, besides its kind."""
+        return {} if self.sharding is None else {"sharding": self.sharding.to_json()}
+
+
+@final
+@record
+class NumpyArray:
+    """The origin of an array that was a `numpy.ndarray`. Its byte order is recorded if it was not the machine's own."""
+
+    order: ByteOrder | None = None
+    kind: ClassVar = "numpy"
+
+    def to_json(self) -> dict[str, Json]:
+        """What a manifest says about the origin, besides its kind."""
+        return {} if self.order is None else {"order": self.order}
+
+
+@final
+@record
+class PrngKeys:
+    """The origin of an array that was typed PRNG keys. Their data is stored, which has one more axis."""
+
+    impl: str
+    kind: ClassVar = "prng"
+
+    def to_json(self) -> dict[str, Json]:
+        """What a manifest says about the origin, besides its kind."""
+        return {"impl": self.impl}
+
+
+@final
+@record
+class ForeignArray:
+    """The origin of a zarr array that another program wrote. It stays where it is, and has no pieces."""
+
+    directory: str
+    kind: ClassVar = "zarr"
+
+    def to_json(self) -> dict[str, Json]:
+        """What a manifest says about the origin, besides its kind."""
+        return {"directory": self.directory}
+
+
+Origin: TypeAlias = JaxArray | NumpyArray | PrngKeys | PerProcessRows | ForeignArray
+UNSHARDED = JaxArray()
+NATIVE = NumpyArray()
+
+
+@final
+@record
+class Piece:
+    """One stored Region. `length` is the number of its raw bytes, `stored` that in the file if it is compressed."""
+
+    region: Region
+    file: int
+    offset: int
+    length: int
+    digests: tuple[str, ...] | None
+    stored: int | None = None
+
+
+@record
+class StoredLeaf:
+    """A saved leaf: an array, or a plain value. `inspect(path).leaves["layers/0/w"]` is one.
+
+    Attributes:
+        key: The names on the way to the leaf, joined with `/`.
+        path: The same as a tuple of names.
+        kind: What the leaf was when it was saved: "jax" (a `jax.Array`), "numpy" (a `numpy.ndarray`), "prng" (typed
+            PRNG keys, stored as their key data), "per_process" (a `PerProcess` value of each process), "zarr" (an
+            array that another program wrote) or "value" (a plain Python or NumPy value).
+        shape: The shape of an array; None for a plain value.
+        dtype: The name of an array's dtype, for example "bfloat16"; None for a plain value.
+        nbytes: The size of an array, uncompressed; 0 for a plain value.
+        value: A plain value; None for an array.
+        processes: How many processes saved a `PerProcess` leaf, each its own value; None for any other leaf.
+
+    Anything else is internal and may change.
+
+    >>> import numpy as np, shardkeep
+    >>> _ = shardkeep.save(tmp / "step_1", {"layers": [{"w": np.zeros((2, 3), np.float32)}], "step": 1})
+    >>> shardkeep.inspect(tmp / "step_1").leaves["layers/0/w"]
+    <StoredLeaf layers/0/w: float32[2, 3], 24 bytes in 1 piece>
+    """
+
+    path: Path
+
+    @property
+    def key(self) -> str:
+        """The names on the way to the leaf, joined with `/`."""
+        return show_key(self.path)
+
+    @property
+    def kind(self) -> str:
+        """What the leaf was when it was saved."""
+        return "value"
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of an array; None for a plain value."""
+        return None
+
+    @property
+    def dtype(self) -> str | None:
+        """The name of an array's dtype; None for a plain value."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of an array, uncompressed; 0 for a plain value."""
+        return 0
+
+    @property
+    def value(self) -> Any:
+        """A plain value; None for an array."""
+        return None
+
+    @property
+    def processes(self) -> int | None:
+        """How many processes saved a `PerProcess` leaf, each its own value; None for any other leaf."""
+        return None
+
+    def __dir__(self) -> list[str]:
+        return ["dtype", "key", "kind", "nbytes", "path", "processes", "shape", "value"]
+
+    def __repr__(self) -> str:
+        return f"<StoredLeaf {self.row}>"
+
+    @property
+    def row(self) -> str:
+        """The leaf in one line, however long its name and its value are."""
+        return f"{cut(name_leaf(self.path), 48)}: {self._summary()}"
+
+    def _summary(self) -> str:
+        value = self.value
+        start = value[:40] if isinstance(value, str | bytes) else value  # the `repr` of all of it may be gigabytes
+        return cut(show(start), 30)
+
+
+@final
+@record
+class StoredValue(StoredLeaf):
+    """A saved plain value: a `StoredLeaf`, with its attributes."""
+
+    value: Any = field()
+
+
+@final
+@record
+class StoredArray(StoredLeaf):
+    """A saved array: a `StoredLeaf`, with its attributes."""
+
+    spec: ArraySpec
+    pieces: tuple[Piece, ...]
+    origin: Origin
+
+    @property
+    def kind(self) -> str:
+        return self.origin.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    @property
+    def processes(self) -> int | None:
+        return len(self.origin.lengths) if isinstance(self.origin, PerProcessRows) else None
+
+    def _summary(self) -> str:
+        if self.processes is not None:
+            return f"PerProcess of {counted(self.processes, 'process', 'processes')}, {self.nbytes:,} bytes"
+        pieces = f" in {counted(len(self.pieces), 'piece')}" if self.pieces else ""
+        return f"{cut(f'{self.dtype}{list(self.shape)}', 40)}, {self.nbytes:,} bytes{pieces}"
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape that the user knows: of PRNG keys and values of processes, not that of their data."""
+        match self.origin:
+            case PrngKeys():
+                return self.spec.shape[:-1]
+            case PerProcessRows(lengths):
+                return (len(lengths),)
+            case _:
+                return self.spec.shape
+
+    @property
+    def logical_dtype(self) -> str:
+        """The dtype that the user knows: of PRNG keys and values of processes, not that of their data."""
+        match self.origin:
+            case PrngKeys(impl):
+                return f"key<{impl}>"
+            case PerProcessRows():
+                return "PerProcess"
+            case _:
+                return self.spec.dtype.name
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether its elements mean something by themselves, unlike those of PRNG keys and encoded values."""
+        return not isinstance(self.origin, PrngKeys | PerProcessRows)
+
+    @property
+    def sharding(self) -> SavedSharding | None:
+        """The named sharding that the array had, if it had one."""
+        return self.origin.sharding if isinstance(self.origin, JaxArray) else None
