@@ -12,7 +12,7 @@ import numpy as np
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ConflictError, IntegrityError
-from shardkeep.foreign.zarr import describe, read_zarr
+from shardkeep.foreign.registry import open_array
 from shardkeep.loading.plan import plan_read
 from shardkeep.loading.read import Source, Target, read_targets
 from shardkeep.model.arrays import ArraySpec, Region
@@ -112,7 +112,7 @@ def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Re
     """
     itemsize = leaf.spec.dtype.itemsize
     if isinstance(leaf.origin, ForeignArray):
-        cells = _zarr_bands(leaf.spec, describe(opened.store, leaf.origin.directory).chunks, limit)
+        cells = _bands(leaf.spec, open_array(opened.store, leaf).chunks, limit)
         return [cell for cell in cells if cell.size]
     found: list[Region] = []
     for piece in leaf.pieces:
@@ -120,7 +120,7 @@ def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Re
     return [region for region in found if region.size]
 
 
-def _zarr_bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
+def _bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
     """Rows of chunks as long as they stay within the limit, else single chunks."""
     shape = spec.shape
     if not shape or spec.nbytes <= limit:
@@ -159,7 +159,7 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
 def read_region(opened: Opened, source: Source, leaf: StoredArray, region: Region, progress: Progress) -> Array:
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
     if isinstance(leaf.origin, ForeignArray):
-        (found,) = read_zarr(opened.store, leaf, leaf.origin.directory, [region])
+        found = open_array(opened.store, leaf).read(region)
         progress(region.size * leaf.spec.dtype.itemsize)
         return found
     target = Target(leaf, [region], own=False, arrays=[None])

@@ -15,6 +15,7 @@ from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.eformer.metadata import checker, compute_checksum, metadata_of
 from shardkeep.eformer.paths import LoadPath, without_index
 from shardkeep.errors import ShardingError
+from shardkeep.foreign.zarr import has_zarr_arrays
 from shardkeep.loading.load import load_request
 from shardkeep.loading.select import Request
 from shardkeep.loading.shardings import Rules
@@ -222,7 +223,7 @@ class CheckpointLoader:
             _, manifest = open_checkpoint(CheckpointLoader.safe_loadpath(path))
         except (OSError, ValueError):
             return False
-        return any(tree.format == "zarr" or tree.has_foreign_arrays for tree in manifest.trees.values())
+        return any(has_zarr_arrays(tree) for tree in manifest.trees.values())
 
     @staticmethod
     def safe_loadpath(path: Any) -> LoadPath:

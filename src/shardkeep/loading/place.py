@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.errors import IntegrityError, ProcessError
-from shardkeep.foreign.zarr import read_zarr
+from shardkeep.foreign.registry import open_array
 from shardkeep.loading.moving import move
 from shardkeep.loading.plan import Fetch, plan_read
 from shardkeep.loading.read import Source, Target, read_targets
@@ -94,9 +94,7 @@ def _read(
         targets.append(Target(leaf, regions, _stays_on_host(w, leaf), [None] * len(regions)))
         slots.append(targets[-1])
     crew.run(
-        partial(_read_foreign, store, target, target.leaf.origin.directory)
-        for target in targets
-        if isinstance(target.leaf.origin, ForeignArray)
+        partial(_read_foreign, store, target) for target in targets if isinstance(target.leaf.origin, ForeignArray)
     )
     mapped = store.remote or (request.mmap and store.mappable)
     source = Source(store, tree.files, tree.compression, request.verify, mapped)
@@ -104,8 +102,9 @@ def _read(
     return slots
 
 
-def _read_foreign(store: Store, target: Target, directory: str) -> None:
-    target.arrays[:] = read_zarr(store, target.leaf, directory, target.regions)
+def _read_foreign(store: Store, target: Target) -> None:
+    reader = open_array(store, target.leaf)
+    target.arrays[:] = [reader.read(region) for region in target.regions]
 
 
 def _send(wanted: Sequence[Wanted], read: Sequence[Target | None] | None, operation: Operation) -> list[Target | None]:

@@ -24,7 +24,7 @@ from shardkeep.errors import (
     ShardkeepError,
     storage_error,
 )
-from shardkeep.foreign.eformer import INDEX
+from shardkeep.foreign.registry import is_recognized
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.manifest import check_prefix, check_step
 from shardkeep.model.metadata import check_metadata, encode_metadata
@@ -331,7 +331,7 @@ class _Job:
         """Refuse to hide another program's arrays: without an index they are found only if nothing of ours is there."""
         target = self.request.target
         refuse_foreign(target, inside)
-        if inside & {target.store.control, *target.documents, INDEX}:
+        if inside & {target.store.control, *target.documents} or is_recognized(inside):
             return
         with suppress(CheckpointNotFoundError):
             if target.read_if_any() is not None and (self.draft.prefix or not self.request.overwrite):

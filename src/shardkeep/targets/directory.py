@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError, IntegrityError
-from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_eformer
 from shardkeep.foreign.recognize import has_our_data, is_foreign_manifest, name_foreign
+from shardkeep.foreign.registry import COMPANIONS, detect
 from shardkeep.layouts.base import Format
 from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedLeaf, WrittenFile, arrays_in, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsFormat
@@ -38,9 +38,12 @@ class Directory:
     store: Store
     format: Format = field(default_factory=SafetensorsFormat)
     documents: Sequence[str] = (MANIFEST,)
-    companions: Sequence[str] = (INDEX, METADATA)
     keeps_control: bool = True
     gathers: bool = False
+
+    @property
+    def companions(self) -> Sequence[str]:
+        return [name for companions in COMPANIONS for name in companions.names]
 
     @property
     def where(self) -> str:
@@ -51,7 +54,7 @@ class Directory:
 
     def read_if_any(self) -> Manifest | None:
         """What is committed. A manifest without trees says that nothing is, and stands for one that is not there."""
-        return self._or_eformer(self.read_manifest())
+        return self._or_foreign(self.read_manifest())
 
     read_again = read_if_any
 
@@ -71,13 +74,10 @@ class Directory:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
         return self.store.control in inside or has_our_data(inside)
 
-    def _or_eformer(self, found: Manifest | None) -> Manifest | None:
+    def _or_foreign(self, found: Manifest | None) -> Manifest | None:
         if found is not None and found.trees:
             return found
-        inside = self.store.children("")
-        # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
-        ours = MANIFEST in inside or self.store.control in inside
-        return None if not inside or (ours and INDEX not in inside) else read_eformer(self.store, search=not ours)
+        return detect(self.store, self.store.children(""))
 
     def foreign_document(self, inside: Collection[str]) -> str | None:
         if MANIFEST not in inside or self._is_ours(inside):
@@ -222,10 +222,11 @@ class Directory:
         if self.store.remote:
             _warn_once(
                 "a bucket",
-                "eFormer will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
+                "%s will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
                 "reused, so %s leaves the new one out. Save each step to its own path to have it listed",
+                publishing.programs(),
                 turn.name,
-                INDEX,
+                publishing.indexes(),
             )
             return tree
         trees = dict(current.trees) if current else {}
@@ -238,17 +239,18 @@ class Directory:
             return published
         _warn_once(
             turn.name,
-            "eFormer will not see the new tree at %s, and %s leaves it out: it needs the name %s, which is in use for "
+            "%s will not see the new tree at %s, and %s leaves it out: it needs the name %s, which is in use for "
             "something else. Save to another directory or under another prefix to have it listed",
+            publishing.programs(),
             turn.name,
-            INDEX,
+            publishing.indexes(),
             self.store.locate(obstacle),
         )
         return tree
 
     def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
         manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), turn.draft.prefix: tree})
-        # There is an index only if eFormer can read one of the trees, or could until now.
+        # There is an index only if other programs can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index
         if has_index and self.store.remote:  # note their versions: they are replaced only if nobody else does so now
@@ -256,18 +258,19 @@ class Directory:
                 self.store.identity(name)
         self.store.replace(MANIFEST, encode_manifest(manifest))
         if has_index and self.store.remote:
-            self._update_index(manifest)
+            self._update_companions(manifest)
         return MANIFEST
 
-    def _update_index(self, manifest: Manifest) -> None:
-        """Write eFormer's index in a bucket. Errors are only logged: shardkeep itself never reads the index."""
+    def _update_companions(self, manifest: Manifest) -> None:
+        """Write what other programs read in a bucket. Errors are only logged: shardkeep itself never reads it."""
         try:
             # A late request to delete the index could hit a newer one, so an empty index is written instead.
-            for name, document in index_documents(manifest, empty=True).items():
-                assert document is not None
-                self.store.replace(name, document)
+            for companions in COMPANIONS:
+                for name, document in companions.documents(manifest, empty=True).items():
+                    assert document is not None
+                    self.store.replace(name, document)
         except OSError as error:
-            log.warning("%s is saved, but %s is not up to date (%s)", self.where, INDEX, error)
+            log.warning("%s is saved, but %s is not up to date (%s)", self.where, publishing.indexes(), error)
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
         if not self.store.remote and after is not None and self._is_published(after):
@@ -280,7 +283,7 @@ class Directory:
         """Whether other programs find, or found, something of a manifest that is ours."""
         inside = self.store.children("")
         is_for_others = any(tree.format != "safetensors" for tree in manifest.trees.values())
-        return MANIFEST in inside and (is_for_others or INDEX in inside)
+        return MANIFEST in inside and (is_for_others or any(companions.index in inside for companions in COMPANIONS))
 
 
 def _warn_once(what: str, message: str, *arguments: object) -> None:
