@@ -70,7 +70,7 @@ class Case:
             if len(text) % 4 == 0:  # it takes longer than all the rest
                 tree.skeleton.rebuild([0] * len(tree.leaves))
             source = Source(store, tree.files, tree.compression)  # type: ignore[arg-type]
-            for leaf in tree.leaves:
+            for leaf in tree.arrays:
                 for piece in leaf.pieces:
                     if piece.stored is not None and piece.length < 1 << 20:
                         with source.open(piece.file, leaf.key) as file:

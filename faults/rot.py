@@ -97,7 +97,7 @@ class Subject:
                 if os.path.normpath(os.path.join(self.root, file.name)) != name:
                     continue
                 found = found or set()
-                for leaf in tree.leaves:
+                for leaf in tree.arrays:
                     for piece in leaf.pieces:
                         end = piece.offset + (piece.length if piece.stored is None else piece.stored)
                         inside = offset is None or piece.offset <= offset < end

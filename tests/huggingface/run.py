@@ -198,7 +198,7 @@ def check_transformers_reads_a_converted_checkpoint(path: Path) -> None:
     for format in ("safetensors", "tensorstore"):
         checkpoint = path / format
         shardkeep.save(checkpoint, tree_of(llama()), format=format)
-        pieces = {leaf.key: len(leaf.pieces) for leaf in shardkeep.inspect(checkpoint).tree().leaves}
+        pieces = {leaf.key: len(leaf.pieces) for leaf in shardkeep.inspect(checkpoint).tree().arrays}
         if format == "safetensors":  # a zarr array of 2 MiB is one chunk
             assert pieces["model/embed_tokens/weight"] == 8, pieces
         for name, options in {"one": (), "several": ("--max-shard-size", SHARDS)}.items():

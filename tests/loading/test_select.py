@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading.select import Choice, Request, Wanted, choose, logical_shape
+from shardkeep.loading.select import Choice, Request, Wanted, choose
 from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import is_data
@@ -254,7 +254,7 @@ class TestWhatIsNoData:
 
     def test_a_partial_is_kept_with_its_function_and_loaded_arguments(self, saved: Saved) -> None:
         tree = saved({"act": jax.tree_util.Partial(jnp.dot, jnp.ones(3)), "n": 1})
-        (leaf,) = [leaf for leaf in tree.leaves if leaf.spec is not None]
+        (leaf,) = tree.arrays
         template = {"act": jax.tree_util.Partial(jnp.matmul, Abstract((3,), "float32")), "n": 0}
         choice = chosen(tree, template=template)
         assert list(by_key(choice)) == [leaf.key, "n"]
@@ -452,5 +452,5 @@ class TestPlaces:
 
 
 def test_the_shape_of_prng_keys_is_that_of_the_keys(saved: Saved) -> None:
-    shapes = {leaf.key: logical_shape(leaf) for leaf in saved(TREE).leaves if leaf.spec}
+    shapes = {leaf.key: leaf.logical_shape for leaf in saved(TREE).arrays}
     assert shapes == {"w": (8, 2), "j": (8, 2), "deep/k": (8,), "deep/e": (0, 3)}

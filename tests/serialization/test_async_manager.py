@@ -197,7 +197,7 @@ DTYPES = {"f": "float32", "h": "float16", "n": "float64", "i": "int32", "c": "co
 
 
 def _dtypes(path: Path) -> dict[str, Any]:
-    return {key: leaf.dtype for key, leaf in shardkeep.inspect(path).leaves.items() if leaf.spec is not None}
+    return {key: leaf.dtype for key, leaf in shardkeep.inspect(path).leaves.items() if leaf.shape is not None}
 
 
 @saves

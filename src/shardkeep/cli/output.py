@@ -8,12 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkeep.errors import counted as counted
-from shardkeep.model.leaves import StoredArray
 from shardkeep.model.values import show
 from shardkeep.runtime.progress import Bar, Progress
+
+if TYPE_CHECKING:
+    from shardkeep.model.leaves import StoredArray
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
@@ -165,7 +167,7 @@ def short(value: Any) -> str:
     return text[: _LONGEST - 1] + "…"
 
 
-def layout(leaf: StoredArray) -> str:
+def layout(leaf: "StoredArray") -> str:
     """dtype and shape in one word, for example float32[2,3]."""
     return f"{leaf.logical_dtype}[{','.join(map(str, leaf.logical_shape))}]"
 

@@ -141,7 +141,7 @@ def _encode_leaf(leaf: StoredLeaf) -> Json:
         pieces.append(record)
     return {
         "key": written,
-        "kind": leaf.kind,
+        "kind": leaf.origin.kind,
         "dtype": dtype_name(leaf.spec.dtype),
         "shape": list(leaf.spec.shape),
         "pieces": pieces,
@@ -158,7 +158,8 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     leaves = tuple(_decode_leaf(leaf, path, files) for leaf, path in zip(data["leaves"], paths, strict=True))
     if data["format"] not in _FORMATS or data["compression"] not in (None, "zstd"):
         raise ValueError(f"unknown format {data['format']!r} or compression {data['compression']!r}")
-    if data["compression"] is None and _has_packed_piece(leaves):
+    arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
+    if data["compression"] is None and any(p.stored is not None for array in arrays for p in array.pieces):
         raise ValueError("a tree without compression has a compressed piece")
     metadata = decode_metadata(data["metadata"])
     if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool):
@@ -183,11 +184,6 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
         published=published,
         step=data.get("step"),
     )
-
-
-def _has_packed_piece(leaves: Sequence[StoredLeaf]) -> bool:
-    arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
-    return any(piece.stored is not None for array in arrays for piece in array.pieces)
 
 
 def _decode_file(data: list[Any]) -> DataFile:
@@ -221,7 +217,8 @@ def _decode_origin(data: dict[str, Any], spec: ArraySpec) -> Origin:
     rows = PerProcessRows.stored(data.get("lengths"), spec) if kind == PerProcessRows.kind else None
     if kind == PrngKeys.kind and not isinstance(data.get("impl"), str):
         raise ValueError(f"leaf {data['key']!r} has no PRNG implementation")
-    if data.get("order", "<") not in ("<", ">") or ("sharding" in data and not _is_layout(data["sharding"])):
+    sharded = _decode_sharding(data["sharding"]) if "sharding" in data else UNSHARDED
+    if data.get("order", "<") not in ("<", ">") or sharded is None:
         raise ValueError(f"leaf {data['key']!r} has an unknown byte order or sharding")
     if rows is not None:
         return rows
@@ -229,15 +226,21 @@ def _decode_origin(data: dict[str, Any], spec: ArraySpec) -> Origin:
         return PrngKeys(data["impl"])
     if kind == NumpyArray.kind:
         return NumpyArray(data["order"]) if "order" in data else NATIVE
-    return _decode_sharding(data["sharding"]) if "sharding" in data else UNSHARDED
+    return sharded
 
 
-def _decode_sharding(data: dict[str, Any]) -> JaxArray:
-    """A `jax.Array` with a well-formed sharding. It may lack a mesh, which only messages and listings show."""
-    spec = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in data.get("spec", ()))
+def _decode_sharding(data: Any) -> JaxArray | None:
+    """A `jax.Array` with this sharding; None if its spec is malformed. The mesh is only shown: it may be missing."""
+    spec: Any = data.get("spec", []) if isinstance(data, dict) else None
+    if not isinstance(spec, list):
+        return None
+    entries = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in cast(list[Any], spec))
+    for axes in entries:
+        if not (axes is None or all(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))):
+            return None
     mesh = data.get("mesh")
     sizes = cast(dict[str, Any], mesh).items() if isinstance(mesh, dict) else ()
-    return _sharded(spec, tuple((axis, size) for axis, size in sizes if type(size) is int))
+    return _sharded(entries, tuple((axis, size) for axis, size in sizes if type(size) is int))
 
 
 @lru_cache(maxsize=1024)
@@ -253,17 +256,6 @@ def _spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
     if not is_possible(shape, spec.dtype.itemsize):
         raise ValueError(f"invalid shape {shape}")
     return spec
-
-
-def _is_layout(sharding: Any) -> bool:
-    """Whether a recorded sharding is well-formed: a spec of axis names."""
-    if not isinstance(sharding, dict):
-        return False
-    spec: Any = sharding.get("spec", [])
-    entries = spec if isinstance(spec, list) else [0]
-    return all(
-        e is None or isinstance(e, str) or (isinstance(e, list) and all(isinstance(a, str) for a in e)) for e in entries
-    )
 
 
 def _decode_piece(data: dict[str, Any], spec: ArraySpec, files: Sequence[DataFile]) -> Piece:
