@@ -33,7 +33,7 @@ from servers.gcs import gcs_process
 from servers.proxy import Proxy
 from servers.s3 import S3Server
 from shardkeep.stores.bucket.store import CONCURRENCY, OBJECT_LIMIT
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 
 ROUNDS = 3
 MIB = 1 << 20
@@ -60,7 +60,7 @@ def pieces(tree: dict[str, Any], one_by_one: bool) -> list[memoryview]:
 
 def plain(url: str, tree: dict[str, Any], one_by_one: bool) -> tuple[Action, Action]:
     """A plain upload and download."""
-    store: Any = store_at(url)
+    store: Any = store_at(location(url))
     data = pieces(tree, one_by_one)
 
     def upload() -> None:
@@ -85,7 +85,7 @@ def contenders(url: str, tree: dict[str, Any]) -> Iterator[tuple[str, tuple[Acti
     for name in names:
         fresh = f"{url}/{uuid.uuid4().hex}"
         yield name, ours(fresh, tree, FORMATS[name]) if name in FORMATS else plain(fresh, tree, name != "plain")
-        store: Any = store_at(fresh)
+        store: Any = store_at(location(fresh))
         left = [each["path"] for page in store.call(obstore.list, "") for each in page]
         if left:
             obstore.delete(store.clients().writing, left)

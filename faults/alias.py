@@ -16,7 +16,7 @@ import shardkeep
 from faults import parallel
 from faults.result import Result
 from servers.gcs import GCSServer
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from ways import COMPUTED, PLACED, host_memory
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "complex64", "bool")
@@ -61,7 +61,7 @@ def afterwards(room: str, dtype: str, repeats: int, names: list[str] | None = No
             expected = np.asarray(array).tobytes()
             path = f"{room}/{dtype}-{points}"
             held = number < 2  # at first nothing is written before the change, then whoever is faster
-            lock = store_at(path).lock(30) if held else threading.Lock()
+            lock = store_at(location(path)).lock(30) if held else threading.Lock()
             with lock:
                 pending = shardkeep.save_async(path, _tree(array), format=FORMATS[number % 2], copy=number % 5 == 4)
                 _change(memory)
@@ -82,7 +82,7 @@ def behind_jax(room: str, names: list[str] | None = None) -> Found:
             views = [np.asarray(shard.data) for shard in array.addressable_shards]
             expected = np.asarray(array).tobytes()
             path = f"{room}/{points}"
-            with store_at(path).lock(30):
+            with store_at(location(path)).lock(30):
                 pending = shardkeep.save_async(path, _tree(array), format=format, copy=True)
                 for view in views:
                     ctypes.memset(view.__array_interface__["data"][0], 0x55, view.nbytes)

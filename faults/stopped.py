@@ -60,7 +60,7 @@ def strike_before(owner, name):
 
 def look():
     # Alone: the other process may be dead.
-    store, manifest = shardkeep.catalog.open_checkpoint(path)
+    store, manifest = shardkeep.catalog.open_checkpoint(shardkeep.stores.location.location(path))
     request = shardkeep.loading.select.Request(include=shardkeep.loading.load._pattern("^(n|step)$"))
     skeleton, leaves, _ = shardkeep.loading.load._load(store, manifest, request, shardkeep.processes.operation.ALONE)
     found = skeleton.rebuild(leaves)

@@ -6,10 +6,16 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from faults.spawner import Spawner
+    from shardkeep.processes.group import Group
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -37,3 +43,21 @@ settings.load_profile("shardkeep")
 def _tmp_in_doctests(doctest_namespace: dict[str, object], tmp_path: Path) -> None:
     """Docstring examples write below `tmp`."""
     doctest_namespace["tmp"] = tmp_path
+
+
+@pytest.fixture(scope="module")
+def spawner() -> Iterator["Spawner"]:
+    """Starts processes under fault."""
+    from faults.spawner import Spawner  # only where it is needed: it compiles a library
+
+    with Spawner() as spawner:
+        yield spawner
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list["Group"]]:
+    """Three processes' worth of groups, in this one."""
+    from multiprocess.service import groups
+
+    with groups(3) as made:
+        yield made

@@ -22,6 +22,7 @@ from jax import tree_util
 from jax.sharding import Mesh
 
 import shardkeep
+from shardkeep.model.arrays import Region
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import Held, Store
@@ -151,6 +152,14 @@ def mesh_of(*shape: int) -> Mesh:
     """A mesh over the first devices, with axes a, b, c."""
     count = int(np.prod(shape))
     return Mesh(np.array(jax.devices()[:count]).reshape(shape), tuple("abc"[: len(shape)]))
+
+
+def grid_of(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Region]:
+    """The regions of the shards of an array that is cut into that many parts along each dimension."""
+    step = [n // k for n, k in zip(shape, counts, strict=True)]
+    return [
+        Region(tuple(i * n for i, n in zip(index, step, strict=True)), tuple(step)) for index in np.ndindex(*counts)
+    ]
 
 
 def pattern(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -57,6 +57,23 @@ MANAGER = {
 }  # fmt: skip
 
 
+# Modules without a test file of their own, and where they are tested.
+TESTED_ELSEWHERE = {
+    "_version": "cli/test_main.py",
+    "__main__": "cli/test_main.py",
+    "config": "test_project.py",  # constants, each tested where it is used
+    "converting.making": "cli/test_converting.py",
+    "converting.restoring": "cli/test_converting.py",
+    "converting.survey": "cli/test_listing.py",
+    "converting.usage": "cli/test_main.py",
+    "eformer.paths": "serialization/test_async_manager.py",
+    "model.summaries": "model/test_manifest.py",
+    "processes.group": "processes/test_operation.py",
+    "stores.bucket.objects": "stores/bucket/test_store.py",
+    "targets.base": "targets/test_transaction.py",
+}
+
+
 def _modules() -> dict[str, Path]:
     """Every module by its dotted name below the package, packages' own files left out."""
     found = {}
@@ -162,6 +179,18 @@ def test_imports_point_down_only(module: str) -> None:
     if module == "model.document":
         upwards.remove("runtime.collector")
     assert not upwards, f"{module} imports {upwards}, which come later in the pipeline"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_its_tests(module: str) -> None:
+    *package, name = module.split(".")
+    own = Path(*package, f"test_{name}.py")
+    assert (ROOT / "tests" / own).is_file() != (module in TESTED_ELSEWHERE), f"{module}: tests/{own}"
+    assert (ROOT / "tests" / TESTED_ELSEWHERE.get(module, own)).is_file()
+
+
+def test_modules_that_are_tested_elsewhere_exist() -> None:
+    assert set(TESTED_ELSEWHERE) <= set(MODULES)
 
 
 def test_no_imports_in_circles() -> None:

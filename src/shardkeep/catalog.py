@@ -24,7 +24,7 @@ from shardkeep.model.manifest import Manifest
 from shardkeep.model.naming import base_of_shard
 from shardkeep.runtime.save_queue import running_since
 from shardkeep.stores.base import Store
-from shardkeep.stores.location import URLS, is_directory, location, parent_and_name, path_text, sibling, store_at
+from shardkeep.stores.location import Location, is_directory, location, store_at
 from shardkeep.stores.location import exists as exists_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.directory import Directory
@@ -40,29 +40,28 @@ _MOST_LOOKED_AT = 100  # names in one of them
 
 
 def new_target(
-    path: object, format: str, compression: str | None, max_shard_size: int | str | None, directory: bool = False
+    place: Location, format: str, compression: str | None, max_shard_size: int | str | None, directory: bool = False
 ) -> Target:
-    """Where a save to `path` goes: exchange files if it ends in .safetensors, else a checkpoint directory.
+    """Where a save goes: exchange files if it ends in .safetensors, else a checkpoint directory.
 
     Args:
-        path: The path or URL.
+        place: The directory or file.
         format: `safetensors`, or `zarr` (also called `tensorstore`).
         compression: None or `zstd`.
         max_shard_size: For exchange files, the size above which they are split.
         directory: Whether it is a directory, whatever its name.
     """
-    place = location(path)
-    whole_bucket = place.startswith(URLS) and place.count("/") == 2
-    if place.endswith(SUFFIX) and not directory and not whole_bucket and not is_directory(place):
+    if place.text.endswith(SUFFIX) and not directory and not place.is_bucket and not is_directory(place):
         if _format(format, compression, None).name != "safetensors":
             raise ValueError("a path that ends in .safetensors needs format='safetensors', not 'zarr'")
-        whole = base_of_shard(place)
-        if whole + SUFFIX != place and exists_at(sibling(place, whole + INDEX)):
+        whole = base_of_shard(place.name)
+        if whole + SUFFIX != place.name and exists_at(place.with_name(whole + INDEX)):
+            whole = place.with_name(whole)
             raise ValueError(f"{place} is a shard of {whole}{INDEX}; save to {whole}{SUFFIX} to replace all shards")
         return exchange_at(place, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
     if max_shard_size is not None:
         raise ValueError("max_shard_size is only for exchange files; pass a path that ends in .safetensors")
-    if not place.startswith(URLS) and os.path.lexists(place) and not os.path.isdir(place):
+    if not place.is_url and os.path.lexists(place.text) and not os.path.isdir(place.text):
         raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
     store = store_at(place)
     return Directory(store, _format(format, compression, store.object_limit))
@@ -80,14 +79,13 @@ def _format(name: str, compression: str | None, limit: int | None) -> Format:
     return SafetensorsFormat(limit)
 
 
-def open_checkpoint(path: object) -> tuple[Store, Manifest]:
-    """The store and the manifest of the checkpoint at `path`. If there is none, the error names the nearest one."""
-    place = location(path)
+def open_checkpoint(place: Location) -> tuple[Store, Manifest]:
+    """The store and the manifest of the checkpoint at a place. If there is none, the error names the nearest one."""
     # Asked before reading: a save that has ended until then is found.
-    since = running_since(place)
+    since = running_since(place.text)
     try:
-        with _explained(path):
-            target = find(path)
+        with _explained(place):
+            target = find(place)
             return target.store, target.read()
     except CheckpointNotFoundError as error:
         if since is not None:  # it has not created the directory yet
@@ -99,18 +97,18 @@ def open_checkpoint(path: object) -> tuple[Store, Manifest]:
 
 
 @contextmanager
-def _explained(path: object) -> Generator[None]:
+def _explained(place: Location) -> Generator[None]:
     """What the operating system refuses becomes a `StorageError`."""
     try:
         yield
     except OSError as error:
         if isinstance(error, ShardkeepError):
             raise
-        raise storage_error(error, f"reading {path}", "Check the path and its permissions") from error
+        raise storage_error(error, f"reading {place}", "Check the path and its permissions") from error
 
 
 @contextmanager
-def missing_first(path: object) -> Generator[None]:
+def missing_first(place: Location) -> Generator[None]:
     """Whatever is wrong with the arguments of a load: if there is no checkpoint, that is what is raised."""
     try:
         yield
@@ -118,7 +116,7 @@ def missing_first(path: object) -> Generator[None]:
         raise
     except Exception:
         try:
-            open_checkpoint(path)
+            open_checkpoint(place)
         except CheckpointNotFoundError as missing:
             raise missing from None
         except (ShardkeepError, OSError):
@@ -126,7 +124,7 @@ def missing_first(path: object) -> Generator[None]:
         raise
 
 
-def _with_hint(place: str, message: str) -> str:
+def _with_hint(place: Location, message: str) -> str:
     """The message, and which checkpoint may have been meant. If finding one fails or takes long, just the message."""
     try:
         if is_directory(place):
@@ -136,9 +134,9 @@ def _with_hint(place: str, message: str) -> str:
                     f"no checkpoint at {place}: this is a directory of checkpoints; pass one of them, for example the "
                     f"newest, {newest}"
                 )
-            deeper = None if place.startswith(URLS) else _deeper(place)
+            deeper = None if place.is_url else _deeper(place)
             return f"{message}. There is a checkpoint below it: {deeper}" if deeper else message
-        parent, _ = parent_and_name(place)
+        parent = place.parent
         beside = (
             find_newest(parent, log.debug, _MOST_LOOKED_AT) if not exists_at(place) and is_directory(parent) else None
         )
@@ -147,15 +145,15 @@ def _with_hint(place: str, message: str) -> str:
         return message
 
 
-def _deeper(place: str) -> str | None:
+def _deeper(place: Location) -> Location | None:
     """A checkpoint two levels below a local directory. Only some of its directories are searched."""
-    names = (name for name in os.listdir(place) if not name.startswith("."))
-    below = [path for path in (f"{place}/{name}" for name in sorted(names)) if os.path.isdir(path)]
+    names = (name for name in os.listdir(place.text) if not name.startswith("."))
+    below = [inside for inside in (place / name for name in sorted(names)) if is_directory(inside)]
     return next(
         (
             found
-            for path in below[:_MOST_LOOKED_INTO]
-            if (found := find_newest(path, log.debug, _MOST_LOOKED_AT)) is not None
+            for inside in below[:_MOST_LOOKED_INTO]
+            if (found := find_newest(inside, log.debug, _MOST_LOOKED_AT)) is not None
         ),
         None,
     )
@@ -180,7 +178,7 @@ def inspect(path: object) -> Manifest:
     >>> manifest.leaves["w"].shape, manifest.leaves["w"].dtype, manifest.step, manifest.metadata["loss"]
     ((2, 3), 'float32', 1, 0.5)
     """
-    return open_checkpoint(path_text(path, "inspect(path)"))[1]
+    return open_checkpoint(location(path, "inspect(path)"))[1]
 
 
 def exists(path: object) -> bool:
@@ -208,7 +206,7 @@ def exists(path: object) -> bool:
     >>> shardkeep.exists(tmp / "step_1")
     True
     """
-    place = location(path_text(path, "exists(path)"))
+    place = location(path, "exists(path)")
     try:
         with _explained(place):
             return find_complete(lambda: look(place))[1] is None
@@ -255,9 +253,10 @@ def latest(path: object) -> str | None:
     >>> print(shardkeep.latest(tmp / "elsewhere"))
     None
     """
-    place = location(path_text(path, "latest(path)"))
+    place = location(path, "latest(path)")
     with _explained(place):
-        return find_newest(place, log.warning)
+        newest = find_newest(place, log.warning)
+    return None if newest is None else str(newest)
 
 
 def delete(path: object) -> None:
@@ -278,7 +277,7 @@ def delete(path: object) -> None:
     >>> shardkeep.exists(tmp / "old")
     False
     """
-    target = find(path_text(path, "delete(path)"))
+    target = find(location(path, "delete(path)"))
     try:
         delete_target(target)
         if isinstance(target, Directory):

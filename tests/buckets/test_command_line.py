@@ -10,7 +10,7 @@ import shardkeep
 from buckets.fixtures import Place
 from cli.commands import DEAD, Run
 from shardkeep.stores.bucket import leases
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern, record
 
 
@@ -42,7 +42,7 @@ def test_every_command_takes_a_bucket(
     assert run("convert", tmp_path / "here", f"{url}/back").code == 0
     assert_same(shardkeep.load(f"{url}/back"), tree)
 
-    store = store_at(f"{url}/run/step_1")
+    store = store_at(location(f"{url}/run/step_1"))
     with store.lock(5):
         record(store, DEAD, ["dead.safetensors"]).release()
         store.write_new("dead.safetensors", 3, [memoryview(b"abc")])

@@ -16,7 +16,7 @@ from servers.gcs import GCSServer
 from servers.proxy import Fault
 from shardkeep.stores.bucket import credentials, leases, objects
 from shardkeep.stores.bucket import store as cloud
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern
 
 # Kinds of requests: method and a part of the path and query. S3 deletes by POST.
@@ -132,7 +132,7 @@ def test_uploads_in_parts_go_on_after_a_fault(both: Both, monkeypatch: pytest.Mo
     """Parts are smaller here; the last request, whose answer may get lost, is the one that makes an object of them."""
     monkeypatch.setattr(cloud, "LARGE", 1 << 20)
     monkeypatch.setattr(cloud, "_PART", 5 << 20)
-    monkeypatch.setattr(cloud.CloudStore, "object_limit", 1 << 20)
+    monkeypatch.setattr(cloud.BucketStore, "object_limit", 1 << 20)
     values = {name: pattern(np.uint8, (6 << 20,), seed) for seed, name in enumerate("ab")}
 
     parts = {"begin": "uploads", "part": "partNumber=2", "end": "uploadId"}
@@ -248,7 +248,7 @@ def test_a_manifest_in_doubt_keeps_its_data_until_the_lease_is_over(
 
 def test_a_lock_is_not_removed_twice(watched: Place) -> None:
     """The answer to its removal got lost; by the time it is tried again, it is another's lock."""
-    store = store_at(watched.url)
+    store = store_at(location(watched.url))
     with store.lock(10):
         if watched.scheme == "gs":
             watched.inject("close", "DELETE", "/lock", served=True)
@@ -257,7 +257,7 @@ def test_a_lock_is_not_removed_twice(watched: Place) -> None:
         other = ThreadPoolExecutor(1)
 
         def take() -> None:
-            with store_at(watched.url).lock(20):
+            with store_at(location(watched.url)).lock(20):
                 time.sleep(1.5)
                 assert watched.names() == {".shardkeep/lock": watched.names()[".shardkeep/lock"]}
 

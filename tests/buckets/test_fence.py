@@ -17,7 +17,7 @@ from servers.proxy import Fault, Proxy
 from shardkeep.catalog import find, new_target
 from shardkeep.converting.survey import survey
 from shardkeep.stores.bucket import credentials, leases, objects
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from shardkeep.targets.exchange import Exchange
 from shardkeep.targets.transaction import fence
 from support import hold
@@ -37,10 +37,10 @@ def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("name", ["run", "model.safetensors"])
 def test_a_fence_where_nothing_is_means_nothing(name: str, place: Place) -> None:
     path = f"{place.url}/{name}"
-    assert fence(new_target(path, "safetensors", None, None)) is None
+    assert fence(new_target(location(path), "safetensors", None, None)) is None
     document = "run/manifest.json" if name == "run" else "model.safetensors.index.json"
     first = place.get(document)
-    assert fence(new_target(path, "safetensors", None, None)) is None
+    assert fence(new_target(location(path), "safetensors", None, None)) is None
     assert place.get(document) != first, "S3 could not tell the two apart"
     assert not shardkeep.exists(path)
     assert shardkeep.latest(place.url) is None
@@ -59,7 +59,7 @@ def test_a_fence_changes_nothing_but_the_version(name: str, options: dict[str, A
     shardkeep.save(path, tree(1), **options)
     before = place.names()
     save_id = shardkeep.inspect(path).save_id
-    committed = fence(find(path))
+    committed = fence(find(location(path)))
     assert committed is not None
     assert committed.save_id == save_id == shardkeep.inspect(path).save_id
     assert place.names().keys() == before.keys()
@@ -80,7 +80,7 @@ def test_a_fence_beside_another_programs_shards_leaves_them_theirs(place: Place)
         "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": {"w": "a.safetensors"}}).encode()
     )
     before = shardkeep.inspect(path)
-    assert fence(find(path)) is not None
+    assert fence(find(location(path))) is not None
     assert shardkeep.inspect(path).trees[""].format == before.trees[""].format == "foreign"
     assert shardkeep.load(path)["w"].tolist() == [0, 1, 2, 3, 4]
 
@@ -96,7 +96,7 @@ def test_a_live_save_that_a_fence_refuses_reads_again_and_commits(
     keeper.keeps = lambda method, target: method == "PUT" and target.endswith(document)
     with Writer.hire().save(path, 2, place.environment(), overwrite=True, **options) as writer:
         assert keeper.kept.wait(20)
-        assert fence(find(path)) is not None
+        assert fence(find(location(path))) is not None
         assert number_at(path) == 1
         keeper.let_through.set()
         assert writer.outcome() == "committed"
@@ -117,7 +117,7 @@ def test_a_save_that_others_gave_up_is_not_committed_after_the_fence(
     with Writer.hire().save(path, 2, place.environment(), overwrite=True, **options) as writer:
         assert keeper.kept.wait(20)
         (record,) = (each for each in place.names() if "/saves/" in each)
-        committed = fence(find(path), record.rpartition("/")[2])
+        committed = fence(find(location(path)), record.rpartition("/")[2])
         assert committed is not None
         assert committed.save_id == shardkeep.inspect(path).save_id
         keeper.let_through.set()
@@ -137,7 +137,7 @@ def test_a_file_is_replaced_on_condition_of_the_version_that_was_checked(
     path = f"{place.url}/model.safetensors"
     shardkeep.save(path, tree(1))
     shardkeep.save(f"{place.url}/elsewhere.safetensors", tree(3))
-    store = store_at(place.url, control=".model.safetensors.shardkeep", confined=False)
+    store = store_at(location(place.url), control=".model.safetensors.shardkeep", confined=False)
     held = hold(store, f"{store.saves}/{'a' * 32}", b"[]")
     real = Exchange._fence_index
 
@@ -225,7 +225,7 @@ def test_a_commit_whose_answer_got_lost_and_that_was_fenced_counts(monkeypatch: 
 
         def meddle() -> None:
             until(lambda: server.objects["bucket"]["run/manifest.json"].generation != old)
-            fence(find(path))
+            fence(find(location(path)))
 
         meddling = threading.Thread(target=meddle)
         meddling.start()

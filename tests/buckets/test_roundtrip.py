@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardkeep
 from buckets.fixtures import Place
 from shardkeep.stores.bucket import store as cloud
-from shardkeep.stores.bucket.store import CloudStore
+from shardkeep.stores.bucket.store import BucketStore
 from shardkeep.targets import exchange
 from support import FORMATS, Dense, Point, assert_same, mesh_of, pattern
 
@@ -201,7 +201,7 @@ def test_any_shard_names_them_all(place: Place) -> None:
 
 def test_arrays_above_the_size_of_an_object(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays are cut into objects; shards of exchange files, which are not, go up in parts."""
-    monkeypatch.setattr(CloudStore, "object_limit", 4 << 20)
+    monkeypatch.setattr(BucketStore, "object_limit", 4 << 20)
     monkeypatch.setattr(cloud, "LARGE", 8 << 20)
     monkeypatch.setattr(cloud, "_PART", 5 << 20)
     tree = {"big": pattern(np.uint8, (11 << 20,)), "small": np.arange(5)}

@@ -9,7 +9,7 @@ import pytest
 import shardkeep
 from buckets.fixtures import Both, Place
 from buckets.writers import Careless, Writer, number_at, tree
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 
 FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf
 
@@ -51,11 +51,11 @@ def test_writers_of_different_prefixes_do_not_meet(both: Both) -> None:
 
 def test_the_lock_lets_in_one_at_a_time(place: Place) -> None:
     """Threads, each with a store of its own, count up in an object that they read and replace under the lock."""
-    store_at(place.url).replace("count", b"0")
+    store_at(location(place.url)).replace("count", b"0")
 
     def count(_: int) -> None:
         for _ in range(2):
-            store = store_at(place.url)
+            store = store_at(location(place.url))
             with store.lock(60):
                 store.replace("count", b"%d" % (int(store.read("count")) + 1))
 
@@ -66,8 +66,8 @@ def test_the_lock_lets_in_one_at_a_time(place: Place) -> None:
 
 
 def test_without_the_lock_one_of_many_replaces_a_document(place: Place) -> None:
-    store_at(place.url).replace("manifest.json", b"old")
-    stores = [store_at(place.url) for _ in range(8)]
+    store_at(location(place.url)).replace("manifest.json", b"old")
+    stores = [store_at(location(place.url)) for _ in range(8)]
     for store in stores:
         assert store.read("manifest.json") == b"old"
 

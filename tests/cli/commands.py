@@ -14,6 +14,7 @@ import pytest
 
 from shardkeep.catalog import find
 from shardkeep.cli.main import main
+from shardkeep.stores.location import location
 from support import record
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eformer"
@@ -99,7 +100,7 @@ def leave_dead_save(path: Path, save_id: str = DEAD) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     else:
         path.mkdir(parents=True, exist_ok=True)
-    store = find(path).store
+    store = find(location(path)).store
     name = f"{store.control}/{save_id}.tmp" if path.suffix else f"{save_id}-00000.safetensors"
     if not store.children(store.saves):
         record(store, save_id, [name]).release()

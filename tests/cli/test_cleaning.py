@@ -7,6 +7,7 @@ import numpy as np
 import shardkeep
 from cli.commands import DEAD, Run, data_file, kill_save, leave_dead_save
 from shardkeep.catalog import find
+from shardkeep.stores.location import location
 from support import assert_same, record
 
 TREE = {"w": np.ones((2, 3), np.float32)}
@@ -47,7 +48,7 @@ def test_what_never_became_a_checkpoint_goes_altogether(run: Run, tmp_path: Path
 
 def test_a_running_save_is_never_touched(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", TREE)
-    store = find(tmp_path / "c").store
+    store = find(location(tmp_path / "c")).store
     live = tmp_path / "c" / "live.safetensors"
     held = record(store, "aa" * 16, [live.name])
     live.write_bytes(b"y" * 10)
@@ -65,7 +66,7 @@ def test_a_damaged_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
     """Without a readable manifest nobody knows which files are needed."""
     shardkeep.save(tmp_path / "c", TREE)
     data = data_file(tmp_path / "c")
-    record(find(tmp_path / "c").store, DEAD, [data.name]).release()
+    record(find(location(tmp_path / "c")).store, DEAD, [data.name]).release()
     (tmp_path / "c" / "manifest.json").write_bytes(b"{")
     result = run("clean", tmp_path, "--yes")
     assert result.code == 1
@@ -75,7 +76,7 @@ def test_a_damaged_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
 
 def test_files_a_checkpoint_needs_stay_even_if_a_dead_save_recorded_them(run: Run, tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", TREE)
-    record(find(tmp_path / "c").store, DEAD, [data_file(tmp_path / "c").name, "manifest.json"]).release()
+    record(find(location(tmp_path / "c")).store, DEAD, [data_file(tmp_path / "c").name, "manifest.json"]).release()
     document = run.document("clean", tmp_path, "--yes")
     assert document["left_over"][0]["files"] == []
     assert_same(shardkeep.load(tmp_path / "c"), TREE)

@@ -19,7 +19,6 @@ from shardkeep._version import __version__
 from shardkeep.cli import listing
 from shardkeep.cli.main import main
 
-COMMANDS = ["ls", "inspect", "verify", "diff", "convert", "stats", "clean"]
 SOURCE = Path(__file__).parents[2] / "src" / "shardkeep"
 
 
@@ -28,40 +27,6 @@ def checkpoint(tmp_path: Path) -> Path:
     tree = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "step": 7, "key": jax.random.key(0)}
     shardkeep.save(tmp_path / "step_7", tree)
     return tmp_path / "step_7"
-
-
-def test_help_names_every_command_and_the_exit_codes(run: Run) -> None:
-    result = run("--help")
-    assert result.code == 0
-    for name in COMMANDS:
-        assert re.search(rf"^    {name}\b", result.out, re.MULTILINE)
-    assert "exit codes:" in result.out
-    assert "NO_COLOR" in result.out
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(run: Run, name: str) -> None:
-    result = run(name, "--help")
-    assert result.code == 0
-    assert f"  shardkeep {name} " in result.out.split("example:")[1]
-    assert "--json" in result.out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["nonsense"],
-        ["inspect"],
-        ["inspect", "x", "--depth", "0"],
-        ["inspect", "x", "--depth", "y"],
-        ["ls", "--what"],
-    ],
-)
-def test_a_wrong_command_line_ends_with_2(run: Run, words: list[str]) -> None:
-    result = run(*words)
-    assert result.code == 2
-    assert "usage: shardkeep" in result.err
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "stats", "clean"])

@@ -1,7 +1,6 @@
 """A few points of each part of `make faults`, and that its table is made."""
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from faults.sweep import SCENARIOS, Violation
 
 needs_disks = pytest.mark.skipif(bool(disks.missing("mkfs.ext4")), reason=disks.missing("mkfs.ext4"))
 needs_clones = pytest.mark.skipif(bool(disks.missing("mkfs.xfs")), reason=disks.missing("mkfs.xfs"))
-
-
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
 
 
 @pytest.mark.parametrize(("victim", "call"), [(0, 20), (1, 9)])

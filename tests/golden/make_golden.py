@@ -305,7 +305,7 @@ def checkpoints(root: Path) -> dict[str, Any]:
 def fenced(root: Path) -> dict[str, Any]:
     """Documents with a nonce, as a clean-up in a bucket leaves them: over a checkpoint, and where nothing is."""
     import shardkeep
-    from shardkeep.stores.location import store_at
+    from shardkeep.stores.location import location, store_at
     from shardkeep.targets.directory import Directory
     from shardkeep.targets.exchange import exchange_at
 
@@ -314,8 +314,8 @@ def fenced(root: Path) -> dict[str, Any]:
     shardkeep.save(root / "fenced" / "model.safetensors", tree, max_shard_size=20)
     for place in ("fenced", "nothing"):
         (root / place / "run").mkdir(parents=True, exist_ok=True)
-        Directory(store_at(str(root / place / "run"))).fence()
-        exchange_at(str(root / place / "model.safetensors")).fence()
+        Directory(store_at(location(str(root / place / "run")))).fence()
+        exchange_at(location(str(root / place / "model.safetensors"))).fence()
     return {"fenced/run": tree, "fenced/model.safetensors": tree}
 
 

@@ -24,6 +24,7 @@ from shardkeep.loading.plan import plan_read
 from shardkeep.loading.read import Source, Target, read_targets
 from shardkeep.model.arrays import Region
 from shardkeep.stores.local.mapping import LocalFile
+from shardkeep.stores.location import location
 from support import Dense, Keyed, Point, assert_same, bits, crew_of, every_dtype, mesh_of, pattern, run_python, save_as
 
 P = PartitionSpec
@@ -949,7 +950,7 @@ class TestPartialReads:
         host = pattern("uint8", (64, MIB))
         array = jax.device_put(host, NamedSharding(mesh_of(saved_on), P("a")))
         path = save_as(kind, tmp_path / "c", {"w": array})
-        store, manifest = open_checkpoint(path)
+        store, manifest = open_checkpoint(location(path))
         tree = manifest.tree()
         counter.ranges.clear()
         for verify in (True, False):
@@ -966,7 +967,7 @@ class TestPartialReads:
     def test_one_small_row_reads_one_block(self, tmp_path: Path, counter: "_Counter") -> None:
         host = pattern("uint8", (1024, 64 * 1024))
         shardkeep.save(tmp_path / "c", {"w": host})
-        store, manifest = open_checkpoint(tmp_path / "c")
+        store, manifest = open_checkpoint(location(tmp_path / "c"))
         tree = manifest.tree()
         (leaf,) = tree.leaves
         region = Region((513, 7), (1, 100))

@@ -4,7 +4,6 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ from shardkeep.model.digests import BLOCK, digest, seal
 from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
 from shardkeep.stores.local.mapping import LocalMapping
 from support import FORMATS, assert_same, mesh_of, save_as
-
-
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
-
 
 WRITERS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "safetensors": ("run", [{}]),

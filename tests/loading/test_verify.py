@@ -5,7 +5,6 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from faults.states import make
 from support import FORMATS, assert_same, mesh_of, save_as
 
 FLIPS = int(os.environ.get("SHARDKEEP_FLIPS", "60"))  # for each kind; a soak takes more
-
-
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
 
 
 def _tree() -> Any:

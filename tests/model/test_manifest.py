@@ -51,12 +51,6 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     return found
 
 
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
-
-
 @pytest.fixture
 def restored(documents: dict[str, tuple[Path, bytes]]) -> Iterator[None]:
     yield

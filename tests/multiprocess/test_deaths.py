@@ -18,7 +18,7 @@ from multiprocess.inside import differences, pattern, values_of
 SAVE = """
 def load_alone(path):
     # After a process died nothing can be done together any more: the others look for themselves what is there.
-    store, manifest = shardkeep.catalog.open_checkpoint(path)
+    store, manifest = shardkeep.catalog.open_checkpoint(shardkeep.stores.location.location(path))
     request = shardkeep.loading.select.Request()
     skeleton, leaves, _ = shardkeep.loading.load._load(store, manifest, request, shardkeep.processes.operation.ALONE)
     return skeleton.rebuild(leaves)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -20,12 +20,6 @@ from shardkeep.processes import group
 from shardkeep.processes import operation as processes
 from shardkeep.processes.group import Group
 from shardkeep.processes.operation import ALONE, Operation, join
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[list[Group]]:
-    with groups(3) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import shardkeep
 from shardkeep.model.tree import flatten
 from shardkeep.saving.buffers import owns_its_buffer, shards_of
 from shardkeep.saving.snapshot import take_snapshot
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from support import bits, crew_of, mesh_of, pattern
 from ways import COMPUTED, PLACED, host_memory, lies_in, one, replicated, sharded
 
@@ -150,7 +150,7 @@ def test_memory_that_changes_after_save_async_is_saved_as_it_was(tmp_path: Path,
     memory = host_memory((1024, 2048))  # 8 MiB: smaller ones may be copied because they are watched for donation
     memory[...] = expected = pattern(np.float32, memory.shape)
     array = PLACED[way](memory)
-    with store_at(str(tmp_path / "run")).lock(5):  # nothing is written before it changes
+    with store_at(location(str(tmp_path / "run"))).lock(5):  # nothing is written before it changes
         pending = shardkeep.save_async(tmp_path / "run", {"w": array}, format=format)
         memory[...] = 7
     pending.wait()
@@ -162,7 +162,7 @@ def test_copy_saves_also_what_is_changed_behind_the_back_of_jax(tmp_path: Path) 
     array = jax.jit(lambda: jnp.ones((1024, 2048)))()
     seen = np.asarray(array)
     address = seen.__array_interface__["data"][0]
-    with store_at(str(tmp_path / "run")).lock(5):
+    with store_at(location(str(tmp_path / "run"))).lock(5):
         pending = shardkeep.save_async(tmp_path / "run", {"w": array}, copy=True)
         ctypes.memset(address, 0, seen.nbytes)
     pending.wait()

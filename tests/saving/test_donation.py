@@ -16,7 +16,7 @@ import shardkeep
 from shardkeep.runtime.memory import Shard
 from shardkeep.saving import donation
 from shardkeep.saving.donation import Donations, donations
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from support import assert_same, bits, crew_of, mesh_of, pattern
 
 
@@ -46,7 +46,7 @@ step = jax.jit(lambda tree: {**tree, "w": tree["w"] + 1, "step": tree["step"] + 
 
 def saved_while_donated(path: Path, tree: dict[str, Any]) -> dict[str, Any]:
     """A save that cannot go on before the next step has taken the arrays; gives what the step made of them."""
-    with store_at(str(path)).lock(5):
+    with store_at(location(str(path))).lock(5):
         pending = shardkeep.save_async(path, tree)
         tree = jax.block_until_ready(step(tree))
     pending.wait()

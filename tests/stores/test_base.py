@@ -194,7 +194,7 @@ class Bytes:
 
 def located(path: Any) -> bytes:
     """A path as bytes: what is no Unicode could not be put in a report."""
-    found = location(path)
+    found = location(path).text
     assert isinstance(found, str)
     return os.fsencode(found)
 

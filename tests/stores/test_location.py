@@ -23,18 +23,9 @@ from shardkeep.eformer.manager import AsyncCheckpointManager
 from shardkeep.errors import PathError
 from shardkeep.serialization.serialization import tree_deserialize_leaves, tree_serialize_leaves
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
-from shardkeep.stores.bucket.store import CloudStore
+from shardkeep.stores.bucket.store import BucketStore
 from shardkeep.stores.local.store import LocalStore
-from shardkeep.stores.location import (
-    BucketPath,
-    exists,
-    is_directory,
-    is_file,
-    location,
-    parent_and_name,
-    sibling,
-    store_at,
-)
+from shardkeep.stores.location import Location, exists, is_directory, is_file, location, store_at
 from support import run_python
 
 
@@ -59,8 +50,8 @@ def test_forms_of_one_place_in_a_bucket(scheme: str) -> None:
         Path(expected),
         f"{scheme}:/bucket/a b/run",
     ):
-        assert location(form) == expected
-    assert location(f"{scheme}://bucket") == location(f"{scheme}://bucket/") == f"{scheme}://bucket"
+        assert location(form) == Location(expected)
+    assert location(f"{scheme}://bucket") == location(f"{scheme}://bucket/") == Location(f"{scheme}://bucket")
 
 
 def test_forms_of_one_local_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +68,7 @@ def test_forms_of_one_local_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"file://localhost{tmp_path}/a%20run",
     ]
     for form in [*forms, f"file:{tmp_path}/a%20run", Path(url)]:
-        assert location(form) == expected
+        assert str(location(form)) == expected
         assert isinstance(store_at(location(form)), LocalStore)
 
 
@@ -146,7 +137,7 @@ def test_every_public_function_refuses_it_before_anything_is_done(
         lambda: manager.save_async(tree, path),
         lambda: manager.save_pytree(tree, path, prefix="model"),
         lambda: manager.load(path, None),
-        lambda: manager.load_pytree(path, None, prefix="model"),
+        lambda: manager.load_pytree(path, "", prefix="model"),
         lambda: manager.load_tree_parallel(path),
         lambda: tree_serialize_leaves(path, tree),
         lambda: tree_deserialize_leaves(path, None),
@@ -234,7 +225,7 @@ def test_what_is_no_path_is_a_type_error_that_shows_the_order(
         "save_async(tree, path)": lambda: manager.save_async("run", path),
         "save_pytree(pytree, path)": lambda: manager.save_pytree("run", path, prefix="model"),
         "load(path, mesh)": lambda: manager.load(path, None),
-        "load_pytree(path, mesh)": lambda: manager.load_pytree(path, None, prefix="model"),
+        "load_pytree(path, mesh)": lambda: manager.load_pytree(path, "", prefix="model"),
         "load_tree_parallel(path)": lambda: manager.load_tree_parallel(path),
         "safe_loadpath(path)": lambda: manager.safe_loadpath(path),
         "tree_serialize_leaves(checkpoint_dir, pytree)": lambda: tree_serialize_leaves(path, "run"),
@@ -381,7 +372,7 @@ print(shardkeep.latest(url))
 def test_names_are_taken_as_they_are() -> None:
     """Nothing in the name of an object is special: no query, no fragment, no percent code."""
     for name in ("a?b=c", "a#b", "a%20b", "a+b", "ü", "~", "a:b", "*"):
-        assert location(f"gs://bucket/{name}") == f"gs://bucket/{name}"
+        assert str(location(f"gs://bucket/{name}")) == f"gs://bucket/{name}"
 
 
 @given(
@@ -394,24 +385,45 @@ def test_names_are_taken_as_they_are() -> None:
 )
 def test_a_place_is_its_own_place(parts: list[str]) -> None:
     url = f"s3://bucket/{'/'.join(parts)}"
-    assert location(url) == url
-    assert location(location(url)) == url
+    assert str(location(url)) == url
+    assert location(location(url)) == location(url)
 
 
 def test_the_key_file_goes_along() -> None:
-    given_path = BucketPath("gs://bucket/a/b.safetensors/", "key.json")
-    found: Any = location(given_path)
-    assert (found, found.key_file) == ("gs://bucket/a/b.safetensors", "key.json")
-    parent, name = parent_and_name(found)
-    assert isinstance(parent, BucketPath)
-    assert (parent, parent.key_file, name) == ("gs://bucket/a", "key.json", "b.safetensors")
-    other = sibling(found, "gs://bucket/c")
-    assert isinstance(other, BucketPath)
-    assert other.key_file == "key.json"
+    found = Location("gs://bucket/a/b.safetensors", "key.json")
+    assert (found.parent, found.name) == (Location("gs://bucket/a", "key.json"), "b.safetensors")
+    other = found.parent.parent / "c"
+    assert other == found.parent.with_name("c") == other.resolve() == Location("gs://bucket/c", "key.json")
     store = store_at(other)
-    assert isinstance(store, CloudStore)
+    assert isinstance(store, BucketStore)
     assert (store.bucket.key_file, store.bucket.name, store.url) == ("key.json", "bucket", "gs://bucket/c")
-    assert sibling("/a/b", "/a/c") == "/a/c"
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "name", "parent"),
+    [
+        ("gs://bucket/a/b", "gs", "b", "gs://bucket/a"),
+        ("s3://bucket/a", "s3", "a", "s3://bucket"),
+        ("s3://bucket", "s3", "bucket", "s3://bucket"),
+        ("/a/b", "", "b", "/a"),
+        ("/a", "", "a", "/"),
+        ("/", "", "", "/"),
+    ],
+)
+def test_the_parts_of_a_location(text: str, scheme: str, name: str, parent: str) -> None:
+    found = Location(text)
+    assert (found.scheme, found.is_url, found.name) == (scheme, scheme != "", name)
+    assert str(found.parent) == parent
+    assert found.is_bucket == (text == "s3://bucket")
+    assert str(found / "x" / "y") == f"{text.rstrip('/')}/x/y"
+    with pytest.raises(dataclasses.FrozenInstanceError, match="text"):
+        found.text = "/x"  # type: ignore[misc]
+
+
+def test_a_location_without_symbolic_links(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert location(tmp_path / "link" / "run").resolve() == location(tmp_path.resolve() / "real" / "run")
 
 
 def test_what_is_there(place: Place) -> None:
@@ -424,21 +436,21 @@ def test_what_is_there(place: Place) -> None:
 
 
 def test_a_bucket_is_a_directory_and_no_file(gcs: Place) -> None:
-    assert not is_directory("gs://bucket")
-    assert not exists("gs://bucket")
+    assert not is_directory(Location("gs://bucket"))
+    assert not exists(Location("gs://bucket"))
     gcs.put("x", b"")
-    assert is_directory("gs://bucket")
-    assert exists("gs://bucket")
-    assert not is_file("gs://bucket")
+    assert is_directory(Location("gs://bucket"))
+    assert exists(Location("gs://bucket"))
+    assert not is_file(Location("gs://bucket"))
 
 
 def test_whether_something_is_there_costs_one_page(gcs: Place) -> None:
     """However many objects there are."""
     for number in range(2500):
         gcs.server.buckets.put("bucket", f"{gcs.prefix}/{number}", b"")
-    is_directory(gcs.url)
+    is_directory(location(gcs.url))
     gcs.server.reset()
-    assert is_directory(gcs.url)
+    assert is_directory(location(gcs.url))
     assert gcs.server.count() == 1
 
 

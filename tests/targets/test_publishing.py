@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from shardkeep.model.digests import seal
 from shardkeep.processes.operation import ALONE
 from shardkeep.serialization import tree_serialize_leaves
 from shardkeep.stores.local.store import LocalStore
+from shardkeep.stores.location import location
 from shardkeep.targets import directory
 from shardkeep.targets.directory import Directory
 from support import assert_same, mesh_of
@@ -316,12 +316,6 @@ def _no_space_after(count: int) -> Any:
     return fail
 
 
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
-
-
 class TestInterrupted:
     @pytest.mark.parametrize("then", ["save", "other prefix", "clean"])
     @pytest.mark.parametrize("call", [1, 4])
@@ -385,10 +379,10 @@ class TestReaders:
             (tmp_path / INDEX).write_text(json.dumps(index))
         store, manifest = LocalStore(str(tmp_path)), shardkeep.inspect(tmp_path)
         request = Request(verify=foreign)
-        assert loading._try_load(tmp_path, store, manifest, request, ALONE) is not None
+        assert loading._try_load(location(tmp_path), store, manifest, request, ALONE) is not None
         save(tmp_path, {"w": jnp.arange(3.0) + 1})
         assert (tmp_path / "w" / "0").exists()
-        assert loading._try_load(tmp_path, store, manifest, request, ALONE) is None
+        assert loading._try_load(location(tmp_path), store, manifest, request, ALONE) is None
         assert_same(shardkeep.load(tmp_path, verify=False), {"w": jnp.arange(3.0) + 1})
 
     def test_lists_and_searches_see_one_checkpoint(self, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,11 @@ from faults.states import make, same
 from shardkeep.catalog import find
 from shardkeep.stores.base import Store
 from shardkeep.stores.bucket import leases
-from shardkeep.stores.location import store_at
+from shardkeep.stores.location import location, store_at
 from shardkeep.targets.running import explain_unfinished, now, record_lines, recorded_names, unfinished_saves
 from support import FORMATS, hold
 
 ID = "ab" * 16
-
-
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
 
 
 def hold_record(store: Store, name: str, line: bytes) -> Any:
@@ -92,7 +85,7 @@ def test_a_save_that_died_is_said_to_be_dead_and_by_whom_it_was(kind: str, tmp_p
 
 def test_a_save_that_died_on_another_host_may_still_be_running(tmp_path: Path) -> None:
     """Where locks do not reach other hosts, a free lock proves nothing."""
-    store = store_at(str(tmp_path))
+    store = store_at(location(str(tmp_path)))
     line = json.dumps({"host": "elsewhere", "pid": 7, "since": now()}).encode()
     hold_record(store, ID, b"[]\n" + line).release()
     with pytest.raises(
@@ -102,7 +95,7 @@ def test_a_save_that_died_on_another_host_may_still_be_running(tmp_path: Path) -
 
 
 def test_a_running_delete_is_told_apart(tmp_path: Path) -> None:
-    store = store_at(str(tmp_path))
+    store = store_at(location(str(tmp_path)))
     held = hold_record(store, "0" * 32, record_lines(["w"], now()))
     with pytest.raises(
         shardkeep.IncompleteCheckpointError,
@@ -115,7 +108,7 @@ def test_a_running_delete_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_running_save_counts_before_dead_ones(tmp_path: Path) -> None:
-    store = store_at(str(tmp_path))
+    store = store_at(location(str(tmp_path)))
     hold_record(store, "00" * 16, record_lines([], now())).release()
     held = hold_record(store, ID, record_lines([], now()))
     assert [(save.save_id, save.is_running) for save in unfinished_saves(store)] == [(ID, True), ("00" * 16, False)]
@@ -123,7 +116,7 @@ def test_a_running_save_counts_before_dead_ones(tmp_path: Path) -> None:
 
 
 def test_the_first_process_of_several_speaks_for_a_save(tmp_path: Path) -> None:
-    store = store_at(str(tmp_path))
+    store = store_at(location(str(tmp_path)))
     held = [hold_record(store, name, record_lines([], now())) for name in (ID, f"{ID}.1", f"{ID}.10")]
     assert [(save.save_id, save.is_running) for save in unfinished_saves(store)] == [(ID, True)]
     held[0].release()
@@ -148,7 +141,7 @@ def test_the_first_process_of_several_speaks_for_a_save(tmp_path: Path) -> None:
     ],
 )
 def test_records_of_old_versions_and_damaged_ones_name_nobody(line: bytes, tmp_path: Path) -> None:
-    store = store_at(str(tmp_path))
+    store = store_at(location(str(tmp_path)))
     held = hold_record(store, ID, line)
     (save,) = unfinished_saves(store)
     assert (save.is_running, save.pid, save.host, save.since) == (True, None, None, None)
@@ -160,7 +153,7 @@ def test_records_of_old_versions_and_damaged_ones_name_nobody(line: bytes, tmp_p
 
 def test_older_readers_find_the_names_in_a_record(tmp_path: Path) -> None:
     """Names are the first line, and a line that is no list is skipped: it was so before records named anybody."""
-    store = store_at(str(tmp_path))
+    store = store_at(location(str(tmp_path)))
     held = hold_record(store, ID, record_lines(["a", "b/c"], now()))
     held.append(json.dumps(["old"]).encode())
     assert recorded_names(store, ID) == ["a", "b/c", "old"]
@@ -176,7 +169,7 @@ def test_a_probe_changes_nothing_and_needs_no_right_to_write(spawner: Spawner) -
         path = Path(directory) / "run"
         shardkeep.save(path, {"w": np.ones(3)})
         (path / "manifest.json").unlink()
-        store = find(path).store
+        store = find(location(path)).store
         held = hold_record(store, ID, record_lines([], now()))
         outcome = spawner.run("load", uid=65534, path=str(path), kind="plain", number=1)
         assert outcome.error == "IncompleteCheckpointError"

@@ -27,12 +27,6 @@ EVERY = int(os.environ.get("SHARDKEEP_SWEEP", "7"))
 SAVES = [name for name in SCENARIOS if "delete" not in name]
 
 
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
-
-
 @pytest.fixture
 def room() -> Iterator[Path]:
     """A place in memory: what is proved here is order, not durability, and thousands of fsyncs take minutes."""

@@ -1,6 +1,5 @@
 """`shardkeep verify`: check every stored byte of one checkpoint, or of several, against its digest."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from shardkeep.converting.survey import Found, State, look, survey
 from shardkeep.errors import ShardkeepError
 from shardkeep.loading.verify import verify as verify_checkpoint
 from shardkeep.model.reports import Problem, VerifyReport
-from shardkeep.stores.location import URLS
+from shardkeep.stores.location import Location, location
 
 _LABELS: dict[State | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING"}
 
@@ -68,9 +67,9 @@ def _verdicts(path: str, prefix: str | None) -> Iterator[_Verdict]:
     if not listed or (len(listed) == 1 and _is_at(listed[0], path)):
         yield _check(path, prefix, alone=True)
         return
-    seen: set[str] = set()
+    seen: set[Location] = set()
     for found in listed:
-        place = found.path if found.path.startswith(URLS) else os.path.realpath(found.path)
+        place = location(found.path).resolve()
         if place in seen:
             continue
         seen.add(place)
@@ -81,7 +80,7 @@ def _verdicts(path: str, prefix: str | None) -> Iterator[_Verdict]:
 def _is_at(found: Found, path: str) -> bool:
     """Whether a checkpoint is the one at a path, not one below it."""
     try:
-        return found.target is not None and find(path).where == found.target.where
+        return found.target is not None and find(location(path)).where == found.target.where
     except (ShardkeepError, OSError):
         return False
 
@@ -91,7 +90,8 @@ def _check(path: str, prefix: str | None, alone: bool = False) -> _Verdict:
         report = verify_checkpoint(path, prefix=prefix, progress=shows_progress())
     except (ShardkeepError, OSError) as error:  # one that cannot be opened must not keep the others from being checked
         return _Verdict(path, error=error, alone=alone)
-    state = None if report.ok or report.files else look(path, path).state  # no file could be checked: why not?
+    # If no file could be checked: why not?
+    state = None if report.ok or report.files else look(location(path), path).state
     return _Verdict(path, report, label=_LABELS.get(state, "DAMAGED"), alone=alone)
 
 

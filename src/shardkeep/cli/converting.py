@@ -30,6 +30,7 @@ from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path, name_leaf, show_key
 from shardkeep.processes.operation import join
 from shardkeep.saving.save import SaveRequest, run_save
+from shardkeep.stores.location import location
 from shardkeep.targets.exchange import Exchange, parse_size
 from shardkeep.targets.transaction import Target, refuse_existing
 
@@ -111,7 +112,7 @@ def _target(wanted: Conversion) -> Target:
     except ValueError as error:
         raise UsageError(f"--max-shard-size: {error}") from None
     try:
-        return new_target(wanted.destination, wanted.format, wanted.compression, wanted.max_shard_size)
+        return new_target(location(wanted.destination), wanted.format, wanted.compression, wanted.max_shard_size)
     except ValueError as error:
         raise UsageError(f"{wanted.destination}: {error}".replace("max_shard_size", "--max-shard-size")) from None
 

@@ -21,8 +21,8 @@ from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import name_leaf
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.location import location
 
 Array = np.ndarray[Any, Any]
 
@@ -42,12 +42,12 @@ class Opened:
         return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
 
     def was_replaced(self) -> bool:
-        return open_checkpoint(self.path)[1].save_id != self.manifest.save_id
+        return open_checkpoint(location(self.path))[1].save_id != self.manifest.save_id
 
 
 def open_at(path: str) -> Opened:
     """The checkpoint at `path`, whichever program wrote it."""
-    return Opened(path, *open_checkpoint(path))
+    return Opened(path, *open_checkpoint(location(path)))
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from shardkeep.errors import (
 from shardkeep.foreign.registry import is_recognized, name_reader
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.manifest import MANIFEST, Manifest
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL, LocalStore
-from shardkeep.stores.location import location, sibling, store_at
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.local.store import LocalStore
+from shardkeep.stores.location import Location, location, store_at
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.running import recorded_names, unfinished_saves
@@ -90,7 +90,7 @@ def survey(path: str) -> list[Found]:
     where = location(path)
     store = store_at(where)
     if not store.children(""):
-        return _survey_one(path, store)
+        return _survey_one(where, store)
     walk = _Walk()
     found = list(walk.visit(where, "", 0, frozenset()))
     if not found and walk.has_arrays:
@@ -98,14 +98,14 @@ def survey(path: str) -> list[Found]:
     return sorted(found, key=lambda f: natural(f.name))
 
 
-def _survey_one(path: str, store: Store) -> list[Found]:
+def _survey_one(where: Location, store: Store) -> list[Found]:
     """The checkpoint at a path that is not a directory with files: a file, the stem of several files, or nothing."""
-    target = find(path)
+    target = find(where)
     if not isinstance(target, Exchange):
         if isinstance(store, LocalStore) and store.identity("") is None:
-            raise CheckpointNotFoundError(f"{location(path)} does not exist")
+            raise CheckpointNotFoundError(f"{where} does not exist")
         return []
-    found = look(target.where, os.path.basename(target.where))
+    found = look(where.with_name(target.single), target.single)
     if found.state == "unreadable":
         raise CheckpointNotFoundError(found.problem or "")
     return [found]
@@ -117,12 +117,12 @@ class _Walk:
 
     has_arrays: bool = False
 
-    def visit(self, where: str, name: str, depth: int, above: frozenset[object]) -> Iterator[Found]:
+    def visit(self, where: Location, name: str, depth: int, above: frozenset[object]) -> Iterator[Found]:
         store = store_at(where)
         try:
             inside = store.children("")
         except OSError as error:
-            yield Found(where, name, "unreadable", "directory", problem=str(error))
+            yield Found(str(where), name, "unreadable", "directory", problem=str(error))
             return
         identity = store.identity("")  # None in a bucket, which has no links that could lead back up
         if depth > _DEEPEST or (identity is not None and identity in above):
@@ -142,7 +142,9 @@ class _Walk:
         yield from _exchange_files(where, name, [n for n in inside if n not in taken])
         yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
 
-    def _below(self, where: str, name: str, inside: list[str], depth: int, above: frozenset[object]) -> Iterator[Found]:
+    def _below(
+        self, where: Location, name: str, inside: list[str], depth: int, above: frozenset[object]
+    ) -> Iterator[Found]:
         """Walk the subdirectories. Arrays without an index belong to the topmost directory that has nothing else."""
         any_found = False
         bare: list[str] = []
@@ -150,9 +152,7 @@ class _Walk:
         for child in inside:
             if child.startswith("."):
                 continue
-            for found in self.visit(
-                sibling(where, f"{where}/{child}"), f"{name}/{child}" if name else child, depth + 1, above
-            ):
+            for found in self.visit(where / child, f"{name}/{child}" if name else child, depth + 1, above):
                 any_found = True
                 yield found
             if self.has_arrays:
@@ -160,30 +160,30 @@ class _Walk:
                 self.has_arrays = False
         if any_found:
             for child in bare:
-                yield look(sibling(where, f"{where}/{child}"), f"{name}/{child}" if name else child, unindexed=True)
+                yield look(where / child, f"{name}/{child}" if name else child, unindexed=True)
             self.has_arrays = before
         else:
             self.has_arrays = before or bool(bare)
 
 
-def _exchange_files(where: str, name: str, inside: list[str]) -> Iterator[Found]:
+def _exchange_files(where: Location, name: str, inside: list[str]) -> Iterator[Found]:
     """Safetensors files, shards of one checkpoint together, and saves of such files that left only control files."""
     control = f"{SUFFIX}.shardkeep"
     left = [child[1 : -len(control)] for child in inside if child.startswith(".") and child.endswith(control)]
     for base in dict.fromkeys([*left, *exchange_bases(inside)]):
         file = base + SUFFIX
-        found = look(sibling(where, f"{where}/{file}"), f"{name}/{file}" if name else file)
+        found = look(where / file, f"{name}/{file}" if name else file)
         if not found.absent:
             yield found
 
 
-def look(path: str, name: str, unindexed: bool = False) -> Found:
-    """The checkpoint at one path. A problem with it is a state, not an error."""
+def look(where: Location, name: str, unindexed: bool = False) -> Found:
+    """The checkpoint at one place. A problem with it is a state, not an error."""
     target: Target | None = None
     manifest: Manifest | None = None
-    kind = "exchange" if path.endswith(SUFFIX) else "directory"
+    kind = "exchange" if where.name.endswith(SUFFIX) else "directory"
     try:
-        target = find(path)
+        target = find(where)
         manifest = target.read()
         if all(tree.format == "foreign" for tree in manifest.trees.values()):
             exchange = isinstance(target, Exchange)
@@ -191,8 +191,8 @@ def look(path: str, name: str, unindexed: bool = False) -> Found:
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
         absent = isinstance(error, CheckpointNotFoundError)
-        return Found(path, name, _state(error, target), kind, target, manifest, str(error), absent)
-    return Found(path, name, "unindexed" if unindexed else "complete", kind, target, manifest)
+        return Found(str(where), name, _state(error, target), kind, target, manifest, str(error), absent)
+    return Found(str(where), name, "unindexed" if unindexed else "complete", kind, target, manifest)
 
 
 def _state(error: Exception, target: Target | None) -> State:

@@ -17,7 +17,7 @@ from shardkeep.loading.shardings import Rules
 from shardkeep.model.tree import flatten
 from shardkeep.processes.operation import join
 from shardkeep.saving.save import SaveRequest, run_save, start_save
-from shardkeep.stores.location import any_path_text, name_path
+from shardkeep.stores.location import any_path_text, location, name_path
 
 
 def is_array_like(x: Any) -> bool:
@@ -92,7 +92,7 @@ def tree_serialize_leaves(
     """
     with join(f"saving to {name_path(checkpoint_dir)}") as operation:
         path = any_path_text(checkpoint_dir, "tree_serialize_leaves(checkpoint_dir, pytree)")
-        target = new_target(path, "zarr", None, None, directory=True)
+        target = new_target(location(path), "zarr", None, None, directory=True)
         request = SaveRequest(target, pytree, prefix, None, True, write_index)
         if manager is None:
             run_save(replace(request, on_commit=commit_callback), operation)
@@ -139,10 +139,10 @@ def tree_deserialize_leaves(
     (2,)
     """
     with join(f"loading {name_path(checkpoint_dir)}") as operation:
-        path = any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)")
+        place = location(any_path_text(checkpoint_dir, "tree_deserialize_leaves(checkpoint_dir, mesh)"))
         if manager is not None:
             manager.wait_until_finished()
-        with missing_first(path):
+        with missing_first(place):
             refuse_unsaid_layout(mesh, partition_rules, shardings)
             request = Request(
                 prefix=prefix,
@@ -154,5 +154,5 @@ def tree_deserialize_leaves(
                 in_flight=checked_chunk_size(chunk_size),
                 callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
             )
-            skeleton, leaves, _ = load_request(path, request, operation)
+            skeleton, leaves, _ = load_request(place, request, operation)
     return as_dict(skeleton, leaves)

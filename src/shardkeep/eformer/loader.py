@@ -25,7 +25,7 @@ from shardkeep.model.manifest import Tree
 from shardkeep.model.reports import rate_of
 from shardkeep.model.tree import Skeleton, nest
 from shardkeep.processes.operation import Operation, join
-from shardkeep.stores.location import BucketPath, any_path_text, name_path
+from shardkeep.stores.location import Location, any_path_text, location, name_path
 
 log = logging.getLogger("shardkeep")
 
@@ -90,7 +90,7 @@ class CheckpointLoader:
             warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
             prefix = prefix_filter if prefix is None else prefix
         call = "load(path, mesh)"
-        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
+        with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
             request = Request(
                 prefix=prefix,
                 mesh=mesh,
@@ -105,7 +105,7 @@ class CheckpointLoader:
                 verbose=self.verbose,
             )
             refuse_unsaid_layout(mesh, partition_rules, shardings)
-            return self._load_dict(path, request, validate, operation)
+            return self._load_dict(place, request, validate, operation)
 
     def load_pytree(
         self,
@@ -142,7 +142,7 @@ class CheckpointLoader:
             The tree, and the extras.
         """
         call = "load_pytree(path, mesh)"
-        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
+        with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
             request = Request(
                 template=template,
                 prefix=prefix,
@@ -158,7 +158,7 @@ class CheckpointLoader:
                 callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            skeleton, leaves, tree = self._load(path, request, None, operation)
+            skeleton, leaves, tree = self._load(place, request, None, operation)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
 
     def load_tree_parallel(
@@ -187,9 +187,9 @@ class CheckpointLoader:
             The tree, and the `CheckpointMetadata` as a dict.
         """
         call = "load_tree_parallel(path)"
-        with join(f"loading {name_path(path)}") as operation, missing_first(path := self._located(path, call)):
+        with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
             name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
-            prefix = None if name is None else self._prefix_named(path, name)
+            prefix = None if name is None else self._prefix_named(place, name)
             request = Request(
                 prefix=prefix,
                 include=None if name is None or prefix is not None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
@@ -201,7 +201,7 @@ class CheckpointLoader:
                 callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            return self._load_dict(path, request, validate, operation)
+            return self._load_dict(place, request, validate, operation)
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
@@ -220,7 +220,7 @@ class CheckpointLoader:
             path: The directory, or the index file in it.
         """
         try:
-            _, manifest = open_checkpoint(CheckpointLoader.safe_loadpath(path))
+            _, manifest = open_checkpoint(location(CheckpointLoader.safe_loadpath(path)))
         except (OSError, ValueError):
             return False
         return any(has_zarr_arrays(tree) for tree in manifest.trees.values())
@@ -238,41 +238,42 @@ class CheckpointLoader:
         if self.verbose:
             log.warning("%s %s", what, report)
 
-    def _located(self, path: Any, call: str = "") -> str:
+    def _located(self, path: Any, call: str = "") -> Location:
         text = without_index(any_path_text(path, call))
         if self.gcs_bucket is not None and text and "://" not in text and not os.path.isabs(text):
-            return BucketPath(f"gs://{self.gcs_bucket}/{text}", self.gcs_credentials_path)
-        return BucketPath(text, self.gcs_credentials_path) if text.startswith("gs://") else text
+            text = f"gs://{self.gcs_bucket}/{text}"
+        place = location(text)
+        return replace(place, key_file=self.gcs_credentials_path) if place.scheme == "gs" else place
 
-    def _prefix_named(self, path: Any, name: str) -> str | None:
+    def _prefix_named(self, place: Location, name: str) -> str | None:
         """`name` as a prefix, if it is one and a load without it would be ambiguous."""
-        trees = open_checkpoint(self._located(path))[1].trees
+        trees = open_checkpoint(place)[1].trees
         prefix = name.replace("/", ".")
         return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
 
     def _load_dict(
-        self, path: Any, request: Request, validate: bool | None, operation: Operation
+        self, place: Location, request: Request, validate: bool | None, operation: Operation
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        skeleton, leaves, tree = self._load(path, request, validate, operation)
+        skeleton, leaves, tree = self._load(place, request, validate, operation)
         return as_dict(skeleton, leaves), metadata_of(tree)
 
     def _load(
-        self, path: Any, request: Request, validate: bool | None, operation: Operation
+        self, place: Location, request: Request, validate: bool | None, operation: Operation
     ) -> tuple[Skeleton, list[Any], Tree]:
         started = time.perf_counter()
-        skeleton, leaves, tree = load_request(self._located(path), self._validated(path, request, validate), operation)
+        skeleton, leaves, tree = load_request(place, self._validated(place, request, validate), operation)
         seconds = time.perf_counter() - started
         rate = rate_of(tree.nbytes, seconds)
-        self._tell("loaded", f"{path}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
+        self._tell("loaded", f"{place}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
         return skeleton, leaves, tree
 
-    def _validated(self, path: Any, request: Request, validate: bool | None) -> Request:
+    def _validated(self, place: Location, request: Request, validate: bool | None) -> Request:
         """The request with the checks that `validate` asks for."""
         if validate is False:
             return replace(request, verify=False)
         if not (self.enable_validation if validate is None else validate):
             return request
-        _, manifest = open_checkpoint(self._located(path))
+        _, manifest = open_checkpoint(place)
         return replace(request, check=checker(manifest, manifest.tree(request.prefix), validate is True))
 
 

@@ -1,42 +1,36 @@
 """Paths in eFormer's API: path objects, names of files in them, Google Cloud Storage."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.foreign.eformer import INDEX
 from shardkeep.model.naming import base_of_shard
-from shardkeep.stores.location import any_path_text, anywhere, exists
+from shardkeep.stores.location import Location, any_path_text, anywhere, exists
 
 
+@dataclass(frozen=True, repr=False)
 class LoadPath:
-    """A path or URL with `/`, `str()` and `exists()`."""
+    """A path or URL, as it was given, with `/`, `str()` and `exists()`."""
 
-    def __init__(self, text: object) -> None:
-        self._text = any_path_text(text, "LoadPath(text)")
+    text: str
 
     def __truediv__(self, name: object) -> "LoadPath":
         # Numbers are fine as names: directories of steps are called 100, 200, ...
         below = str(name) if isinstance(name, int) else any_path_text(name, "LoadPath / name")
-        return LoadPath(f"{self._text.rstrip('/')}/{below.lstrip('/')}")
+        return LoadPath(str(Location(self.text) / below.lstrip("/")))
 
     def __str__(self) -> str:
-        return self._text
+        return self.text
 
-    def __fspath__(self) -> str:
-        return self._text
+    __fspath__ = __str__
 
     def __repr__(self) -> str:
-        return f"LoadPath({self._text!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoadPath) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+        return f"LoadPath({self.text!r})"
 
     def exists(self) -> bool:
         """Whether there is a file or directory at the path."""
-        return exists(anywhere(self._text))
+        return exists(anywhere(self.text))
 
 
 def without_index(path: str) -> str:

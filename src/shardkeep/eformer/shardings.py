@@ -15,7 +15,7 @@ from shardkeep.loading.place import apply_function
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.tree import flatten, nest
-from shardkeep.stores.location import any_path_text
+from shardkeep.stores.location import any_path_text, location
 
 log = logging.getLogger("shardkeep")
 
@@ -74,7 +74,7 @@ def create_sharding_tree_from_index(
             `/`), `shape` and `dtype`, or None (replicated on `mesh`, or over all devices).
     """
     call = "create_sharding_tree_from_index(checkpoint_dir, mesh)"
-    _, manifest = open_checkpoint(any_path_text(checkpoint_dir, call))
+    _, manifest = open_checkpoint(location(any_path_text(checkpoint_dir, call)))
     arrays = manifest.tree(prefix).arrays
     return nest([(leaf.path, _sharding_for(leaf, mesh, default_sharding)) for leaf in arrays])
 

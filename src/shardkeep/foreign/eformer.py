@@ -28,8 +28,7 @@ from shardkeep.model.naming import prefix_directory
 from shardkeep.model.nodes import LEAF, Node, find_class
 from shardkeep.model.tree import Path, Skeleton, flatten, name_children, nest
 from shardkeep.model.values import is_plain
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL
+from shardkeep.stores.base import CONTROL, Store
 
 log = logging.getLogger("shardkeep")
 

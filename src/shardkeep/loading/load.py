@@ -18,9 +18,8 @@ from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import LEADER, Operation, join
 from shardkeep.runtime.collector import collector
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL
-from shardkeep.stores.location import name_path, path_text
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.location import Location, location, name_path
 
 log = logging.getLogger("shardkeep")
 
@@ -105,8 +104,8 @@ def load(
     {'step': 7}
     """
     with join(f"loading {name_path(path)}") as operation:
-        path = path_text(path, "load(path)")
-        with missing_first(path):
+        place = location(path, "load(path)")
+        with missing_first(place):
             mmap = mmap if mapped is None else mapped
             if not isinstance(mmap, bool):
                 raise ValueError(f"mmap must be True or False, not {mmap!r}")
@@ -126,7 +125,7 @@ def load(
                 verbose=progress,
                 per_process=per_process,
             )
-            skeleton, leaves, _ = load_request(path, request, operation)
+            skeleton, leaves, _ = load_request(place, request, operation)
     return skeleton.rebuild(leaves)
 
 
@@ -174,7 +173,7 @@ def abstract(
     >>> shardkeep.load(tmp / "trained", template=template)["momentum"]
     Ellipsis
     """
-    _, manifest = open_checkpoint(path_text(path, "abstract(path)"))
+    _, manifest = open_checkpoint(location(path, "abstract(path)"))
     request = Request(
         prefix=prefix,
         include=_pattern(include),
@@ -198,7 +197,7 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
         raise ValueError(f"include={include!r} is not a valid regular expression: {error}") from None
 
 
-def load_request(path: object, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
+def load_request(path: Location, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
     operation.specify(f"loading {path}")
     asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
@@ -224,7 +223,7 @@ def load_request(path: object, request: Request, operation: Operation) -> tuple[
     )
 
 
-def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | None]:
+def _open_same(path: Location, operation: Operation) -> tuple[Store, Manifest | None]:
     """The checkpoint that the leader sees; no manifest if this process sees a different one."""
     if operation.leads:
         store, manifest = open_checkpoint(path)
@@ -242,7 +241,7 @@ def _open_same(path: object, operation: Operation) -> tuple[Store, Manifest | No
 
 
 def _try_load(
-    path: object, store: Store, manifest: Manifest, request: Request, operation: Operation
+    path: Location, store: Store, manifest: Manifest, request: Request, operation: Operation
 ) -> tuple[Skeleton, list[Any], Tree] | None:
     """What was asked for, or None if the checkpoint was replaced meanwhile."""
     try:

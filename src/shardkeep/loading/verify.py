@@ -19,7 +19,7 @@ from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.memory import aligned_empty
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.stores.base import Store, StoredFile
-from shardkeep.stores.location import path_text
+from shardkeep.stores.location import Location, location, path_text
 from shardkeep.targets.transaction import Target
 
 _PART = 16 << 20
@@ -51,19 +51,20 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     True
     """
     started = time.perf_counter()
-    path = path_text(path, "verify(path)")
+    place = location(path, "verify(path)")
     try:
-        store, manifest = open_checkpoint(path)
+        store, manifest = open_checkpoint(place)
     except IntegrityError as error:
-        target = find(path)
+        target = find(place)
         where = target.store.locate(_document_of(target))
-        return VerifyReport(str(path), 0, 0, time.perf_counter() - started, 0, (Problem(None, where, str(error)),))
+        problem = Problem(None, where, str(error))
+        return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
     trees = [manifest.tree(prefix)] if prefix is not None else list(manifest.trees.values())
     total = sum(file.size for tree in trees for file in tree.files)
-    with Bar(f"checking {path}", total) if progress else nullcontext(lambda _: None) as show:
+    with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
         check = _Check(store, manifest, show)
         run_tasks((task for tree in trees for task in check.tasks(tree)), store.concurrency)
-    if check.problems and _was_replaced(path, manifest):
+    if check.problems and _was_replaced(place, manifest):
         return verify(path, prefix=prefix, progress=progress)  # it looked damaged while it was being replaced
     return VerifyReport(
         path=manifest.path,
@@ -88,9 +89,9 @@ def _carries_no_digests(leaf: StoredArray) -> bool:
     return isinstance(leaf.origin, ForeignArray) or any(piece.digests is None for piece in leaf.pieces)
 
 
-def _was_replaced(path: object, manifest: Manifest) -> bool:
+def _was_replaced(place: Location, manifest: Manifest) -> bool:
     try:
-        return open_checkpoint(path)[1].save_id != manifest.save_id
+        return open_checkpoint(place)[1].save_id != manifest.save_id
     except (OSError, IntegrityError):
         return False
 

@@ -45,7 +45,7 @@ from shardkeep.saving.parts import close, describe, hand_in, outline, settle
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
 from shardkeep.saving.write import NewFiles, write_files
-from shardkeep.stores.location import name_path, path_text
+from shardkeep.stores.location import location, name_path
 from shardkeep.targets.transaction import Target, Turn, begin, commit, leave, outcome, refuse_existing, refuse_foreign
 
 _NOTHING = Snapshot((), ())
@@ -100,7 +100,7 @@ def save(
     100
     """
     with join(f"saving to {name_path(path)}") as operation:
-        target = new_target(path_text(path, "save(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step)
         return run_save(request, operation)
 
@@ -152,7 +152,7 @@ def save_async(
     1
     """
     with join(f"saving to {name_path(path)}") as operation:
-        target = new_target(path_text(path, "save_async(path, tree)"), format, compression, max_shard_size)
+        target = new_target(location(path, "save_async(path, tree)"), format, compression, max_shard_size)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
         return PendingSave(start_save(request, operation))
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from shardkeep.runtime.scopes import Scope
 
+CONTROL = ".shardkeep"  # the name of the control directory of a checkpoint directory
+
 
 class StoredFile(AbstractContextManager["StoredFile"], Protocol):
     """An open file of a checkpoint."""

@@ -1,36 +1,81 @@
-"""From a path or URL to a Store: which objects are paths, what they mean, and what is there."""
+"""Where a checkpoint is: which objects are paths, which place they mean, and what is there."""
 
 import numbers
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes
 
 from shardkeep.errors import PathError, PathTypeError, an
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL, LocalStore
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.local.store import LocalStore
 
 if TYPE_CHECKING:
-    from shardkeep.stores.bucket.store import CloudStore
+    from shardkeep.stores.bucket.store import BucketStore
 
-URLS = ("gs://", "s3://")
 _ONE_SLASH = re.compile(r"\A(gs:|s3:|file:)/(?!/)")
 _SCHEME = re.compile(r"\A(gs|s3|file):/")
 _READERS = ("load", "abstract", "inspect", "verify", "delete", "tree_deserialize_leaves")  # of what `latest` may return
 _NEVER_PATHS = (numbers.Number, bytes, bytearray, memoryview, Mapping, Set, Sequence, Iterator)
 
 
-class BucketPath(str):
-    """A bucket URL with credentials of its own: `key_file` is the path of a service-account file."""
+@dataclass(frozen=True)
+class Location:
+    """A place for files: an absolute path, or the URL of a bucket or of a place in one. `location` makes them.
 
-    __slots__ = ("key_file",)
+    Args:
+        text: The path or URL, without a `/` at the end.
+        key_file: The service-account file to use for a bucket, in place of the usual credentials.
 
-    def __new__(cls, url: str, key_file: str | None = None) -> "BucketPath":
-        made = super().__new__(cls, url)
-        made.key_file = key_file
-        return made
+    >>> run = Location("gs://bucket/run")
+    >>> str(run / "step_1"), run.name, run.parent
+    ('gs://bucket/run/step_1', 'run', Location(text='gs://bucket', key_file=None))
+    """
+
+    text: str
+    key_file: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __truediv__(self, name: str) -> "Location":
+        return replace(self, text=f"{self.text.rstrip('/')}/{name}")
+
+    @property
+    def is_url(self) -> bool:
+        """Whether it is in a bucket."""
+        return self.text.startswith(("gs://", "s3://"))
+
+    @property
+    def scheme(self) -> str:
+        """`gs` or `s3`; empty for a local path."""
+        return self.text[:2] if self.is_url else ""
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is a whole bucket."""
+        return self.is_url and self.text.count("/") == 2
+
+    @property
+    def name(self) -> str:
+        """The part after the last `/`."""
+        return os.path.basename(self.text)
+
+    @property
+    def parent(self) -> "Location":
+        """What contains it. A bucket and the root directory are their own parents."""
+        return self if self.is_bucket else replace(self, text=os.path.dirname(self.text))
+
+    def with_name(self, name: str) -> "Location":
+        """Another place in the same parent."""
+        return self.parent / name
+
+    def resolve(self) -> "Location":
+        """The same place by the path that no symbolic link is part of; a URL as it is."""
+        return self if self.is_url else Location(os.path.realpath(self.text))
 
 
 def path_text(path: object, call: str = "") -> str:
@@ -110,50 +155,49 @@ def _not_a_path(path: object, call: str) -> PathTypeError:
     return PathTypeError(f"{start}the path comes {order}; got {kind} as path (did you swap the arguments?)")
 
 
-def location(path: object) -> str:
-    """The place that a path or URL names, as text: an absolute path, or a bucket URL. `PathError` if it cannot be used.
+def location(path: object, call: str = "") -> Location:
+    """The place that a path or URL names. `PathError` if it cannot be used, `PathTypeError` if it is no path.
 
     `file://` URLs become paths. The root directory is refused: it is never meant, and searching it for checkpoints
     would walk the whole disk.
 
-    >>> location("file:///tmp/run%201"), location("gs://bucket/run/")
+    Args:
+        path: What the caller passed, as `path_text` takes it.
+        call: The call, for the message.
+
+    >>> str(location("file:///tmp/run%201")), str(location("gs://bucket/run/"))
     ('/tmp/run 1', 'gs://bucket/run')
     """
-    place = anywhere(path)
-    if _is_root(place):
+    place = anywhere(path, call)
+    try:
+        # Also as `//`, or through a symbolic link.
+        is_root = not place.is_url and (not place.text.strip(os.sep) or os.path.samefile(place.text, os.sep))
+    except OSError:  # it does not exist or is not accessible, which shows when it is used
+        is_root = False
+    if is_root:
         raise PathError(f"{path_text(path)!r} is the root directory; pass another directory for the checkpoint")
     return place
 
 
-def anywhere(path: object) -> str:
+def anywhere(path: object, call: str = "") -> Location:
     """Like `location`, but the root directory is allowed."""
-    text = path_text(path)
+    text = path_text(path, call)
     if not text or "\0" in text:
         raise PathError(f"not a path: {text!r} {'contains a NUL character' if text else 'is empty'}")
     # `pathlib` turns two slashes into one. Nobody means a directory called "gs:".
     text = _ONE_SLASH.sub(lambda found: found[1] + ("///" if found[1] == "file:" else "//"), text)
     if text.startswith("file://"):
-        return os.path.abspath(_path_in(text))
-    if text.startswith(URLS):
-        return _bucket_location(text, getattr(path, "key_file", None))
+        return Location(os.path.abspath(_path_in(text)))
+    if Location(text).is_url:
+        return _in_bucket(text)
     if "://" in text:
         raise PathError(f"{text!r}: unknown URL scheme; use a local path, file://, gs:// or s3://")
     try:
-        return os.path.abspath(os.path.expanduser(text))
+        return Location(os.path.abspath(os.path.expanduser(text)))
     except FileNotFoundError as error:
         raise PathError(
             f"{text!r} is a relative path, and the working directory no longer exists; pass an absolute path"
         ) from error
-
-
-def _is_root(place: str) -> bool:
-    """Whether a local path is the root directory, also through a symbolic link or as `//`."""
-    if place.startswith(URLS):
-        return False
-    try:
-        return not place.strip(os.sep) or os.path.samefile(place, os.sep)
-    except OSError:  # it does not exist or is not accessible, which shows when it is used
-        return False
 
 
 def _path_in(url: str) -> str:
@@ -169,64 +213,49 @@ def _path_in(url: str) -> str:
     return slash + os.fsdecode(path)
 
 
-def _bucket_location(url: str, key_file: str | None) -> BucketPath:
+def _in_bucket(url: str) -> Location:
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.rstrip("/").partition("/")
     if not bucket:
         raise PathError(f"{url!r} names no bucket; write {scheme}://bucket/path")
     if name and any(part in ("", ".", "..") for part in name.split("/")):
         raise PathError(f"{url!r} contains an empty part, '.' or '..'")
-    return BucketPath(f"{scheme}://{bucket}/{name}".rstrip("/"), key_file)
+    return Location(f"{scheme}://{bucket}/{name}".rstrip("/"))
 
 
-def store_at(place: str, control: str = CONTROL, confined: bool = True) -> Store:
+def store_at(place: Location, control: str = CONTROL, confined: bool = True) -> Store:
     """The store for a directory or a bucket prefix.
 
     Args:
-        place: A path or URL as `location` returns it.
+        place: The directory or the prefix.
         control: The name of the control directory in it.
         confined: Whether everything below it belongs to the checkpoint.
     """
-    return _in_bucket(place, control, confined) if place.startswith(URLS) else LocalStore(place, control, confined)
+    return _bucket_store(place, control, confined) if place.is_url else LocalStore(place.text, control, confined)
 
 
-def _in_bucket(place: str, control: str = CONTROL, whole: bool = True) -> "CloudStore":
+def _bucket_store(place: Location, control: str = CONTROL, whole: bool = True) -> "BucketStore":
     # Imported here because the client for buckets takes a tenth of a second to import.
     from shardkeep.stores.bucket.credentials import Bucket
-    from shardkeep.stores.bucket.store import CloudStore
+    from shardkeep.stores.bucket.store import BucketStore
 
-    scheme, _, rest = place.partition("://")
+    scheme, _, rest = place.text.partition("://")
     bucket, _, prefix = rest.partition("/")
-    return CloudStore(Bucket(scheme, bucket, getattr(place, "key_file", None)), prefix, control, whole)
+    return BucketStore(Bucket(scheme, bucket, place.key_file), prefix, control, whole)
 
 
-def parent_and_name(place: str) -> tuple[str, str]:
-    """The directory of a place, and its name there."""
-    return sibling(place, os.path.dirname(place)), os.path.basename(place)
-
-
-def sibling(place: str, text: str) -> str:
-    """Another place, with the credentials of `place`."""
-    return BucketPath(text, place.key_file) if isinstance(place, BucketPath) else text
-
-
-def is_directory(place: str) -> bool:
+def is_directory(place: Location) -> bool:
     """Whether there is a directory, or objects below a bucket prefix."""
-    return not _in_bucket(place).is_empty() if place.startswith(URLS) else os.path.isdir(place)
+    return not _bucket_store(place).is_empty() if place.is_url else os.path.isdir(place.text)
 
 
-def exists(place: str) -> bool:
+def exists(place: Location) -> bool:
     """Whether there is anything: a file, an object, a directory, or objects below a bucket prefix."""
-    if not place.startswith(URLS):
-        return os.path.lexists(place)
-    return is_file(place) or is_directory(place)
+    return is_file(place) or is_directory(place) if place.is_url else os.path.lexists(place.text)
 
 
-def is_file(place: str) -> bool:
+def is_file(place: Location) -> bool:
     """Whether there is a file or an object of exactly this name."""
-    if not place.startswith(URLS):
-        return os.path.isfile(place)
-    parent, name = parent_and_name(place)
-    if not parent.startswith(URLS):  # a bucket is not a file
-        return False
-    return store_at(parent, confined=False).size(name) is not None
+    if not place.is_url:
+        return os.path.isfile(place.text)
+    return not place.is_bucket and store_at(place.parent, confined=False).size(place.name) is not None

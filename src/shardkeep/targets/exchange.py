@@ -35,7 +35,7 @@ from shardkeep.model.document import encode_manifest
 from shardkeep.model.manifest import DataFile, Manifest, Tree
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
 from shardkeep.model.tree import Path
-from shardkeep.stores.location import exists, parent_and_name, sibling, store_at
+from shardkeep.stores.location import Location, exists, store_at
 from shardkeep.targets.base import Turn
 from shardkeep.targets.running import explain_unfinished, recorded_names
 from shardkeep.targets.shards import (
@@ -328,29 +328,29 @@ class Exchange(ExchangeFiles):
         self.store.replace(self.index, seal(text) if ours else text)
 
 
-def exchange_at(place: str, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
+def exchange_at(place: Location, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
     """The exchange files that `place` names: the file, the index, any shard, or what their names have in common."""
-    directory, name = parent_and_name(place)
+    name = place.name
     if name.endswith(INDEX):
         base = name[: -len(INDEX)]
     elif name.endswith(SUFFIX):
         base = name[: -len(SUFFIX)]
         common = base_of_shard(name)
-        if common != base and exists(sibling(place, f"{directory}/{common}{INDEX}")):
+        if common != base and exists(place.with_name(common + INDEX)):
             base = common
     else:
         base = name
-    return Exchange(store_at(directory, control=f".{base}{SUFFIX}.shardkeep", confined=False), base, shard_size)
+    return Exchange(store_at(place.parent, control=f".{base}{SUFFIX}.shardkeep", confined=False), base, shard_size)
 
 
-def exchange_in(directory: str, names: Sequence[str]) -> Exchange | None:
+def exchange_in(directory: Location, names: Sequence[str]) -> Exchange | None:
     """The exchange files in a directory, named as Hugging Face does; None if there are none."""
     for ending in (INDEX, SUFFIX):
         bases = [n[: -len(ending)] for n in names if n.endswith(ending) and not n.startswith(".")]
         if ending == SUFFIX:
             bases = [b for b in bases if not SHARD_END.search(b)]
         if "model" in bases or len(bases) == 1:
-            return exchange_at(sibling(directory, f"{directory}/{'model' if 'model' in bases else bases[0]}{ending}"))
+            return exchange_at(directory / f"{'model' if 'model' in bases else bases[0]}{ending}")
         if bases:
             listed = ", ".join(b + ending for b in bases)
             raise CheckpointNotFoundError(

@@ -3,7 +3,6 @@
 import datetime
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,9 +12,8 @@ from shardkeep.foreign.recognize import name_foreign
 from shardkeep.foreign.registry import is_recognized
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.runtime.crew import run_tasks
-from shardkeep.stores.base import Store
-from shardkeep.stores.local.store import CONTROL
-from shardkeep.stores.location import URLS, exists, is_directory, location, parent_and_name, sibling, store_at
+from shardkeep.stores.base import CONTROL, Store
+from shardkeep.stores.location import Location, exists, is_directory, store_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.directory import Directory
@@ -30,27 +28,26 @@ _TRIES = 100  # how often sizes are checked again because writers keep replacing
 T = TypeVar("T")
 
 
-def find(path: object) -> Target:
-    """What is at `path`: a checkpoint directory, exchange files, or another program's safetensors files."""
-    place = location(path)
+def find(place: Location) -> Target:
+    """What is at a place: a checkpoint directory, exchange files, or another program's safetensors files."""
     store = store_at(place)
     inside = store.children("")
-    if inside or (not place.startswith(URLS) and is_directory(place)):
+    if inside or (not place.is_url and is_directory(place)):
         return _find_inside(place, store, inside)
-    if place.startswith(URLS) and place.count("/") == 2:  # an empty bucket
+    if place.is_bucket:  # an empty one
         return Directory(store)
-    if place.endswith(f"/{MANIFEST}") and exists(place):
-        return Directory(store_at(parent_and_name(place)[0]))
-    if place.endswith((SUFFIX, INDEX)) or any(exists(sibling(place, place + end)) for end in (SUFFIX, INDEX)):
+    if place.name == MANIFEST and exists(place):
+        return Directory(store_at(place.parent))
+    if place.name.endswith((SUFFIX, INDEX)) or any(exists(place.with_name(place.name + e)) for e in (SUFFIX, INDEX)):
         return exchange_at(place)
     if exists(place):
-        what = name_foreign([os.path.basename(place)])
+        what = name_foreign([place.name])
         known = f"it is {what}, which this version of shardkeep cannot read" if what else "it is not a safetensors file"
         raise CheckpointNotFoundError(f"no checkpoint at {place}: {known}")
     return Directory(store)
 
 
-def _find_inside(place: str, store: Store, inside: Sequence[str]) -> Target:
+def _find_inside(place: Location, store: Store, inside: Sequence[str]) -> Target:
     """What is in a directory that has these names in it."""
     directory = Directory(store)
     ours = CONTROL in inside or (MANIFEST in inside and directory.foreign_document(inside) is None)
@@ -73,16 +70,16 @@ class Found:
         return find_damage(self.target.store, self.manifest.trees.values(), self.described)
 
 
-def look(place: str, search: bool = True) -> Found:
+def look(place: Location, search: bool = True) -> Found:
     """The checkpoint at a place; an error if there is none.
 
     In a bucket, our manifest is asked for by name before anything is listed.
 
     Args:
-        place: A path or URL as `location` returns it.
+        place: The directory or file.
         search: Whether a directory without any document is searched for arrays of other programs.
     """
-    if place.startswith(URLS) and not place.endswith((SUFFIX, INDEX, MANIFEST)):
+    if place.is_url and not place.name.endswith((SUFFIX, INDEX, MANIFEST)):
         directory = Directory(store_at(place))
         manifest = directory.read_manifest()
         if manifest is not None and manifest.trees:
@@ -93,7 +90,7 @@ def look(place: str, search: bool = True) -> Found:
     return Found(target, target.read())
 
 
-def _look_at_documents(place: str) -> Found:
+def _look_at_documents(place: Location) -> Found:
     return look(place, search=False)
 
 
@@ -123,11 +120,11 @@ class TooManyError(Exception):
     """More manifests would have to be read than was allowed."""
 
 
-def find_newest(place: str, warn: Callable[..., None], most: float = math.inf) -> str | None:
+def find_newest(place: Location, warn: Callable[..., None], most: float = math.inf) -> Location | None:
     """The newest complete checkpoint in a directory, or the place itself; None if there is none.
 
     Args:
-        place: A path or URL as `location` returns it.
+        place: The directory.
         warn: Called, like a method of a logger, for what is damaged or unreadable and so skipped.
         most: How many of the names in the directory may be looked at before this raises `TooManyError`.
     """
@@ -154,14 +151,14 @@ def find_newest(place: str, warn: Callable[..., None], most: float = math.inf) -
 class _Search:
     """Looks at the checkpoints in one directory."""
 
-    def __init__(self, place: str, warn: Callable[..., None], most: float) -> None:
+    def __init__(self, place: Location, warn: Callable[..., None], most: float) -> None:
         self._place, self._warn, self._most = place, warn, most
         self.store = store_at(place)
         self._found: dict[str, Found] = {}
-        self._skipped: set[str] = set()  # what the user was told about
+        self._skipped: set[Location] = set()  # what the user was told about
 
-    def locate(self, name: str) -> str:
-        return sibling(self._place, f"{self._place}/{name}" if name else self._place)
+    def locate(self, name: str) -> Location:
+        return self._place / name if name else self._place
 
     def look_at_root(self, inside: Sequence[str]) -> Found | None:
         """The directory itself if it is a checkpoint, or what is at a path that is not a directory."""
@@ -195,7 +192,7 @@ class _Search:
     def is_complete(self, name: str) -> bool:
         """Whether all files of a checkpoint are there with their sizes; warns if not."""
 
-        def again(place: str) -> Found:
+        def again(place: Location) -> Found:
             return self._found.pop(name, None) or _look_at_documents(place)
 
         checked = self._try(name, lambda place: find_complete(lambda: again(place)))
@@ -203,15 +200,15 @@ class _Search:
             self._warn("skipping %s, which is damaged: %s", self.locate(name), checked[1])
         return checked is not None and checked[1] is None
 
-    def _keep(self, name: str, looking: Callable[[str], Found]) -> None:
+    def _keep(self, name: str, looking: Callable[[Location], Found]) -> None:
         try:
             found = self._try(name, looking)
         except NewerFormatError:  # it counts: `load` says what to do
-            found = Found(Directory(store_at(self.locate(name))), Manifest(self.locate(name), "", {}))
+            found = Found(Directory(store_at(self.locate(name))), Manifest(str(self.locate(name)), "", {}))
         if found is not None:
             self._found[name] = found
 
-    def _try(self, name: str, action: Callable[[str], T]) -> T | None:
+    def _try(self, name: str, action: Callable[[Location], T]) -> T | None:
         """What an action gives for a checkpoint; None, and perhaps a warning, for what is not one."""
         place = self.locate(name)
         try:

@@ -19,13 +19,13 @@ from shardkeep.stores import base
 from shardkeep.stores.bucket import leases, objects
 from shardkeep.stores.bucket import store as cloud
 from shardkeep.stores.bucket.credentials import Bucket
-from shardkeep.stores.bucket.store import CloudStore
-from shardkeep.stores.location import store_at
+from shardkeep.stores.bucket.store import BucketStore
+from shardkeep.stores.location import location, store_at
 from support import assert_same, hold, pattern, run_python
 
 
-def store_of(place: Place, whole: bool = True) -> CloudStore:
-    return CloudStore(Bucket(place.scheme, "bucket"), place.prefix, ".shardkeep", whole)
+def store_of(place: Place, whole: bool = True) -> BucketStore:
+    return BucketStore(Bucket(place.scheme, "bucket"), place.prefix, ".shardkeep", whole)
 
 
 def put(store: Any, name: str, *parts: bytes) -> None:
@@ -104,7 +104,7 @@ class TestObjects:
     def test_a_placeholder_for_a_folder_is_nothing(self, gcs: Place) -> None:
         gcs.server.buckets.put("bucket", f"{gcs.prefix}/run/", b"")
         assert not shardkeep.exists(f"{gcs.url}/run")
-        assert store_at(f"{gcs.url}/run").children("") == []
+        assert store_at(location(f"{gcs.url}/run")).children("") == []
         shardkeep.save(f"{gcs.url}/run", {"w": np.arange(3)}, format="zarr")
         shardkeep.save(f"{gcs.url}/run", {"w": np.arange(4)}, overwrite=True)
         assert_same(shardkeep.load(f"{gcs.url}/run"), {"w": np.arange(4)})
@@ -324,7 +324,7 @@ class TestLimits:
         """Each is in parts that go up at the same time: several of them would take several times the memory."""
         monkeypatch.setattr(cloud, "LARGE", 1 << 20)
         monkeypatch.setattr(cloud, "_PART", 5 << 20)
-        monkeypatch.setattr(CloudStore, "object_limit", 1 << 20)
+        monkeypatch.setattr(BucketStore, "object_limit", 1 << 20)
         tree = {name: pattern(np.uint8, (6 << 20,), seed) for seed, name in enumerate("abc")}
         shardkeep.save(f"{gcs.url}/model.safetensors", tree, max_shard_size=7 << 20)
         ends = [r.target for r in gcs.server.requests if "upload" in r.target]

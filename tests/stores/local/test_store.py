@@ -33,12 +33,6 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
 
 
-@pytest.fixture(scope="module")
-def spawner() -> Iterator[Spawner]:
-    with Spawner() as spawner:
-        yield spawner
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(str(tmp_path / "store"))
@@ -404,7 +398,7 @@ class TestLocation:
             f"{text}/../run",
         ]
         forms += [f"file://{text}/", f"file://{text}/../run"]
-        assert {location(form) for form in forms} == {text}
+        assert {str(location(form)) for form in forms} == {text}
 
 
 @pytest.mark.parametrize("format", ["safetensors", "tensorstore"])

@@ -17,7 +17,7 @@ _RUN = 16 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class CloudFile:
+class BucketFile:
     """An object that is read in ranges."""
 
     def __init__(self, store: Objects, name: str, size: int) -> None:
@@ -44,21 +44,21 @@ class CloudFile:
             )
         return memoryview(data)
 
-    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "CloudMapping":
-        return CloudMapping(self, offset, length, needed or [(offset, length)])
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "BucketMapping":
+        return BucketMapping(self, offset, length, needed or [(offset, length)])
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> "CloudFile":
+    def __enter__(self) -> "BucketFile":
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
-class CloudMapping:
+class BucketMapping:
     """A part of an object in memory that is filled on demand; adjacent ranges share a request."""
 
-    def __init__(self, file: CloudFile, offset: int, length: int, needed: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, file: BucketFile, offset: int, length: int, needed: Sequence[tuple[int, int]]) -> None:
         self._file, self._offset = file, offset
         skip = offset % 64  # so that memory has the alignment of the file
         sparse = 2 * sum(size for _, size in needed) < length

@@ -27,7 +27,7 @@ from shardkeep.stores.bucket import leases
 from shardkeep.stores.bucket.credentials import Bucket, is_final
 from shardkeep.stores.bucket.leases import Lease, is_dead
 from shardkeep.stores.bucket.objects import PAGE, REFUSED, Objects, version_of
-from shardkeep.stores.bucket.ranges import GAP, CloudFile
+from shardkeep.stores.bucket.ranges import GAP, BucketFile
 
 OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
 LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
@@ -38,7 +38,7 @@ _FEW = 8  # objects that are requested one by one before all are listed
 log = logging.getLogger("shardkeep")
 
 
-class CloudStore(Objects):
+class BucketStore(Objects):
     """A store in a bucket: the objects below one prefix.
 
     Args:
@@ -120,14 +120,14 @@ class CloudStore(Objects):
             self._listing.sizes[name] = found["size"]
         return version
 
-    def open(self, name: str) -> CloudFile:
+    def open(self, name: str) -> BucketFile:
         size = self._listing.size(name) if self._whole and not self._writes else None
         if size is None:
             size = self.size(name)
         if size is None:
             raise FileNotFoundError(f"{self.locate(name)} does not exist")
         self._listing.sizes[name] = size
-        return CloudFile(self, name, size)
+        return BucketFile(self, name, size)
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> None:
         """Put an object under a new name. Data under a temporary name is kept in memory until `rename` sends it."""
@@ -359,7 +359,7 @@ class CloudStore(Objects):
 class _Lock:
     """The lock of a checkpoint, held by one call."""
 
-    def __init__(self, store: CloudStore, name: str, scope: Scope) -> None:
+    def __init__(self, store: BucketStore, name: str, scope: Scope) -> None:
         self._store, self._name, self._scope = store, name, scope
         self._lease: Lease | None = None
         self._place = store.locate(name)
@@ -424,7 +424,7 @@ os.register_at_fork(after_in_child=_locks.clear)
 class _Record(Lease):
     """The record of a running save."""
 
-    def __init__(self, store: CloudStore, name: str) -> None:
+    def __init__(self, store: BucketStore, name: str) -> None:
         super().__init__(store, name)
         self._cloud = store
 
@@ -440,7 +440,7 @@ class _Record(Lease):
 class _Listing:
     """Cached sizes of the objects of a checkpoint for readers, listed page by page where that saves requests."""
 
-    def __init__(self, store: CloudStore) -> None:
+    def __init__(self, store: BucketStore) -> None:
         self.sizes: dict[str, int] = {}
         self._store = store
         self._pages: Iterator[dict[str, int]] | None = None

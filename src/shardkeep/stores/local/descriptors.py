@@ -37,13 +37,10 @@ class Descriptor:
         if self._numbers:
             list(map(os.close, map(self._numbers.pop, (0,))))  # a single call, too: no descriptor is closed twice
 
-    release = close
+    release = __del__ = close
 
     def __enter__(self) -> "Descriptor":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()

@@ -12,11 +12,11 @@ from functools import cached_property
 
 from shardkeep.errors import ConflictError, IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
+from shardkeep.stores.base import CONTROL
 from shardkeep.stores.local.descriptors import Descriptor
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile, write_at
 
-CONTROL = ".shardkeep"
 _FEW_FILES = 8
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
 _SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together

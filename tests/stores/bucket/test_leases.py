@@ -102,7 +102,7 @@ def a_delete_killed_in_the_middle_is_completed(place: Place) -> None:
     shardkeep.save(path, tree(1), **FORM)
     # As a delete leaves it that died after the manifest went: its record names what has to go.
     names = [file.name for file in shardkeep.inspect(path).tree().files]
-    store = cloud.CloudStore(cloud.Bucket(place.scheme, "bucket"), f"{place.prefix}/run", ".shardkeep")
+    store = cloud.BucketStore(cloud.Bucket(place.scheme, "bucket"), f"{place.prefix}/run", ".shardkeep")
     hold(store, f".shardkeep/saves/{'0' * 32}", json.dumps(names).encode()).release()
     place.client.delete("run/manifest.json")
     assert not shardkeep.exists(path)
