@@ -221,7 +221,9 @@ def leaks(seconds: float = 5.0) -> list[str]:
         found += ["a place in the queue"] * len(save_queue._queue)
         found += ["a callback's turn"] * len(callbacks._entered)
         found += [f"{budget.used} bytes of the budget"] if budget.used else []
-        found += ["a pause of the collector"] if collector._pauses or not gc.isenabled() else []
+        found += (
+            ["a pause of the collector"] if collector._pauses or not gc.isenabled() or not gc.get_threshold()[0] else []
+        )
         return found
 
     until = time.monotonic() + seconds

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shardkeep.layouts.plan import SMALL, StagedArray, StagedValue, arrays_in, plan_pieces
+from shardkeep.layouts.plan import SMALL, StagedArray, plan_pieces
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import UNSHARDED
 from support import grid_of
@@ -47,4 +47,4 @@ def test_whole_arrays_are_made_of_all_their_shards_when_asked() -> None:
 
 
 def test_plain_values_have_no_piece() -> None:
-    assert plan_pieces(arrays_in([StagedValue(("a",), 3)]), _unsplit) == []
+    assert plan_pieces([], _unsplit) == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading import place as placing
+from shardkeep import jaxapi
 from shardkeep.loading.place import apply_function, cast_array, check_fits, read_leaves, stays_numpy
 from shardkeep.loading.select import Request, Wanted, choose
 from shardkeep.loading.shardings import Place
@@ -260,7 +260,7 @@ class TestArraysThatAreAlike:
         sharding = self.SHARDINGS[how]
         asked: dict[str, Any] = {} if sharding is None else {"shardings": dict.fromkeys(state, sharding)}
         fast = read(store, tree, **asked)
-        monkeypatch.setattr(placing, "batched_device_put", None)
+        monkeypatch.setattr(jaxapi, "batched_device_put", lambda: None)
         public = read(store, tree, **asked)
         for name, array in state.items():
             assert bits(fast[name]) == bits(public[name]) == bits(array)
@@ -280,6 +280,6 @@ class TestArraysThatAreAlike:
         def other(only: Any) -> Any:
             called.append(only)
 
-        monkeypatch.setattr(placing, "batched_device_put", other)
+        monkeypatch.setattr(jaxapi, "batched_device_put", lambda: other)
         assert_same(read(store, tree), state)
         assert not called

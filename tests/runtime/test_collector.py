@@ -3,26 +3,38 @@
 import gc
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import shardkeep
 from shardkeep.runtime.collector import collector
+from shardkeep.serialization import AsyncCheckpointManager
 
 
 class _Thing:
     other: Any = None
 
 
+def collects() -> bool:
+    """Whether garbage is collected now."""
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
 class TestCollector:
     def test_it_is_off_inside_and_on_again_after(self) -> None:
-        assert gc.isenabled()
+        before = gc.get_threshold()
+        assert collects()
         with collector.paused():
-            assert not gc.isenabled()
+            assert not collects()
             with collector.paused():
-                assert not gc.isenabled()
-            assert not gc.isenabled()
-        assert gc.isenabled()
+                assert not collects()
+            assert not collects()
+        assert collects()
+        assert gc.get_threshold() == before
 
     def test_it_stays_off_where_the_program_has_none(self) -> None:
         gc.disable()
@@ -33,10 +45,65 @@ class TestCollector:
         finally:
             gc.enable()
 
+    def test_it_stays_off_if_the_program_disables_it_meanwhile(self) -> None:
+        try:
+            with collector.paused():
+                gc.disable()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+        assert collects()
+
+    def test_thresholds_that_the_program_sets_meanwhile_are_kept(self) -> None:
+        before = gc.get_threshold()
+        try:
+            with collector.paused():
+                gc.set_threshold(1234, 5, 6)
+            assert gc.get_threshold() == (1234, 5, 6)
+            gc.set_threshold(0)
+            with collector.paused():
+                pass
+            assert gc.get_threshold()[0] == 0
+        finally:
+            gc.set_threshold(*before)
+
+    def test_no_user_code_runs_in_a_pause(self, tmp_path: Path) -> None:
+        """Neither functions of a PyTree, nor callbacks, nor shardings that are functions."""
+        ran: list[str] = []
+
+        def note(what: str) -> None:
+            assert collects(), f"{what} runs while the collector is paused"
+            ran.append(what)
+
+        @jax.tree_util.register_pytree_node_class
+        class Node:
+            def __init__(self, x: object) -> None:
+                self.x = x
+
+            def tree_flatten(self) -> tuple[tuple[object], None]:
+                note("flatten")
+                return (self.x,), None
+
+            @classmethod
+            def tree_unflatten(cls, _: None, children: tuple[object]) -> "Node":
+                note("unflatten")
+                return cls(*children)
+
+        state = Node(jnp.ones(3))
+        shardkeep.save(tmp_path / "a", state)
+        shardkeep.save_async(tmp_path / "b", state).wait()
+        shardkeep.load(tmp_path / "a", template=state)
+        with AsyncCheckpointManager() as manager:
+            manager.save({"w": jnp.ones(3)}, str(tmp_path / "c"), callback=lambda _: note("commit callback"))
+            move = lambda array: (note("sharding"), array)[1]  # noqa: E731
+            keep = lambda array, _: (note("load callback"), array)[1]  # noqa: E731
+            manager.load(str(tmp_path / "c"), None, shardings={"w": move}, callback=keep)
+        assert set(ran) == {"flatten", "unflatten", "commit callback", "sharding", "load callback"}
+
     def test_an_error_ends_the_pause(self) -> None:
         with pytest.raises(KeyError), collector.paused():
             raise KeyError
-        assert gc.isenabled()
+        assert collects()
 
     def test_the_last_of_several_threads_ends_it(self) -> None:
         inside, leave = threading.Event(), threading.Event()
@@ -51,10 +118,10 @@ class TestCollector:
         assert inside.wait(30)
         with collector.paused():
             pass
-        assert not gc.isenabled()  # the other one still has its pause
+        assert not collects()  # the other one still has its pause
         leave.set()
         thread.join()
-        assert gc.isenabled()
+        assert collects()
 
     @pytest.mark.parametrize(("count", "searches"), [(50_000, False), (3_000, True)])
     def test_thousands_of_objects_are_not_searched_as_soon_as_it_is_over(self, count: int, searches: bool) -> None:

@@ -15,11 +15,9 @@ import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.layouts.plan import FilePlan, PiecePlan, SavePlan, StagedArray, WrittenFile
-from shardkeep.model.arrays import Array, ArraySpec, Region
+from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
+from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import BLOCK, digest
-from shardkeep.model.leaves import NATIVE
-from shardkeep.model.tree import Skeleton
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out
 from shardkeep.runtime.scopes import Scope
@@ -29,11 +27,6 @@ from shardkeep.stores.local.mapping import file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, assert_same, bits, cached_pages, crew_of, mesh_of, pattern, save_as
-
-
-def _leaf(array: np.ndarray, held: tuple[Region, ...] = (), first: int = 0) -> StagedArray:
-    spec = ArraySpec(array.shape, array.dtype)
-    return StagedArray(("w",), spec, NATIVE, held or (Region.whole(array.shape),), first)
 
 
 def _piece(array: np.ndarray, number: int, offset: int) -> PiecePlan:
@@ -49,12 +42,10 @@ def _write(
     progress: Callable[[int], None] = lambda _: None,
     memory: Array | None = None,
 ) -> list[WrittenFile]:
-    leaves = [_leaf(array, first=i) for i, array in enumerate(arrays)]
-    plan = SavePlan("0" * 32, "safetensors", None, Skeleton(None), tuple(leaves), tuple(plans))
     shards = [Shard(array, stable) for array in arrays]
     with Scope("a test") as scope:
         opened, crew = scope.add(NewFiles()), scope.add(Crew())
-        return write_files(LocalStore(str(root)), plan.files, plan.arrays, shards, crew, opened, progress, None, memory)
+        return write_files(LocalStore(str(root)), plans, shards, crew, opened, progress, None, memory)
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -162,11 +153,10 @@ def test_a_piece_is_put_together_from_its_shards() -> None:
     array = pattern(ml_dtypes.bfloat16, (6, 10))
     regions = [Region((0, 0), (3, 10)), Region((3, 0), (3, 10))]
     shards = [Shard(np.ascontiguousarray(array[r.slices]), True) for r in regions]
-    leaf = _leaf(array, tuple(regions))
     whole = PiecePlan(0, Region.whole((6, 10)), array.nbytes, tuple(enumerate(regions)))
-    assert bits(gather(whole, leaf.spec, shards)) == bits(array)
+    assert bits(gather(whole, shards)) == bits(array)
     part = PiecePlan(0, Region((0, 2), (3, 5)), 30, ((0, regions[0]),))
-    gathered = gather(part, leaf.spec, shards)
+    gathered = gather(part, shards)
     assert gathered.flags.c_contiguous
     assert bits(gathered) == bits(array[0:3, 2:7])
 
@@ -186,10 +176,9 @@ def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, r
     )
     told: list[int] = []
     plan = FilePlan("file", b"h" * offset, pieces, offset + host.nbytes + 100)
-    leaves = [_leaf(host, regions), _leaf(last, first=8)]
     with crew_of() as crew:
         store = LocalStore(str(tmp_path))
-        (written,) = write_files(store, [plan], leaves, [*shards, Shard(last, True)], crew, NewFiles(), told.append)
+        (written,) = write_files(store, [plan], [*shards, Shard(last, True)], crew, NewFiles(), told.append)
     assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
     raw = bits(host)
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))

@@ -9,6 +9,7 @@ from shardkeep.cli.listing import format_of
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_value, layout, name_prefix, plain, short
 from shardkeep.converting.blocks import choose_trees, compile_include, matches, no_match, open_at
 from shardkeep.converting.survey import moment_of, natural
+from shardkeep.model.document import encode_origin
 from shardkeep.model.leaves import ForeignArray, NumpyArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import untagged
@@ -180,5 +181,5 @@ def describe_leaf(leaf: StoredLeaf) -> dict[str, Any]:
     digests = bool(leaf.pieces) and all(piece.digests is not None for piece in leaf.pieces)
     body |= {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape), "bytes": leaf.nbytes, "digests": digests}
     body["pieces"] = [{"start": list(p.region.start), "shape": list(p.region.shape)} for p in leaf.pieces]
-    body["sharding"] = None if leaf.sharding is None else leaf.sharding.to_json()
+    body["sharding"] = encode_origin(leaf.origin).get("sharding")
     return body

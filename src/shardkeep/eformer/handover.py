@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardkeep.jaxapi import finish_on_thread
 from shardkeep.saving.callbacks import callback_error
 from shardkeep.saving.pending import BackgroundSave
 
@@ -65,18 +66,7 @@ class HandOver:
             manager.wait_until_finished()
         except Exception as error:  # noqa: BLE001  (raised by the commit step)
             self._failure = error
-        if jax.process_count() == 1:
-            manager.serialize([], [], on_commit_callback=self._commit)
-            return
-        # With several processes it would run the commit step on the first one only, behind barriers that are counted.
-        manager._thread = threading.Thread(target=self._commit_for, args=(manager,), name="shardkeep-hand-over")
-        manager._thread.start()
-
-    def _commit_for(self, manager: Any) -> None:
-        try:
-            self._commit()
-        except Exception as error:  # noqa: BLE001  (raised by the manager's next wait)
-            manager._exception = error
+        finish_on_thread(manager, self._commit)
 
     def _commit(self) -> None:
         failure, self._failure = self._failure, None

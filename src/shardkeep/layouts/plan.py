@@ -1,6 +1,6 @@
 """Plans of what is written: plain values, made before any byte is written."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +11,6 @@ from shardkeep.model.records import record
 from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.collector import collector
 
 
 @record
@@ -100,11 +99,6 @@ class SavePlan:
         return [file for file in self.files if file.writer == writer]
 
     @property
-    def arrays(self) -> list[StagedArray]:
-        """The arrays that the pieces are numbered by."""
-        return arrays_in(self.leaves)
-
-    @property
     def names(self) -> list[str]:
         return [file.name for file in self.files]
 
@@ -113,10 +107,9 @@ class SavePlan:
         """An upper bound on the bytes that will be written."""
         return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
 
-    @collector.paused()
     def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
         """The Tree to commit, once sizes and digests are known."""
-        pieces: list[list[Piece]] = [[] for _ in self.arrays]
+        pieces: list[list[Piece]] = [[] for leaf in self.leaves if isinstance(leaf, StagedArray)]
         files: list[DataFile] = []
         for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
             loose = done.size if plan.size is None else len(plan.header)
@@ -152,11 +145,6 @@ class WrittenFile:
     size: int
     header_digest: str
     digests: tuple[tuple[str, ...], ...]
-
-
-def arrays_in(leaves: Iterable[StagedLeaf]) -> list[StagedArray]:
-    """The arrays among some leaves."""
-    return [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
 
 
 def plan_pieces(

@@ -17,7 +17,6 @@ from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import LEADER, Operation, join
-from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import Location, location, name_path
 
@@ -271,7 +270,6 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
     return store.remote or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
 
 
-@collector.paused()
 def _load(store: Store, manifest: Manifest, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     tree, choice = _choose(manifest, request)
     choose_process(choice, request, manifest.path, operation.index, operation.size)

@@ -15,6 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.errors import IntegrityError, ProcessError
 from shardkeep.foreign.registry import open_array
+from shardkeep.jaxapi import put_like
 from shardkeep.loading.moving import move
 from shardkeep.loading.plan import Fetch, plan_read
 from shardkeep.loading.read import Source, Target, read_targets
@@ -27,6 +28,7 @@ from shardkeep.model.tree import name_leaf
 from shardkeep.model.values import show
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import ALONE, Operation
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.memory import aligned_empty, budget
@@ -35,12 +37,6 @@ from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 
 log = logging.getLogger("shardkeep")
-
-try:
-    from jax._src.interpreters.pxla import batched_device_put as _batched
-except ImportError:  # this JAX has it elsewhere
-    _batched = None
-batched_device_put: Any = _batched
 
 _SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
 _SENT = 64 << 20  # bytes sent to other processes at a time
@@ -84,15 +80,16 @@ def _read(
     targets: list[Target] = []
     fetches: list[Fetch] = []
     slots: list[Target | None] = []
-    for w in wanted:
-        leaf = w.stored
-        if not isinstance(leaf, StoredArray):
-            slots.append(None)
-            continue
-        regions = [Region.whole(leaf.spec.shape)] if whole else _regions(w, leaf)
-        fetches += plan_read(len(targets), leaf, regions)
-        targets.append(Target(leaf, regions, _stays_on_host(w, leaf), [None] * len(regions)))
-        slots.append(targets[-1])
+    with collector.paused():
+        for w in wanted:
+            leaf = w.stored
+            if not isinstance(leaf, StoredArray):
+                slots.append(None)
+                continue
+            regions = [Region.whole(leaf.spec.shape)] if whole else _regions(w, leaf)
+            fetches += plan_read(len(targets), leaf, regions)
+            targets.append(Target(leaf, regions, _stays_on_host(w, leaf), [None] * len(regions)))
+            slots.append(targets[-1])
     crew.run(
         partial(_read_foreign, store, target) for target in targets if isinstance(target.leaf.origin, ForeignArray)
     )
@@ -213,17 +210,11 @@ def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequen
 
     (first,) = publicly(targets[:1])
     rest = targets[1:]
-    if batched_device_put is None or not rest:
-        return [first, *publicly(rest)]
+    if not rest:
+        return [first]
     devices, pick = _parts(targets[0], first.sharding)
-    try:
-        more = [
-            batched_device_put(first.aval, first.sharding, pick(target), devices, cast(Any, first).committed)
-            for target in rest
-        ]
-    except TypeError:  # this JAX has another signature
-        return [first, *publicly(rest)]
-    return [first, *more]
+    more = put_like(first, devices, [pick(target) for target in rest])
+    return [first, *(publicly(rest) if more is None else more)]
 
 
 def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Target], list[Any]]]:

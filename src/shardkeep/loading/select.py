@@ -21,7 +21,6 @@ from shardkeep.model.manifest import Tree
 from shardkeep.model.perprocess import PerProcess, PerProcessRows, fold_containers
 from shardkeep.model.tree import Leaf, Path, Skeleton, flatten, name_leaf
 from shardkeep.model.values import is_data, is_plain, show
-from shardkeep.runtime.collector import collector
 from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
@@ -83,7 +82,6 @@ class NumpyStruct(jax.ShapeDtypeStruct):
     __slots__ = ()
 
 
-@collector.paused()
 def choose(tree: Tree, prefix: str, request: Request) -> Choice:
     """The leaves to load, each with its place."""
     by = _choose_by_name if request.template is None else _choose_by_template

@@ -10,10 +10,10 @@ A file only names what it wants: a class or function is used if this program has
 
 import dataclasses
 import enum
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
+from shardkeep.jaxapi import export_registry
 from shardkeep.model.values import Json, NotPlainError, decode, encode
 
 _BASES: tuple[type, ...] = (str, int, float, bytes, tuple)
@@ -21,27 +21,18 @@ _BASES: tuple[type, ...] = (str, int, float, bytes, tuple)
 
 def serializer_of(cls: type) -> tuple[str, Callable[[Any], Any]] | None:
     """The name a class is registered under with `jax.export`, and the function from its auxiliary data to bytes."""
-    return _registry("serialization_registry").get(cls)
+    return export_registry("serialization_registry").get(cls)
 
 
 def deserializer_named(name: str) -> tuple[type, Callable[[bytes], Any]] | None:
     """The class registered under a name in this program, and the function from bytes to its auxiliary data."""
-    found = _registry("deserialization_registry").get(name)
+    found = export_registry("deserialization_registry").get(name)
     return None if found is None else (found[0], found[1])
 
 
 def has_serializers() -> bool:
     """Whether the program has registered any class; JAX itself registers `OrderedDict`."""
-    return len(_registry("serialization_registry")) > 1
-
-
-def _registry(name: str) -> Mapping[Any, Any]:
-    """One of `jax.export`'s registries, which have no public accessor. Empty if this JAX keeps them elsewhere.
-
-    A program that has registered anything has imported the module, so nothing is imported here.
-    """
-    found = getattr(sys.modules.get("jax._src.export._export"), name, None)
-    return cast("Mapping[Any, Any]", found) if isinstance(found, dict) else {}
+    return len(export_registry("serialization_registry")) > 1
 
 
 def describe_static(value: Any) -> Json:

@@ -5,13 +5,14 @@ opened because of it: names stay inside the checkpoint, pieces fill their arrays
 """
 
 import json
+import operator
 import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-from shardkeep.errors import IntegrityError, NewerFormatError
+from shardkeep.errors import IntegrityError, NewerFormatError, an
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition, is_possible
 from shardkeep.model.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
 from shardkeep.model.leaves import (
@@ -29,15 +30,15 @@ from shardkeep.model.leaves import (
     StoredLeaf,
     StoredValue,
 )
-from shardkeep.model.manifest import STEPS, DataFile, Manifest, Tree, check_prefix
+from shardkeep.model.manifest import DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.model.naming import clean_name
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.tree import Path, Skeleton, join_key, to_json
 from shardkeep.model.values import Json, decode, encode
-from shardkeep.runtime.collector import collector
 
 VERSION = 1
+_STEPS = 1 << 63  # recorded steps are below
 
 _FORMATS = {"safetensors": "safetensors", "tensorstore": "zarr", "foreign": "foreign"}  # on disk → for people
 _NAMES_ON_DISK = {name: on_disk for on_disk, name in _FORMATS.items()}
@@ -45,7 +46,6 @@ _ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerPr
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
-@collector.paused()
 def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
     """The document, sealed with its own digest. A `nonce` makes it differ from others with the same contents."""
     body = {
@@ -75,7 +75,6 @@ def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
     return seal(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
 
 
-@collector.paused()
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for a later version."""
     try:
@@ -97,6 +96,25 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
         return Manifest(path, _checked_id(body["save"]), trees)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{where} is malformed: {error}") from error
+
+
+def check_step(step: Any) -> int | None:
+    """The step as it is recorded, from any integer; `TypeError` or `ValueError` for anything else.
+
+    >>> check_step(100), check_step(None)
+    (100, None)
+    """
+    if step is None:
+        return None
+    if isinstance(step, bool) or getattr(getattr(step, "dtype", None), "kind", "i") not in "iu":
+        raise TypeError(f"step must be an integer, not {step!r}")
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an integer, not {an(type(step).__name__)}") from None
+    if not 0 <= number < _STEPS:
+        raise ValueError(f"step must be from 0 to 2**63 - 1, not {number}")
+    return number
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -145,8 +163,26 @@ def _encode_leaf(leaf: StoredLeaf) -> Json:
         "dtype": dtype_name(leaf.spec.dtype),
         "shape": list(leaf.spec.shape),
         "pieces": pieces,
-        **leaf.origin.to_json(),
+        **encode_origin(leaf.origin),
     }
+
+
+def encode_origin(origin: Origin) -> dict[str, Json]:
+    """What a manifest says about the origin of an array, besides its kind."""
+    match origin:
+        case JaxArray(SavedSharding(spec, mesh)):
+            axes = [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+            return {"sharding": {"spec": axes, "mesh": dict(mesh)}}
+        case NumpyArray(order) if order is not None:
+            return {"order": order}
+        case PrngKeys(impl):
+            return {"impl": impl}
+        case PerProcessRows(lengths):
+            return {"lengths": list(lengths)}
+        case ForeignArray(directory):
+            return {"directory": directory}
+        case _:
+            return {}
 
 
 def _decode_tree(data: dict[str, Any]) -> Tree:
@@ -169,7 +205,7 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
         raise ValueError("published is not a boolean")
     for file in files if published else ():
         check_name(clean_name(file.name, _checked_id(data["save"])))
-    if "step" in data and not 0 <= _integer(data["step"]) < STEPS:
+    if "step" in data and not 0 <= _integer(data["step"]) < _STEPS:
         raise ValueError(f"impossible step {data['step']}")
     return Tree(
         save_id=_checked_id(data["save"]),

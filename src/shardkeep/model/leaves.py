@@ -12,7 +12,7 @@ from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.records import record
 from shardkeep.model.summaries import cut
 from shardkeep.model.tree import Path, name_leaf, show_key
-from shardkeep.model.values import Json, show
+from shardkeep.model.values import show
 
 Axes: TypeAlias = str | tuple[str, ...] | None  # the mesh axes that one dimension of an array is split over
 ByteOrder: TypeAlias = Literal["<", ">"]
@@ -26,11 +26,6 @@ class SavedSharding:
     spec: tuple[Axes, ...]
     mesh: tuple[tuple[str, int], ...]  # the name and the size of each axis
 
-    def to_json(self) -> Json:
-        """The sharding as a manifest has it."""
-        spec = [list(axes) if isinstance(axes, tuple) else axes for axes in self.spec]
-        return {"spec": spec, "mesh": dict(self.mesh)}
-
 
 @final
 @record
@@ -39,10 +34,6 @@ class JaxArray:
 
     sharding: SavedSharding | None = None
     kind: ClassVar = "jax"
-
-    def to_json(self) -> dict[str, Json]:
-        """What a manifest says about the origin, besides its kind."""
-        return {} if self.sharding is None else {"sharding": self.sharding.to_json()}
 
 
 @final
@@ -53,10 +44,6 @@ class NumpyArray:
     order: ByteOrder | None = None
     kind: ClassVar = "numpy"
 
-    def to_json(self) -> dict[str, Json]:
-        """What a manifest says about the origin, besides its kind."""
-        return {} if self.order is None else {"order": self.order}
-
 
 @final
 @record
@@ -65,10 +52,6 @@ class PrngKeys:
 
     impl: str
     kind: ClassVar = "prng"
-
-    def to_json(self) -> dict[str, Json]:
-        """What a manifest says about the origin, besides its kind."""
-        return {"impl": self.impl}
 
 
 @final
@@ -81,10 +64,6 @@ class ForeignArray:
 
     directory: str
     kind: str = "zarr"
-
-    def to_json(self) -> dict[str, Json]:
-        """What a manifest says about the origin, besides its kind."""
-        return {"directory": self.directory}
 
 
 Origin: TypeAlias = JaxArray | NumpyArray | PrngKeys | PerProcessRows | ForeignArray

@@ -1,6 +1,5 @@
 """What a checkpoint holds: its trees, with their files and leaves. `document` has the JSON of it."""
 
-import operator
 import os
 import re
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardkeep.errors import PrefixError, an, counted
+from shardkeep.errors import PrefixError, counted
 from shardkeep.model.keys import KeyTable
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.naming import clean_name
@@ -18,7 +17,6 @@ from shardkeep.model.tree import Skeleton, flatten, nest
 from shardkeep.model.values import is_unicode
 
 MANIFEST = "manifest.json"
-STEPS = 1 << 63  # recorded steps are below
 
 
 @record
@@ -217,22 +215,3 @@ def check_prefix(prefix: object) -> str:
     if prefix and ("" in parts or parts[0].startswith("~") or os.path.isabs(prefix)):
         raise PrefixError(f"prefix {prefix!r} must not contain an empty part or '..', or start with '~'")
     return ".".join(parts)
-
-
-def check_step(step: Any) -> int | None:
-    """The step as it is recorded, from any integer; `TypeError` or `ValueError` for anything else.
-
-    >>> check_step(100), check_step(None)
-    (100, None)
-    """
-    if step is None:
-        return None
-    if isinstance(step, bool) or getattr(getattr(step, "dtype", None), "kind", "i") not in "iu":
-        raise TypeError(f"step must be an integer, not {step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an integer, not {an(type(step).__name__)}") from None
-    if not 0 <= number < STEPS:
-        raise ValueError(f"step must be from 0 to 2**63 - 1, not {number}")
-    return number

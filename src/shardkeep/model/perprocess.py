@@ -227,10 +227,6 @@ class PerProcessRows:
     width: int
     kind: ClassVar = "per_process"
 
-    def to_json(self) -> dict[str, Json]:
-        """What a manifest says about the origin, besides its kind."""
-        return {"lengths": list(self.lengths)}
-
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "PerProcessRows":
         """The rows for values of these lengths.

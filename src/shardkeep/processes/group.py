@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardkeep.errors import ProcessError
+from shardkeep.jaxapi import delete_keys, get_key, list_keys, service_error, set_key
 from shardkeep.runtime.calls import Calls, Unanswered
 
 LEADER = 0
@@ -24,13 +25,6 @@ _KEPT, _KEPT_SECONDS = 64, 5.0  # how many finished operations keep their keys, 
 _ENDED = "ended"
 
 Value = TypeVar("Value")
-
-
-def _service_error() -> type[Exception]:
-    """What calls to the service raise. Imported here only, because most programs have no service, or not even JAX."""
-    from jax.errors import JaxRuntimeError
-
-    return JaxRuntimeError
 
 
 class Group:
@@ -79,7 +73,7 @@ class Group:
             if now - since > _KEPT_SECONDS:
                 self._left.pop(keys, None)
                 with suppress(ProcessError):
-                    self._ask(lambda keys=keys: self.client.key_value_delete(f"{keys}/"))
+                    self._ask(lambda keys=keys: delete_keys(self.client, f"{keys}/"))
 
     def was_given_up(self, keys: str, process: int, what: str) -> bool:
         """Whether the others have given up on an operation of this number because this process never joined it."""
@@ -98,21 +92,21 @@ class Group:
                 f"JAX's coordination service has not answered for {error.seconds:.0f} s: process {LEADER}, which "
                 f"usually runs it, has died or is stopped ({SILENCE} sets the time limit)"
             ) from error
-        except _service_error() as error:
+        except service_error() as error:
             raise ProcessError(
                 f"JAX's coordination service does not answer; process {LEADER} may have exited ({error})"
             ) from error
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self.client.key_value_set(key, value, allow_overwrite=True))
+        self._ask(lambda: set_key(self.client, key, value))
 
     def list(self, directory: str) -> list[tuple[str, str]]:
-        return self._ask(lambda: self.client.key_value_dir_get(directory))
+        return self._ask(lambda: list_keys(self.client, directory))
 
     def tell(self, key: str, value: str) -> None:
         """Set a key that must be set, later if the service does not answer now."""
         try:
-            self._ask(lambda: self.client.key_value_set(key, value, allow_overwrite=True), _LAST_WORDS)
+            self._ask(lambda: set_key(self.client, key, value), _LAST_WORDS)
         except ProcessError:
             self.unsaid.append((key, value))
 
@@ -122,21 +116,13 @@ class Group:
         if len(wanted) > 1:
             found = {int(key.rpartition("/")[2]): text for key, text in self.list(f"{ROOT}/alive/")}
             return {i: found[i] for i in wanted if i in found}
-        signs = {i: self._ask(lambda i=i: self._sign_of(i)) for i in wanted}
+        signs = {i: self._ask(lambda i=i: get_key(self.client, f"{ROOT}/alive/{i}")) for i in wanted}
         return {i: sign for i, sign in signs.items() if sign is not None}
-
-    def _sign_of(self, process: int) -> str | None:
-        try:
-            return self.client.key_value_try_get(f"{ROOT}/alive/{process}")
-        except _service_error() as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
 
     def _beat(self) -> None:
         """Send heartbeats and pending messages. Nothing waits for this thread, so its calls need no time limit."""
         while not self._over.is_set():
-            with suppress(_service_error()):  # the other processes notice the missing heartbeat
+            with suppress(service_error()):  # the other processes notice the missing heartbeat
                 with self._signing:
                     if not self._over.is_set():
                         self._say(f"{ROOT}/alive/{self.index}", str(next(self._signs)))
@@ -146,7 +132,7 @@ class Group:
             self._over.wait(min(_BEAT, self.patience / 4))
 
     def _say(self, key: str, value: str) -> None:
-        self.client.key_value_set(key, value, allow_overwrite=True)
+        set_key(self.client, key, value)
 
     def close(self) -> None:
         """Stop the heartbeat and all calls."""

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardkeep.errors import ProcessError, ShardkeepError, error_named
+from shardkeep.jaxapi import Membership, membership, present_client
 from shardkeep.processes.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
 
 
@@ -183,27 +184,21 @@ def join(what: str) -> Operation:
     Call this in the user's thread, since the order of calls must be the same on every process, and before the arguments
     are checked, so that an error in them reaches the other processes.
     """
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    size = distributed.global_state.num_processes or 1
-    return Operation(what, None if client is None or size == 1 else _group_of(client, size, what))
+    member = membership()
+    return Operation(what, None if member is None else _group_of(member, what))
 
 
-def _group_of(client: Any, size: int, what: str) -> Group:
-    """The group of processes that a client belongs to."""
-    from jax._src import distributed
-
+def _group_of(member: Membership, what: str) -> Group:
+    """The group of processes that this one is a member of."""
+    client = member.client
     if client is _inherited:
         raise ProcessError(
-            f"{what}: this process was forked from one of {size} JAX processes that save and load together, and their "
-            "connection does not survive a fork. Save and load in the parent process, or start the child with "
+            f"{what}: this process was forked from one of {member.size} JAX processes that save and load together, and "
+            "their connection does not survive a fork. Save and load in the parent process, or start the child with "
             "multiprocessing's 'spawn' method"
         )
     # No lock: a signal handler that saves may run between any two of these lines.
-    group = _groups.get(id(client)) or _groups.setdefault(
-        id(client), Group(client, distributed.global_state.process_id, size)
-    )
+    group = _groups.get(id(client)) or _groups.setdefault(id(client), Group(*member))
     for other in list(_groups):
         if other != id(client) and (old := _groups.pop(other, None)) is not None:
             old.close()  # it belongs to an earlier jax.distributed.initialize()
@@ -235,20 +230,16 @@ def tell_end_at_exit() -> None:
 
 def _end() -> None:
     """When the program exits, even if it never saved anything: the other processes need not wait for it."""
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    if client is None or client is _inherited or (distributed.global_state.num_processes or 1) == 1:
-        return
-    group = _groups.get(id(client)) or Group(client, distributed.global_state.process_id, 2)
-    group.end()
+    member = membership()
+    if member is not None and member.client is not _inherited:
+        group = _groups.get(id(member.client)) or Group(*member)
+        group.end()
 
 
 def _leave_parent() -> None:
     """In a forked child: it is not a member of its parent's group and cannot communicate with it."""
     global _inherited
-    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-    _inherited = getattr(state, "client", None)
+    _inherited = present_client()
     for group in _groups.values():
         group.forked = True
     _groups.clear()

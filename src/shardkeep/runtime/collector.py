@@ -14,6 +14,9 @@ class _Collector:
 
     Each collection visits every object of the program, which takes longer than saving many small arrays. After the
     pause the new objects are moved to the oldest generation, so that no collection of them follows immediately.
+
+    The pause is a threshold of 0, under which no collection starts. Whether the collector is enabled stays the
+    program's own choice: what it enables or disables during a pause is as it wants it afterwards.
     """
 
     _MANY = 10_000
@@ -21,12 +24,12 @@ class _Collector:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._pauses: set[_Pause] = set()
-        self._is_ours = False  # whether the collector was enabled and we disabled it
+        self._thresholds = (0, 0, 0)  # those of the program, while ours is 0; else 0
         self._has_frozen = False
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Pause the collector for a `with` block or, as a decorator, for a call."""
+        """Pause the collector for a `with` block, in which no code of the user's may run."""
         with Scope("pausing the garbage collector", frame_above(2)) as scope:
             self.pause(scope.add(_Pause(self)))
             yield
@@ -34,27 +37,34 @@ class _Collector:
     def pause(self, pause: "_Pause") -> None:
         with self._lock:
             self._pauses.add(pause)
-            self._is_ours = gc.isenabled() or self._is_ours
-            gc.disable()
+            thresholds = gc.get_threshold()
+            if thresholds[0]:  # else there is a pause already, or the program wants no collections
+                self._thresholds = thresholds
+                gc.set_threshold(0, *thresholds[1:])
 
     def resume(self, pause: "_Pause") -> None:
         with self._lock:
             self._pauses.discard(pause)
-            if self._pauses or not self._is_ours:
+            if self._pauses:
                 return
-            if gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:  # else the program uses freezing itself
+            runs = gc.isenabled() and self._thresholds[0] > 0
+            # What is frozen already was frozen by the program, which uses freezing itself.
+            if runs and gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:
                 self._has_frozen = True
                 gc.freeze()  # together with unfreeze: moves all objects to the oldest generation
             if self._has_frozen:
                 gc.unfreeze()
                 self._has_frozen = False
-            gc.enable()
-            self._is_ours = False
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._thresholds[0] and gc.get_threshold()[0] == 0:  # else the program has set another one meanwhile
+            gc.set_threshold(*self._thresholds)
+        self._thresholds = (0, 0, 0)  # last: if this is interrupted, it is done again
 
     def start_over(self) -> None:
         """Reset in a forked child, where the threads of the parent do not exist."""
-        if self._is_ours:
-            gc.enable()
+        self._restore()
         self.__init__()
 
 

@@ -5,9 +5,9 @@ arrays and plain values. (The client for buckets has the same limitation and rep
 """
 
 import os
-import sys
 
 from shardkeep.errors import ProcessError
+from shardkeep.jaxapi import backends_are_in_use
 
 _has_lost_jax = False
 
@@ -24,9 +24,7 @@ def refuse_without_jax() -> None:
 
 def _after_fork() -> None:
     global _has_lost_jax
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge is not None and getattr(bridge, "backends_are_initialized", lambda: True)():
-        _has_lost_jax = True
+    _has_lost_jax = _has_lost_jax or backends_are_in_use()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -14,24 +14,13 @@ from typing import Any
 
 import jax
 
+from shardkeep.jaxapi import COMPUTING, file_in_jax, frames_of, traceback_of
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.memory import PAGE, Shard, address_of
 
 _LARGE = 1 << 20  # memory of XLA this large almost never starts on a page boundary; smaller blocks sometimes do
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_JAX = os.path.dirname(jax.__file__) + os.sep
-
-# Functions of JAX that only run compiled code. Several are fast paths for computations outside of jit.
-_COMPUTES = frozenset(
-    (
-        ("interpreters/pxla.py", "ExecuteReplicated.__call__"),
-        ("dispatch.py", "apply_primitive"),
-        ("pjit.py", "_pjit_call_impl"),
-        ("pmap.py", "pmap.<locals>.wrapped"),
-        ("shard_map.py", "pmap.<locals>.wrapped"),  # its place in JAX 0.8
-        ("numpy/ufunc_api.py", "ufunc.__call__"),
-    )
-)
+_OURS_IN_JAX = _HERE + "jaxapi.py"  # it only calls JAX for us
 _LOADS = ("loading/place.py", "_onto_devices")  # the function that places memory which a load has read or mapped
 
 
@@ -45,14 +34,14 @@ _last: tuple[Any, int] = (None, _UNKNOWN)
 
 def owns_its_buffer(array: jax.Array) -> bool:
     """Whether only XLA can change the memory of this CPU array, judging by its traceback."""
-    traceback: Any = getattr(array, "traceback", None)
+    traceback = traceback_of(array)
     return traceback is not None and _origin(traceback) != _UNKNOWN
 
 
 def shards_of(array: jax.Array, parts: Sequence[Array]) -> list[Shard]:
     """Parts of the memory of a CPU array as shards. They are stable if only XLA can change them."""
     global _last
-    traceback: Any = getattr(array, "traceback", None)
+    traceback = traceback_of(array)
     if traceback is None:
         return [Shard(part, False) for part in parts]
     last, origin = _last
@@ -68,11 +57,11 @@ def shards_of(array: jax.Array, parts: Sequence[Array]) -> list[Shard]:
 
 @lru_cache(maxsize=1024)
 def _origin(traceback: Any) -> int:
-    places = [_place(frame.file_name, frame.function_name) for frame in traceback.frames]
+    places = [_place(file, function) for file, function in frames_of(traceback)]
     if not places:
         return _UNKNOWN
     package, *innermost = places[0]
-    if package == "jax" and tuple(innermost) in _COMPUTES:
+    if package == "jax" and tuple(innermost) in COMPUTING:
         return _CERTAIN
     if package == "":
         return _CALLED
@@ -87,11 +76,9 @@ def _origin(traceback: Any) -> int:
 
 def _place(file: str, function: str) -> tuple[str, str, str]:
     """A frame as its package ("jax", "shardkeep" or "" for any other), the file in the package, and the function."""
+    if file == _OURS_IN_JAX:
+        return "jax", "", function
     if file.startswith(_HERE):
         return "shardkeep", file.removeprefix(_HERE), function
-    _, found, within = file.rpartition("/jax/_src/")  # not _JAX: compiled code keeps the path where it was compiled
-    if found:
-        return "jax", within, function
-    if file.startswith(_JAX) or "/jaxlib/" in file:
-        return "jax", "", function
-    return "", file, function
+    within = file_in_jax(file)
+    return ("", file, function) if within is None else ("jax", within, function)

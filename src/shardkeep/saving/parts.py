@@ -14,6 +14,7 @@ import numpy as np
 from shardkeep.errors import StorageError
 from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, WrittenFile
 from shardkeep.model.digests import digest
+from shardkeep.model.document import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
 from shardkeep.model.tree import Leaf, name_leaf, show_key
 from shardkeep.model.values import encode
@@ -56,7 +57,7 @@ def _describe(leaf: StagedLeaf, snapshot: Snapshot) -> str:
     if isinstance(leaf.origin, PerProcessRows):
         return name + _PER_PROCESS
     what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.origin.kind}"
-    if more := leaf.origin.to_json():
+    if more := encode_origin(leaf.origin):
         what += f" {json.dumps(more, sort_keys=True)}"
     regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
     layout = repr([(region.start, region.shape) for region in regions])

@@ -26,13 +26,15 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.registry import is_recognized
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.manifest import check_prefix, check_step
+from shardkeep.model.document import check_step
+from shardkeep.model.manifest import check_prefix
 from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Leaf, flatten, to_json
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import Operation, join
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, budget
 from shardkeep.runtime.priority import priority
@@ -346,15 +348,16 @@ class _Job:
         if self.request.target.gathers and operation.size > 1:  # first: in a collective they would wait forever
             refuse_unsupported(self.leaves, operation.size)
             compare(operation, [f"path {self.path}", *outline(self.leaves)])
-        self.snapshot = take_snapshot(
-            self.leaves,
-            keep=keep,
-            watched=self.watched,
-            copy=self.request.copy,
-            index=operation.index,
-            size=operation.size,
-            gathered=self.request.target.gathers,
-        )
+        with collector.paused():
+            self.snapshot = take_snapshot(
+                self.leaves,
+                keep=keep,
+                watched=self.watched,
+                copy=self.request.copy,
+                index=operation.index,
+                size=operation.size,
+                gathered=self.request.target.gathers,
+            )
         self.leaves = []  # do not keep the caller's arrays longer than the snapshot needs
         self.snapshot_seconds = time.perf_counter() - self.started
 
@@ -380,7 +383,6 @@ class _Job:
             written = write_files(
                 target.store,
                 files,
-                turn.plan.arrays,
                 snapshot.shards,
                 self.crew,
                 self.opened,
@@ -396,7 +398,9 @@ class _Job:
             if checksums:
                 self.draft.metadata["checksum"].update(checksums)
             if operation.leads:
-                commit(turn, target.finish(turn, turn.plan.tree(everyones, self.draft)))
+                with collector.paused():
+                    tree = turn.plan.tree(everyones, self.draft)
+                commit(turn, target.finish(turn, tree))
             total = close(operation, turn, [sum(file.size for file in everyones), len(everyones)])
             if not target.keeps_control:
                 leave(target)  # the last one to get here finds no other save running

@@ -20,6 +20,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
+from shardkeep.jaxapi import is_weakly_typed, local_parts
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
 from shardkeep.model.arrays import Array, ArraySpec, Region, common_slices, dtype_name
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
@@ -29,7 +30,6 @@ from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.memory import Shard
@@ -72,7 +72,6 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
-@collector.paused()
 def take_snapshot(
     leaves: Sequence[Leaf],
     *,
@@ -102,7 +101,7 @@ def take_snapshot(
         if form is not None:
             if not form.on_cpu:
                 array.copy_to_host_async()  # start all transfers before waiting for the first
-            if array.aval.weak_type:
+            if is_weakly_typed(array):
                 weak.append(name_leaf(leaf.path))
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[StagedLeaf] = []
@@ -271,7 +270,7 @@ def gather_whole(array: jax.Array) -> Array:
 def _data_of(value: Any) -> Any:
     """The array to store for a leaf: for PRNG keys their data, for other values None."""
     if isinstance(value, jax.Array):
-        return jax.random.key_data(value) if _is_prng_key(value) else value
+        return jax.random.key_data(value) if is_prng_dtype(value.dtype) else value
     return value if isinstance(value, np.ndarray) else None
 
 
@@ -283,7 +282,7 @@ def staged_sizes(leaves: Sequence[Leaf]) -> list[tuple[int, Any]]:
 
 
 def _local_nbytes(array: Any) -> int:
-    if isinstance(array, np.ndarray | Tracer) or _is_prng_key(array):
+    if isinstance(array, np.ndarray | Tracer) or is_prng_dtype(array.dtype):
         return array.nbytes
     return _nbytes_here(array.sharding, array.shape, array.dtype)
 
@@ -362,9 +361,7 @@ def _data(array: jax.Array, form: _Form) -> list[Array]:
             return [_contiguous(np.asarray(memoryview(cast(Any, array))))]
     if form.parts is None:
         return [_contiguous(np.asarray(array.addressable_data(0)))]
-    shards: Any = getattr(array, "_arrays", None)  # the same as `addressable_data`, in half the time
-    if shards is None:
-        shards = [array.addressable_data(number) for number in range(max(form.parts, default=-1) + 1)]
+    shards = local_parts(array, max(form.parts, default=-1) + 1)
     return [_contiguous(np.asarray(shards[number])) for number in form.parts]
 
 
@@ -381,10 +378,6 @@ def _origin_of(sharding: jax.sharding.Sharding) -> JaxArray:
     if not all(isinstance(axes, str | tuple | None) for axes in spec):
         return UNSHARDED
     return JaxArray(SavedSharding(spec, tuple(sharding.mesh.shape.items())))
-
-
-def _is_prng_key(array: jax.Array) -> bool:
-    return is_prng_dtype(array.dtype)
 
 
 @lru_cache(maxsize=256)
@@ -439,7 +432,7 @@ def _value_problem(value: Any) -> str | None:
         refuse_without_jax()
         if not value.is_deleted() and not value.is_fully_addressable:
             return "the array spans several processes; save it as a leaf of the tree itself"
-        if _is_prng_key(value):
+        if is_prng_dtype(value.dtype):
             return "PRNG keys cannot be stored in a PerProcess value; use their jax.random.key_data instead"
         return _array_problem(value, size=1)
     if value is None or isinstance(value, Tracer | np.ndarray | np.generic) or is_plain(value):
@@ -453,7 +446,7 @@ def _array_problem(array: jax.Array, size: int) -> str | None:
         return "the array has been deleted or donated; save it before you donate it"
     if size == 1 and not array.is_fully_addressable:
         return "the array spans several processes; call jax.distributed.initialize() first so that they can save it"
-    if _is_prng_key(array):
+    if is_prng_dtype(array.dtype):
         known = isinstance(jax.random.key_impl(array), str)
         return None if known else "a PRNG key of an unregistered implementation; save its jax.random.key_data instead"
     try:

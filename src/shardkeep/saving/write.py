@@ -11,8 +11,8 @@ import numpy as np
 import zstandard
 
 from shardkeep.errors import TreeError
-from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray, WrittenFile
-from shardkeep.model.arrays import Array, ArraySpec, common_slices, rows_of
+from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
+from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import PAGE, Shard, address_of, aligned_empty
@@ -42,7 +42,6 @@ Complete = Callable[[FilePlan, WrittenFile], bytes]
 def write_files(
     store: Store,
     files: Sequence[FilePlan],
-    arrays: Sequence[StagedArray],
     shards: Sequence[Shard],
     crew: Crew,
     opened: "NewFiles",
@@ -55,7 +54,7 @@ def write_files(
     `complete` makes the header of a file once its digests are known, for stores that put objects in one request.
     `memory` is where shards were copied to; parts that are laid out there as in a file are written directly.
     """
-    writers = [_FileWriter(store, file, arrays, shards, progress, complete, memory, opened) for file in files]
+    writers = [_FileWriter(store, file, shards, progress, complete, memory, opened) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -92,7 +91,6 @@ class _FileWriter:
         self,
         store: Store,
         plan: FilePlan,
-        arrays: Sequence[StagedArray],
         shards: Sequence[Shard],
         progress: Progress,
         complete: Complete | None,
@@ -100,7 +98,7 @@ class _FileWriter:
         opened: "NewFiles",
     ) -> None:
         self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
-        self._arrays, self._shards, self._memory, self._opened = arrays, shards, memory, opened
+        self._shards, self._memory, self._opened = shards, memory, opened
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of the bytes that the digests of pieces do not cover
@@ -177,7 +175,7 @@ class _FileWriter:
                 piece, digests = self._plan.pieces[number], self.digests[number]
                 several = len(piece.sources) > 1
                 memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
-                raw = gather(piece, self._arrays[piece.array].spec, self._shards, memory)
+                raw = gather(piece, self._shards, memory)
                 stable = several or all(self._shards[shard].stable for shard, _ in piece.sources)
                 for block, start, end in blocks(first, last, raw.size):
                     data = raw[start:end]
@@ -232,7 +230,7 @@ class _FileWriter:
         segments: list[memoryview] = []
         for number, first, last in part:
             piece = self._plan.pieces[number]
-            raw = gather(piece, self._arrays[piece.array].spec, self._shards)[first * BLOCK : last * BLOCK]
+            raw = gather(piece, self._shards)[first * BLOCK : last * BLOCK]
             if not all(self._shards[shard].stable for shard, _ in piece.sources):
                 raw = raw.copy()  # the program could change it between hashing and writing
             view = memoryview(cast(Any, raw))
@@ -339,7 +337,7 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
     return parts
 
 
-def gather(piece: PiecePlan, spec: ArraySpec, shards: Sequence[Shard], memory: Array | None = None) -> Array:
+def gather(piece: PiecePlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
     """The bytes of a piece in C order: a view if they are contiguous, else assembled, in `memory` if given."""
     if not piece.nbytes:  # a process may hold any empty part of an empty array, or none
         return np.empty(0, np.uint8)
@@ -350,7 +348,7 @@ def gather(piece: PiecePlan, spec: ArraySpec, shards: Sequence[Shard], memory: A
             data = data[piece.region.within(region).slices]
         return (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
     memory = aligned_empty(piece.nbytes) if memory is None else memory
-    whole: Array = memory.view(spec.dtype).reshape(piece.region.shape)
+    whole: Array = memory.view(shards[shard].data.dtype).reshape(piece.region.shape)
     rows = rows_of(piece.region, tuple([region for _, region in piece.sources]))
     for slices, axis, numbers in rows:
         np.concatenate([shards[piece.sources[n][0]].data for n in numbers], axis, out=whole[slices])

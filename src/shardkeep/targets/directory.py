@@ -10,7 +10,7 @@ from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteC
 from shardkeep.foreign.recognize import has_our_data, is_foreign_manifest, name_foreign
 from shardkeep.foreign.registry import COMPANIONS, detect
 from shardkeep.layouts.base import Format
-from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedLeaf, WrittenFile, arrays_in, plan_pieces
+from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedArray, StagedLeaf, WrittenFile, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import group_files
 from shardkeep.model.digests import digest
@@ -68,7 +68,8 @@ class Directory:
             raise IntegrityError(f"{self.store.locate(MANIFEST)} is a directory") from None
         if is_foreign_manifest(document) and not self._is_ours(self.store.children("")):
             return None
-        return decode_manifest(document, self.where, self.store.locate(MANIFEST))
+        with collector.paused():
+            return decode_manifest(document, self.where, self.store.locate(MANIFEST))
 
     def _is_ours(self, inside: Collection[str]) -> bool:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
@@ -140,12 +141,11 @@ class Directory:
             return {file.name for file in tree.files}
         return tree.names if self.store.remote else publishing.names_of(tree)
 
-    @collector.paused()
     def plan(
         self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
     ) -> SavePlan:
         """Clean names for the first save that claims the prefix, names with the save's id for all others."""
-        arrays = arrays_in(leaves)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
         pieces = plan_pieces(arrays, self.format.split, self.format.whole)
         clean = prefix_directory(draft.prefix) if draft.prefix else ""
         own = f"{clean}~{draft.save_id}"

@@ -28,7 +28,16 @@ from shardkeep.errors import (
     TreeError,
 )
 from shardkeep.foreign.recognize import has_our_data
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, SavePlan, StagedLeaf, WrittenFile, arrays_in, plan_pieces
+from shardkeep.layouts.plan import (
+    Draft,
+    FilePlan,
+    PiecePlan,
+    SavePlan,
+    StagedArray,
+    StagedLeaf,
+    WrittenFile,
+    plan_pieces,
+)
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
 from shardkeep.model.digests import block_count, seal
 from shardkeep.model.document import encode_manifest
@@ -192,7 +201,7 @@ class Exchange(ExchangeFiles):
                 f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, and exchange files hold only one "
                 f"tree; save prefix {draft.prefix!r} to another path, or to a directory"
             )
-        arrays = arrays_in(leaves)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
         self.check([array.path for array in arrays])
         whole = plan_pieces(arrays, lambda spec, region: [region], math.inf)
         pieces = [replace(piece, name=".".join(arrays[piece.array].path)) for piece in whole]

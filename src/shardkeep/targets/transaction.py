@@ -25,6 +25,7 @@ from shardkeep.errors import (
 from shardkeep.layouts.plan import StagedLeaf
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.processes.operation import ALONE, LEADER, Operation
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Held, Store
 from shardkeep.targets.base import LOCK_SECONDS, Target, Turn, is_committed
@@ -54,7 +55,8 @@ def begin(turn: Turn, leaves: Sequence[StagedLeaf], overwrite: bool, operation: 
             damage = _damage_or_refuse(target, draft.prefix, existing)
             log.warning("%s is damaged: %s. This save replaces it", turn.name, damage)
         turn.base_id = existing.save_id if existing else None
-        turn.plan = target.plan(leaves, draft, current)
+        with collector.paused():
+            turn.plan = target.plan(leaves, draft, current)
         free = store.free_bytes()
         if free is not None and turn.plan.nbytes + _SLACK > free:
             raise NotEnoughSpaceError(
@@ -105,7 +107,8 @@ def _follow(turn: Turn, leaves: Sequence[StagedLeaf], operation: Operation) -> N
     save_id, created, directory = operation.share()
     turn.draft = replace(turn.draft, save_id=save_id, created=created)
     turn.writer = operation.index
-    turn.plan = target.plan(leaves, turn.draft, None, directory)
+    with collector.paused():
+        turn.plan = target.plan(leaves, turn.draft, None, directory)
     if store.size(f"{store.saves}/{save_id}") is None:
         raise StorageError(
             f"saving to {target.where}: process {LEADER} sees a different directory at this path. All processes must "

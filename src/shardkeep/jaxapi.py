@@ -1,0 +1,213 @@
+"""Every name of JAX that is not public, each with what is done if a version of JAX does not have it.
+
+No other module uses such names. `tests/test_jaxapi.py` compares each of them with its public counterpart, so that a
+version of JAX that changes one is noticed by a test and not by a user. JAX is never imported from here unless the
+program has imported it, or calls something that needs it.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from shardkeep.errors import ProcessError
+
+if TYPE_CHECKING:
+    import jax
+
+# Functions of JAX that only run compiled code, as the innermost frame of the traceback of an array. Several are fast
+# paths for computations outside of jit. One that is missing here costs a copy, nothing else.
+COMPUTING = frozenset(
+    (
+        ("interpreters/pxla.py", "ExecuteReplicated.__call__"),
+        ("dispatch.py", "apply_primitive"),
+        ("pjit.py", "_pjit_call_impl"),
+        ("pmap.py", "pmap.<locals>.wrapped"),
+        ("shard_map.py", "pmap.<locals>.wrapped"),  # its place in JAX 0.8
+        ("numpy/ufunc_api.py", "ufunc.__call__"),
+    )
+)
+
+
+class Membership(NamedTuple):
+    """This process among those that `jax.distributed.initialize` has connected, and its client of their service."""
+
+    client: Any
+    process: int
+    size: int
+
+
+def membership() -> Membership | None:
+    """The membership of this process; None if it is alone.
+
+    JAX has no public access to the client. Without it, a process that is alone still saves and loads.
+    """
+    if "jax" not in sys.modules:
+        return None
+    try:
+        from jax._src.distributed import global_state as state
+
+        client, process, size = state.client, state.process_id or 0, state.num_processes or 1
+    except (ImportError, AttributeError) as error:
+        return _alone_or_refuse(error)
+    return None if client is None or size == 1 else Membership(client, process, size)
+
+
+def _alone_or_refuse(reason: Exception) -> None:
+    import jax
+
+    if jax.process_count() > 1:
+        raise ProcessError(
+            f"shardkeep cannot reach the coordination service of JAX {jax.__version__} ({reason}), so several "
+            "processes cannot save or load together; use a version of JAX that this shardkeep was tested with"
+        )
+
+
+def present_client() -> Any:
+    """The client, if there is one; nothing is imported, because a process that was just forked asks."""
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    return getattr(state, "client", None)
+
+
+def service_error() -> type[Exception]:
+    """What calls to the coordination service raise."""
+    from jax.errors import JaxRuntimeError
+
+    return JaxRuntimeError
+
+
+def set_key(client: Any, key: str, value: str) -> None:
+    """Set a key of the coordination service, whether or not it is set already."""
+    client.key_value_set(key, value, allow_overwrite=True)
+
+
+def list_keys(client: Any, directory: str) -> list[tuple[str, str]]:
+    """The keys that begin with a directory, and their values."""
+    return client.key_value_dir_get(directory)
+
+
+def get_key(client: Any, key: str) -> str | None:
+    """The value of a key; None if it is not set."""
+    try_get = getattr(client, "key_value_try_get", None)
+    if try_get is None:
+        return dict(list_keys(client, key.rpartition("/")[0] + "/")).get(key)
+    try:
+        return try_get(key)
+    except service_error() as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def delete_keys(client: Any, directory: str) -> None:
+    """Delete all keys that begin with a directory."""
+    client.key_value_delete(directory)
+
+
+def backends_are_in_use() -> bool:
+    """Whether JAX has started a backend, and with it threads. Nothing is imported: a forked child asks."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is None:
+        return "jax" in sys.modules  # it is elsewhere in this version: assume the worst
+    return getattr(bridge, "backends_are_initialized", lambda: True)()
+
+
+def export_registry(name: str) -> Mapping[Any, Any]:
+    """A registry of `jax.export`: "serialization_registry" or "deserialization_registry". Empty if it is elsewhere.
+
+    A program that has registered anything has imported the module, so nothing is imported here.
+    """
+    found = getattr(sys.modules.get("jax._src.export._export"), name, None)
+    return cast("Mapping[Any, Any]", found) if isinstance(found, dict) else {}
+
+
+def local_parts(array: "jax.Array", count: int) -> Sequence[Any]:
+    """The parts of an array on the first `count` of its local devices: `addressable_data`, in half the time."""
+    parts = getattr(array, "_arrays", None)
+    return [array.addressable_data(number) for number in range(count)] if parts is None else parts
+
+
+def is_weakly_typed(array: "jax.Array") -> bool:
+    """Whether the dtype gives way to that of other operands."""
+    try:
+        return cast(Any, array).aval.weak_type  # in a tenth of the time of `typeof`
+    except AttributeError:
+        import jax
+
+        return cast(Any, jax).typeof(array).weak_type
+
+
+def traceback_of(array: "jax.Array") -> Any:
+    """Where an array was created; None if this JAX does not record it."""
+    return getattr(array, "traceback", None)
+
+
+def frames_of(traceback: Any) -> list[tuple[str, str]]:
+    """The frames of a traceback from the innermost, each a file and a function. Empty if it has another form."""
+    try:
+        return [(frame.file_name, frame.function_name) for frame in traceback.frames]
+    except AttributeError:
+        return []
+
+
+def file_in_jax(file: str) -> str | None:
+    """The name of a file of JAX inside `jax/_src`, "" for its other files and those of jaxlib, None for any other."""
+    _, found, within = file.rpartition("/jax/_src/")  # compiled code keeps the path where it was compiled
+    if found:
+        return within
+    return "" if file.startswith(_home_of_jax()) or "/jaxlib/" in file else None
+
+
+@cache
+def _home_of_jax() -> str:
+    import jax
+
+    return os.path.dirname(jax.__file__) + os.sep
+
+
+def batched_device_put() -> Callable[..., "jax.Array"] | None:
+    """The function behind `jax.device_put` and `jax.make_array_from_single_device_arrays`, if this JAX has it."""
+    try:
+        from jax._src.interpreters.pxla import batched_device_put as put
+    except ImportError:
+        return None
+    return cast(Any, put)
+
+
+def put_like(first: "jax.Array", devices: list[Any], parts: Sequence[list[Any]]) -> "list[jax.Array] | None":
+    """Arrays of the shape, dtype and sharding of `first`, each made of its parts on these devices.
+
+    None if this JAX cannot: the caller then places them like the first, which takes four times as long.
+    """
+    put = batched_device_put()
+    if put is None:
+        return None
+    like = cast(Any, first)
+    try:
+        return [put(like.aval, like.sharding, list(some), devices, like.committed) for some in parts]
+    except (AttributeError, TypeError):  # this JAX has another signature
+        return None
+
+
+def finish_on_thread(manager: Any, work: Callable[[], None]) -> None:
+    """Have a `GlobalAsyncCheckpointManager` wait for `work`, which runs on a new thread, and raise what it raises.
+
+    Its public `serialize` does that for one process. With several it runs `work` on the first one only, behind barriers
+    that are counted; so there it is given the thread as its own.
+    """
+    import jax
+
+    if jax.process_count() == 1 or not (hasattr(manager, "_thread") and hasattr(manager, "_exception")):
+        manager.serialize([], [], on_commit_callback=work)
+        return
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  (raised by the manager's next wait)
+            manager._exception = error
+
+    manager._thread = threading.Thread(target=run, name="shardkeep-hand-over")
+    manager._thread.start()

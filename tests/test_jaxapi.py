@@ -1,0 +1,237 @@
+"""Canaries: each private name of JAX that is used, compared with its public counterpart.
+
+If one fails after an upgrade of JAX, shardkeep still works, more slowly or with more copies (the message says what is
+lost), and `shardkeep/jaxapi.py` needs the name that JAX uses now.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardkeep
+from multiprocess.service import groups
+from shardkeep import jaxapi
+from shardkeep.errors import ProcessError
+from shardkeep.processes.group import Group
+from support import bits, mesh_of
+
+SOURCE = Path(shardkeep.__file__).parent
+PRIVATE = re.compile(
+    r"jax\._src|jax/_src|\._arrays|\"_arrays\"|\.traceback\b|\"traceback\"|global_state|batched_device_put|key_value_"
+    r"|weak_type|\.aval\b|manager\._thread|manager\._exception"
+)
+
+
+def lost(what: str) -> str:
+    return f"JAX {jax.__version__} has changed; {what}. Adapt shardkeep/jaxapi.py"
+
+
+@pytest.mark.parametrize("module", sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")))
+def test_no_other_module_uses_a_private_name_of_jax(module: str) -> None:
+    if module != "jaxapi.py":
+        code = re.sub(r'""".*?"""|#.*', "", (SOURCE / module).read_text(), flags=re.DOTALL)
+        assert PRIVATE.findall(code) == []
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    with groups(1) as (one,):
+        yield one
+
+
+@pytest.fixture
+def spread() -> jax.Array:
+    mesh = mesh_of(8)
+    return jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("a")))
+
+
+def test_the_parts_of_an_array_are_its_addressable_data(spread: jax.Array) -> None:
+    assert hasattr(spread, "_arrays"), lost("snapshots of sharded arrays take twice as long")
+    parts = jaxapi.local_parts(spread, 8)
+    for number in range(8):
+        assert bits(parts[number]) == bits(spread.addressable_data(number)), lost("the order of parts is another")
+
+
+def test_without_them_the_public_function_gives_the_parts(spread: jax.Array) -> None:
+    class Public:
+        addressable_data = staticmethod(spread.addressable_data)
+
+    parts: Any = jaxapi.local_parts(Public(), 3)  # type: ignore[arg-type]
+    assert [bits(part) for part in parts] == [bits(spread.addressable_data(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize("value", [jnp.asarray(1.0), jnp.asarray(np.float32(1)), jnp.ones(3) * 2, jnp.add(1, 2)])
+def test_weak_types_are_those_of_the_public_function(value: jax.Array) -> None:
+    assert hasattr(value, "aval"), lost("looking for weak types takes ten times as long")
+    assert jaxapi.is_weakly_typed(value) == jax.typeof(value).weak_type  # type: ignore[attr-defined]
+
+
+def test_without_the_abstract_value_the_public_function_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Public:
+        pass
+
+    monkeypatch.setattr(jax, "typeof", lambda _: jnp.asarray(1.0).aval)
+    assert jaxapi.is_weakly_typed(Public())  # type: ignore[arg-type]
+
+
+def test_the_traceback_names_where_an_array_was_made() -> None:
+    """What follows from it is tested in saving/test_buffers.py."""
+    (file, function), *_ = [
+        frame for frame in jaxapi.frames_of(jaxapi.traceback_of(jax.device_put(np.ones(3)))) if frame[0] == __file__
+    ] or [("", "")]
+    assert (file, function) == (
+        __file__,
+        "test_the_traceback_names_where_an_array_was_made",
+    ), lost("every JAX array on CPU is copied by save_async")
+
+
+def test_without_tracebacks_nothing_is_known_of_an_array() -> None:
+    assert jaxapi.traceback_of(object()) is None  # type: ignore[arg-type]
+    assert jaxapi.frames_of(object()) == []
+
+
+def test_files_of_jax_are_told_from_others() -> None:
+    assert jaxapi.file_in_jax("/elsewhere/jax/_src/pjit.py") == "pjit.py"
+    assert jaxapi.file_in_jax(str(Path(jax.__file__).parent / "numpy" / "__init__.py")) == ""
+    assert jaxapi.file_in_jax("/x/jaxlib/a.py") == ""
+    assert jaxapi.file_in_jax(__file__) is None
+
+
+@pytest.mark.parametrize(("file", "function"), sorted(jaxapi.COMPUTING))
+def test_functions_that_compute_are_in_files_of_jax(file: str, function: str) -> None:
+    if file != "shard_map.py":  # its place in another version
+        text = (Path(jax.__file__).parent / "_src" / file).read_text()
+        name = function.rpartition(".")[2]
+        assert re.search(rf"def {name}\b", text), lost(f"results of {function} are copied by save_async")
+
+
+@pytest.mark.parametrize("spec", [P(), P("a")], ids=str)
+def test_arrays_placed_together_are_as_the_public_function_places_them(spec: P) -> None:
+    sharding = NamedSharding(mesh_of(8), spec)
+    arrays = [np.full((8, 4), i, np.float32) for i in range(3)]
+    first, *public = [jax.device_put(array, sharding) for array in arrays]
+    devices = list(sharding.addressable_devices_indices_map((8, 4)))
+    indices: Any = sharding.addressable_devices_indices_map((8, 4)).values()
+    placed = jaxapi.put_like(first, devices, [[array[index] for index in indices] for array in arrays[1:]])
+    assert placed is not None, lost("placing thousands of small arrays takes four times as long")
+    for one, other in zip(placed, public, strict=True):
+        assert (one.sharding, one.committed, one.aval) == (other.sharding, other.committed, other.aval)  # type: ignore[attr-defined]
+        assert bits(one) == bits(other)
+
+
+@pytest.mark.parametrize("put", [None, lambda only: only], ids=["missing", "another signature"])
+def test_without_the_inner_function_the_caller_places_them(put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxapi, "batched_device_put", lambda: put)
+    assert jaxapi.put_like(jnp.ones(3), jax.devices()[:1], [[np.ones(3)]]) is None
+
+
+class TestService:
+    def test_keys_are_set_listed_and_deleted(self, group: Group) -> None:
+        client = group.client
+        message = lost("several processes cannot save or load together")
+        jaxapi.set_key(client, "canary/a", "1")
+        jaxapi.set_key(client, "canary/a", "2")
+        jaxapi.set_key(client, "canary/b/c", "3")
+        assert sorted(jaxapi.list_keys(client, "canary/")) == [("canary/a", "2"), ("canary/b/c", "3")], message
+        jaxapi.delete_keys(client, "canary/b/")
+        assert jaxapi.list_keys(client, "canary/") == [("canary/a", "2")], message
+        assert (jaxapi.get_key(client, "canary/a"), jaxapi.get_key(client, "canary/x")) == ("2", None), message
+
+    def test_a_key_is_found_without_the_function_for_one(self, group: Group) -> None:
+        class Older:
+            key_value_dir_get = staticmethod(group.client.key_value_dir_get)
+
+        jaxapi.set_key(group.client, "older/a", "1")
+        assert (jaxapi.get_key(Older(), "older/a"), jaxapi.get_key(Older(), "older/x")) == ("1", None)
+
+
+def test_a_process_that_is_alone_is_a_member_of_nothing() -> None:
+    from jax._src import distributed
+
+    state = distributed.global_state
+    assert {"client", "num_processes", "process_id"} <= set(dir(state)), lost("several processes cannot save together")
+    assert jaxapi.membership() is None
+    assert jaxapi.present_client() is None
+
+
+def test_members_have_the_index_and_number_that_jax_tells_publicly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import distributed
+
+    client = object()
+    for name, value in {"client": client, "num_processes": 3, "process_id": 2}.items():
+        monkeypatch.setattr(distributed.global_state, name, value)
+    assert jaxapi.membership() == (client, 2, 3)
+    assert jaxapi.present_client() is client
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_without_the_service_only_a_process_that_is_alone_goes_on(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import distributed
+
+    monkeypatch.delattr(distributed, "global_state")
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    assert jaxapi.present_client() is None
+    if count == 1:
+        assert jaxapi.membership() is None
+    else:
+        with pytest.raises(ProcessError, match=f"cannot reach the coordination service of JAX {jax.__version__}"):
+            jaxapi.membership()
+
+
+def test_whether_jax_has_threads_is_known_without_importing_it() -> None:
+    code = (
+        "import sys; from shardkeep import jaxapi; seen = [jaxapi.backends_are_in_use(), 'jax' in sys.modules]\n"
+        "import jax; seen.append(jaxapi.backends_are_in_use()); jax.devices()\n"
+        "print(*seen, jaxapi.backends_are_in_use())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "False False False True\n", lost("forked children are refused, or hang") + done.stderr
+
+
+def test_a_registration_for_export_is_found() -> None:
+    class Pair(tuple[int, int]):
+        __slots__ = ()
+
+    jax.tree_util.register_pytree_node(Pair, lambda pair: (tuple(pair), None), lambda _, pair: Pair(pair))
+    jax.export.register_pytree_node_serialization(
+        Pair, serialized_name="canary.Pair", serialize_auxdata=lambda _: b"", deserialize_auxdata=lambda _: None
+    )
+    message = lost("auxiliary data of registered classes is not saved")
+    assert jaxapi.export_registry("serialization_registry")[Pair][0] == "canary.Pair", message
+    assert jaxapi.export_registry("deserialization_registry")["canary.Pair"][0] is Pair, message
+    assert jaxapi.export_registry("nothing") == {}
+
+
+class TestManager:
+    @pytest.fixture(params=[1, 2], ids=["alone", "one of two"])
+    def manager(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+        made = GlobalAsyncCheckpointManager()
+        assert hasattr(made, "_thread"), lost("its manager cannot wait for saves of several processes")
+        assert hasattr(made, "_exception"), lost("its manager cannot wait for saves of several processes")
+        monkeypatch.setattr(jax, "process_count", lambda: request.param)
+        return made
+
+    def test_it_waits_for_the_work_and_raises_its_error(self, manager: Any) -> None:
+        done: list[int] = []
+        jaxapi.finish_on_thread(manager, lambda: done.append(1))
+        manager.wait_until_finished()
+        assert done == [1]
+
+        def fail() -> None:
+            raise ValueError("lost")
+
+        jaxapi.finish_on_thread(manager, fail)
+        with pytest.raises(ValueError, match="lost"):
+            manager.wait_until_finished()
