@@ -23,7 +23,7 @@ def detect(store: Store, names: Collection[str]) -> Manifest | None:
         store: The directory or bucket prefix.
         names: What is directly in it.
     """
-    found = (reader.detect(store, names) for reader in READERS) if names else ()
+    found = (reader.detect(store, names) for reader in READERS)
     return next((manifest for manifest in found if manifest is not None), None)
 
 

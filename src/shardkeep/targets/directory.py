@@ -38,12 +38,9 @@ class Directory:
     store: Store
     format: Format = field(default_factory=SafetensorsFormat)
     documents: Sequence[str] = (MANIFEST,)
+    companions: Sequence[str] = tuple(name for companions in COMPANIONS for name in companions.names)
     keeps_control: bool = True
     gathers: bool = False
-
-    @property
-    def companions(self) -> Sequence[str]:
-        return [name for companions in COMPANIONS for name in companions.names]
 
     @property
     def where(self) -> str:
@@ -54,7 +51,11 @@ class Directory:
 
     def read_if_any(self) -> Manifest | None:
         """What is committed. A manifest without trees says that nothing is, and stands for one that is not there."""
-        return self._or_foreign(self.read_manifest())
+        found = self.read_manifest()
+        if found is not None and found.trees:
+            return found
+        inside = self.store.children("")
+        return detect(self.store, inside) if not {MANIFEST, self.store.control}.issuperset(inside) else None
 
     read_again = read_if_any
 
@@ -74,11 +75,6 @@ class Directory:
     def _is_ours(self, inside: Collection[str]) -> bool:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
         return self.store.control in inside or has_our_data(inside)
-
-    def _or_foreign(self, found: Manifest | None) -> Manifest | None:
-        if found is not None and found.trees:
-            return found
-        return detect(self.store, self.store.children(""))
 
     def foreign_document(self, inside: Collection[str]) -> str | None:
         if MANIFEST not in inside or self._is_ours(inside):
