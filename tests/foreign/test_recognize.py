@@ -19,7 +19,8 @@ import shardkeep
 from buckets.fixtures import Place, _alone, place  # noqa: F401
 from shardkeep.cli.main import main
 from shardkeep.eformer.manager import AsyncCheckpointManager
-from shardkeep.foreign.recognize import is_foreign_manifest, name_foreign
+from shardkeep.foreign.recognize import name_foreign
+from shardkeep.model.document import is_foreign_manifest
 from support import FORMATS, save_as
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -1,37 +1,14 @@
 """Telling our own files from those of other programs, and naming the programs. Pure functions of names and bytes."""
 
-import json
 import re
 from collections.abc import Iterable
 
-_START = b'{"shardkeep":'
-_ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
-_MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
 _DATA_FILE = re.compile(r"[0-9a-f]{32}-[0-9]{5}\.safetensors")
 _TORCH = (".pt", ".pth", ".distcp")
 _TORCH_BIN = re.compile(r"(pytorch_model|adapter_model|optimizer|training_args|model).*\.bin")
 _FLAX_LEGACY = re.compile(r"checkpoint_[0-9]+")
 _ORBAX = {"_CHECKPOINT_METADATA", "_METADATA"}
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
-
-
-def is_foreign_manifest(document: bytes) -> bool:
-    """Whether a `manifest.json` was certainly not written by shardkeep, for example the manifest of a web app.
-
-    Damage does not make one of ours foreign: what is empty, or has any mark of ours in it, is not.
-
-    >>> is_foreign_manifest(b'{"name": "my app", "icons": []}'), is_foreign_manifest(b'{"shardkeep":1,"dig')
-    (True, False)
-    """
-    if document.startswith(_START) or _START.startswith(document) or not document.strip(b"\0 \t\r\n"):
-        return False
-    try:
-        body = json.loads(document)
-    except (ValueError, RecursionError):
-        return b"\0" not in document and not any(mark in document for mark in _MARKS)
-    if not isinstance(body, dict):
-        return True
-    return "shardkeep" not in body and len(_ROOT_FIELDS & body.keys()) < 2
 
 
 def has_our_data(names: Iterable[str]) -> bool:

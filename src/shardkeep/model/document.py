@@ -43,6 +43,9 @@ _STEPS = 1 << 63  # recorded steps are below
 _FORMATS = {"safetensors": "safetensors", "tensorstore": "zarr", "foreign": "foreign"}  # on disk → for people
 _NAMES_ON_DISK = {name: on_disk for on_disk, name in _FORMATS.items()}
 _ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
+_START = b'{"shardkeep":'
+_ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
+_MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -73,6 +76,25 @@ def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
         },
     }
     return seal(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
+
+
+def is_foreign_manifest(document: bytes) -> bool:
+    """Whether a `manifest.json` was certainly not written by shardkeep, for example the manifest of a web app.
+
+    Damage does not make one of ours foreign: what is empty, or has any mark of ours in it, is not.
+
+    >>> is_foreign_manifest(b'{"name": "my app", "icons": []}'), is_foreign_manifest(b'{"shardkeep":1,"dig')
+    (True, False)
+    """
+    if document.startswith(_START) or _START.startswith(document) or not document.strip(b"\0 \t\r\n"):
+        return False
+    try:
+        body = json.loads(document)
+    except (ValueError, RecursionError):
+        return b"\0" not in document and not any(mark in document for mark in _MARKS)
+    if not isinstance(body, dict):
+        return True
+    return "shardkeep" not in body and len(_ROOT_FIELDS & body.keys()) < 2
 
 
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
@@ -197,7 +219,7 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
     if data["compression"] is None and any(p.stored is not None for array in arrays for p in array.pieces):
         raise ValueError("a tree without compression has a compressed piece")
-    metadata = decode_metadata(data["metadata"])
+    metadata = data["metadata"] if data["metadata"] == {} else decode_metadata(data["metadata"])
     if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool):
         raise ValueError("metadata is not an object, or indexed is not a boolean")
     published = data.get("published", False)

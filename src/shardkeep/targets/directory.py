@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError, IntegrityError
-from shardkeep.foreign.recognize import has_our_data, is_foreign_manifest, name_foreign
+from shardkeep.foreign.recognize import has_our_data, name_foreign
 from shardkeep.foreign.registry import COMPANIONS, detect
 from shardkeep.layouts.base import Format
 from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedArray, StagedLeaf, WrittenFile, plan_pieces
 from shardkeep.layouts.safetensors import SafetensorsFormat
 from shardkeep.layouts.zarr import group_files
 from shardkeep.model.digests import digest
-from shardkeep.model.document import decode_manifest, encode_manifest
+from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.model.tree import Path
