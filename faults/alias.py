@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardkeep
+from dtypes import SAMPLE
 from faults import parallel
 from faults.result import Result
 from servers.gcs import GCSServer
 from shardkeep.stores.location import location, store_at
 from ways import COMPUTED, PLACED, host_memory
 
-DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "int4", "complex64", "bool")
 FORMATS: tuple[Any, ...] = ("safetensors", "tensorstore")
 _SHAPE = (64, 256)
 Found = tuple[int, list[str]]
@@ -175,15 +175,15 @@ def run(quick: bool = False) -> Iterator[Result]:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         rooms = iter([Path(directory) / str(number) for number in range(4)])
         room = str(next(rooms))
-        found = _sum(parallel.spread(afterwards, [(room, dtype, repeats) for dtype in DTYPES]))
-        how = f"{len(PLACED)} ways to make an array on one device or eight, {len(DTYPES)} dtypes, both formats"
+        found = _sum(parallel.spread(afterwards, [(room, dtype, repeats) for dtype in SAMPLE]))
+        how = f"{len(PLACED)} ways to make an array on one device or eight, {len(SAMPLE)} dtypes, both formats"
         yield Result("Host memory that an array aliases changes after save_async", how, *found)
         room = str(next(rooms))
         found = _sum(parallel.spread(behind_jax, [(room,)]))
         how = f"{len(COMPUTED)} kinds of results, overwritten by their address; copy=True, both formats"
         yield Result("The memory of a result changes after save_async", how, *found)
         room = str(next(rooms))
-        found = _sum(parallel.spread(meanwhile, [(room, dtype, saves) for dtype in DTYPES]))
+        found = _sum(parallel.spread(meanwhile, [(room, dtype, saves) for dtype in SAMPLE]))
         how = "another thread changes it without a pause; what is stored must match its digests"
         yield Result("Host memory that arrays alias changes during a save", how, *found)
         room = str(next(rooms))

@@ -4,7 +4,9 @@ A job that a script starts with `&` or with `nohup` ignores SIGINT, and so do it
 inherited in the same way. A program that is sent signals by a test calls `usual_signals` first.
 """
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +16,20 @@ def usual_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def die_at_change(number: int, path: str) -> None:
+    """Let this process be killed when it opens, renames, makes or removes something below `path`, after that many."""
+    left = number
+
+    def strike(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and path in str(arguments[0]):
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    sys.addaudithook(strike)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh
 
 import shardkeep
+from dtypes import NUMPY, WIDE, dtype_of
 from shardkeep.model.arrays import Region
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.scopes import Scope, frame_above
@@ -181,16 +181,16 @@ def pattern(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 _SUB_BYTE = {"int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 _SUB_BYTE |= {"float6_e2m3fn": 6, "float6_e3m2fn": 6}
-_PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
 
 
 def every_dtype() -> list[str]:
     """Every dtype that this JAX can hold without 64-bit types, by name."""
-    names = [*_SUB_BYTE, *(name for name in dir(jnp) if name.startswith(("bfloat", "float8"))), *_PLAIN]
+    plain = [name for name in NUMPY if name not in WIDE]
+    names = [*_SUB_BYTE, *(name for name in dir(jnp) if name.startswith(("bfloat", "float8"))), *plain]
     found: list[str] = []
     for name in names:
         try:
-            jax.device_put(np.zeros(1, getattr(ml_dtypes, name, name))).block_until_ready()
+            jax.device_put(np.zeros(1, dtype_of(name))).block_until_ready()
         except (TypeError, ValueError, RuntimeError):  # JAX 0.10 has no 6-bit floats, for example
             continue
         found.append(name)
@@ -199,7 +199,7 @@ def every_dtype() -> list[str]:
 
 def all_bits(dtype: str) -> np.ndarray:
     """16 x 16 values: every bit pattern of a type of at most one byte, else many, with NaNs of every payload kind."""
-    parsed = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    parsed = dtype_of(dtype)
     values = pattern(parsed, (256,))
     if parsed.itemsize == 1:
         width = _SUB_BYTE.get(dtype, 1 if dtype == "bool" else 8)

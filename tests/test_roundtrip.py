@@ -27,42 +27,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
+from dtypes import JAX, SIX_BITS, WIDE, dtype_of
 from support import FORMATS, Dense, Keyed, Point, Unkeyed, assert_same, bits, mesh_of, pattern, run_python, save_as
 
 P = PartitionSpec
 
-JAX_DTYPES = [
-    "bool",
-    "int2",
-    "int4",
-    "int8",
-    "int16",
-    "int32",
-    "uint2",
-    "uint4",
-    "uint8",
-    "uint16",
-    "uint32",
-    "float4_e2m1fn",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "bfloat16",
-    "float16",
-    "float32",
-    "complex64",
-]
 NUMPY_DTYPES = [
-    *JAX_DTYPES,
-    "int64",
-    "uint64",
-    "float64",
-    "complex128",
+    *JAX,
+    *WIDE,
+    *SIX_BITS,
     "datetime64[ns]",
     "datetime64[D]",
     "timedelta64[25us]",
@@ -72,16 +45,10 @@ NUMPY_DTYPES = [
     ">f8",
     ">c8",
     ">M8[s]",
-    "float6_e2m3fn",
-    "float6_e3m2fn",
 ]
 SHAPES = [(), (0,), (1,), (3,), (16,), (3, 0, 2), (2, 3, 5)]
 
 formats = pytest.mark.parametrize("kind", FORMATS)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _nan(bits_: int) -> float:
@@ -91,7 +58,7 @@ def _nan(bits_: int) -> float:
 @formats
 @pytest.mark.parametrize("mmap", [True, False])
 def test_jax_arrays_of_every_dtype_and_shape(kind: str, mmap: Any, tmp_path: Path) -> None:
-    tree = {name: [jnp.asarray(pattern(_dtype(name), shape)) for shape in SHAPES] for name in JAX_DTYPES}
+    tree = {name: [jnp.asarray(pattern(dtype_of(name), shape)) for shape in SHAPES] for name in JAX}
     for name, arrays in tree.items():
         assert all(a.dtype == name for a in arrays)
     path = save_as(kind, tmp_path / "c", tree)
@@ -102,7 +69,7 @@ def test_jax_arrays_of_every_dtype_and_shape(kind: str, mmap: Any, tmp_path: Pat
 @formats
 @pytest.mark.parametrize("verify", [True, False])
 def test_numpy_arrays_of_every_dtype_and_shape(kind: str, verify: bool, tmp_path: Path) -> None:
-    tree = {name: [pattern(_dtype(name), shape) for shape in SHAPES] for name in NUMPY_DTYPES}
+    tree = {name: [pattern(dtype_of(name), shape) for shape in SHAPES] for name in NUMPY_DTYPES}
     path = save_as(kind, tmp_path / "c", tree)
     loaded = shardkeep.load(path, verify=verify)
     assert_same(loaded, tree)
@@ -454,7 +421,7 @@ def test_any_sharding_in_any_other_out(
 ) -> None:
     # The last axis is long, so that about half of the arrays exceed what is stored whole.
     shape = (*shape, data.draw(st.sampled_from([8, 1024, 8192])))
-    host = pattern(_dtype(dtype), shape, seed=1)
+    host = pattern(dtype_of(dtype), shape, seed=1)
     saved_mesh, saved = data.draw(_specs_of(len(shape)))
     wanted_mesh, wanted = data.draw(_specs_of(len(shape)))
     kind = data.draw(st.sampled_from(["safetensors", "tensorstore", "zstd", "exchange"]))
@@ -483,8 +450,8 @@ keys = (
 def arrays(draw: st.DrawFn) -> Any:
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 8]), max_size=3)))
     if draw(st.booleans()):
-        return pattern(_dtype(draw(st.sampled_from(NUMPY_DTYPES))), shape)
-    host = pattern(_dtype(draw(st.sampled_from(JAX_DTYPES))), shape)
+        return pattern(dtype_of(draw(st.sampled_from(NUMPY_DTYPES))), shape)
+    host = pattern(dtype_of(draw(st.sampled_from(JAX))), shape)
     dimensions = [axis for axis, n in enumerate(shape) if n == 8]
     if not dimensions:
         return jnp.asarray(host)

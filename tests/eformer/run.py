@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardkeep
 import shardkeep.serialization as ours
 from checks import run_checks
+from dtypes import JAX, NO_ZARR_NAME
 from servers.gcs import GCSServer
 from shardkeep.serialization import serialization as our_leaves
 from shardkeep.serialization import sharding_utils as our_sharding
@@ -44,12 +45,7 @@ LINE = Mesh(np.array(jax.devices()), ("x",))
 GRID = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
 LARGE = (16, 40_000)  # beyond what we store whole whatever its sharding
 
-# What zarr, and so eFormer, has a name for.
-DTYPES = [
-    "bool", "int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bfloat16", "float16", "float32",
-    "complex64", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
-    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
-]  # fmt: skip
+DTYPES = [name for name in JAX if name not in NO_ZARR_NAME]  # what zarr, and so eFormer, has a name for
 
 
 class Pair(NamedTuple):

@@ -18,6 +18,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from dtypes import dtype_of
 from support import assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec
@@ -40,10 +41,6 @@ CODES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
 WIDE = {"F64": "float64", "I64": "int64", "U64": "uint64"}
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _write(
@@ -80,7 +77,7 @@ def test_flax_files_of_the_package(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("mmap", [True, False])
 def test_every_dtype_of_the_format(code: str, mmap: Any, tmp_path: Path) -> None:
-    host = pattern(_dtype(CODES[code]), (3, 7))
+    host = pattern(dtype_of(CODES[code]), (3, 7))
     _write(tmp_path / "m.safetensors", {"odd": ("U8", [3], b"abc"), "w": (code, [3, 7], host.tobytes())})
     safetensors.deserialize((tmp_path / "m.safetensors").read_bytes())  # the package agrees that it is one
     loaded = shardkeep.load(tmp_path / "m.safetensors", mmap=mmap)
@@ -89,7 +86,7 @@ def test_every_dtype_of_the_format(code: str, mmap: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "complex64", "float32"])
 def test_what_serialize_writes(name: str, tmp_path: Path) -> None:
-    host = pattern(_dtype(name), (2, 8))
+    host = pattern(dtype_of(name), (2, 8))
     spec = safetensors.TensorSpec(dtype=name, shape=[2, 8], data_ptr=host.ctypes.data, data_len=host.nbytes)
     safetensors.serialize_file({"w": spec}, tmp_path / "m.safetensors", metadata={"format": "pt"})
     assert_same(shardkeep.load(tmp_path / "m.safetensors"), {"w": jnp.asarray(host)})

@@ -23,44 +23,20 @@ from typing import Any
 if __name__ == "__main__":  # before JAX is imported
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+    _path = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    sys.path[:0] = _path
+    os.environ["PYTHONPATH"] = os.pathsep.join(_path)  # for the programs that it starts
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dtypes import JAX, TIMES, WIDE, dtype_of
+
 HERE = Path(__file__).parent
 Point = namedtuple("Point", "x y")  # not importable by name when loaded: comes back as a namedtuple of the same shape
-
-JAX_DTYPES = [
-    "bool",
-    "int2",
-    "int4",
-    "int8",
-    "int16",
-    "int32",
-    "uint2",
-    "uint4",
-    "uint8",
-    "uint16",
-    "uint32",
-    "bfloat16",
-    "float16",
-    "float32",
-    "float4_e2m1fn",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "complex64",
-]
-NUMPY_DTYPES = ["int64", "uint64", "float64", "complex128", "datetime64[ns]", "timedelta64[s]"]
 
 
 class Settings:
@@ -143,10 +119,9 @@ def bit_pattern(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
 def arrays() -> dict[str, Any]:
     """An array of every dtype JAX has on CPU, and the NumPy ones it has not."""
     tree: dict[str, Any] = {}
-    for name in JAX_DTYPES:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-        tree[name] = jnp.asarray(bit_pattern(dtype, 6)).reshape(2, 3)
-    for name in NUMPY_DTYPES:
+    for name in JAX:
+        tree[name] = jnp.asarray(bit_pattern(dtype_of(name), 6)).reshape(2, 3)
+    for name in [*WIDE, *TIMES]:
         tree[f"numpy {name}"] = bit_pattern(np.dtype(name), 4)
     return tree
 
@@ -321,7 +296,6 @@ def fenced(root: Path) -> dict[str, Any]:
 
 def from_a_bucket(root: Path) -> dict[str, Any]:
     """Exchange files as they lie in a bucket: shards, and one file that took the place of others."""
-    sys.path.insert(0, str(HERE.parent))
     import shardkeep
     from servers.gcs import GCSServer
 
@@ -348,7 +322,6 @@ def value(process):
 
 def per_process(root: Path) -> dict[str, Any]:
     """Values of one process, and those that two processes saved together, in either format."""
-    sys.path.insert(0, str(HERE.parent))
     import shardkeep
     from multiprocess.cluster import all_well, run_cluster
 

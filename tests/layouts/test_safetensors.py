@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -19,22 +18,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from dtypes import EXTENDED, NUMPY, SIX_BITS, TIMES, dtype_of
 from shardkeep.errors import IntegrityError
 from shardkeep.layouts.safetensors import TO_CODE, decode_header, encode_header, group_by_size, header_length
 from support import assert_same, bits, mesh_of, pattern, save_as
 
 P = PartitionSpec
-ALL = [
-    "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64",
-    "float4_e2m1fn float6_e2m3fn float6_e3m2fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn",
-    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 complex64 complex128",
-    "datetime64[ns] timedelta64[s]",
-]
-DTYPES = " ".join(ALL).split()
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
+DTYPES = [*NUMPY, *EXTENDED, *SIX_BITS, *TIMES]
 
 
 def _raw(file: Path) -> dict[str, dict[str, Any]]:
@@ -56,7 +46,7 @@ def _files(path: Path) -> list[Path]:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, np.ndarray]]:
     """Arrays of every dtype and some shapes, as a directory and as an exchange file."""
     tree = {
-        f"{name} {shape}": pattern(_dtype(name), shape, seed)
+        f"{name} {shape}": pattern(dtype_of(name), shape, seed)
         for seed, name in enumerate(DTYPES)
         for shape in [(), (0, 3), (5,), (2, 32), (3, 7)]
     }
@@ -65,7 +55,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, di
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_package_reads_every_byte_of_every_dtype(everything: Any, which: int) -> None:
+def test_the_package_reads_every_byte_of_everydtype_of(everything: Any, which: int) -> None:
     (file,) = _files(everything[which])
     found, tree = _raw(file), everything[2]
     assert set(found) == set(tree)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from dtypes import EXTENDED, NO_ZARR_NAME, NUMPY, SIX_BITS, TIMES, WIDE, dtype_of
 from shardkeep.layouts.plan import PiecePlan, StagedArray
 from shardkeep.layouts.zarr import TensorstoreFormat
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition, split_counts
@@ -25,43 +25,9 @@ from shardkeep.stores.local.mapping import Pages
 from support import assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec
-STANDARD = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-KNOWN_TO_TENSORSTORE = [
-    *STANDARD,
-    "bfloat16",
-    "int4",
-    "int2",
-    "float4_e2m1fn",
-    "float8_e3m4",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-]
-AS_BITS = ["uint4", "uint2", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "datetime64[ns]", "timedelta64[s]"]
-JAX_ONLY_32 = {"int64", "uint64", "float64", "complex128"}
+KNOWN_TO_TENSORSTORE = [*NUMPY, *(name for name in EXTENDED if name not in NO_ZARR_NAME)]
+AS_BITS = [*NO_ZARR_NAME, *SIX_BITS, *TIMES]
 COMPRESSIONS = pytest.mark.parametrize("compression", [None, "zstd"])
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _open(directory: Path) -> np.ndarray:
@@ -80,15 +46,15 @@ def _save(path: Path, tree: Any, compression: str | None, **more: Any) -> None:
 @COMPRESSIONS
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_tensorstore_reads_every_dtype_it_knows_under_its_own_name(compression: Any, make: Any, tmp_path: Path) -> None:
-    names = [n for n in KNOWN_TO_TENSORSTORE if make is np.asarray or n not in JAX_ONLY_32]
+    names = [n for n in KNOWN_TO_TENSORSTORE if make is np.asarray or n not in WIDE]
     tree = {
-        name: {str(len(shape)): make(pattern(_dtype(name), shape)) for shape in [(), (7,), (3, 5)]} for name in names
+        name: {str(len(shape)): make(pattern(dtype_of(name), shape)) for shape in [(), (7,), (3, 5)]} for name in names
     }
     _save(tmp_path / "c", tree, compression)
     for name, arrays in tree.items():
         for rank, array in arrays.items():
             found = _open(tmp_path / "c" / name / rank)
-            assert found.dtype == _dtype(name), name
+            assert found.dtype == dtype_of(name), name
             assert found.shape == array.shape
             # TensorStore brings the bits of 4- and 2-bit integers into its own form.
             if name in ("int4", "int2"):
@@ -99,7 +65,7 @@ def test_tensorstore_reads_every_dtype_it_knows_under_its_own_name(compression: 
 
 @COMPRESSIONS
 def test_dtypes_tensorstore_lacks_are_stored_as_their_bits(compression: Any, tmp_path: Path) -> None:
-    tree = {name: pattern(_dtype(name), (3, 5)) for name in AS_BITS}
+    tree = {name: pattern(dtype_of(name), (3, 5)) for name in AS_BITS}
     _save(tmp_path / "c", tree, compression)
     leaves = shardkeep.inspect(tmp_path / "c").leaves
     for (name, array), directory in zip(tree.items(), _directories(tmp_path / "c"), strict=True):
@@ -119,8 +85,8 @@ def _directories(path: Path) -> list[str]:
 @COMPRESSIONS
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_zarr_python_reads_the_dtypes_it_knows(compression: Any, make: Any, tmp_path: Path) -> None:
-    names = [n for n in STANDARD if make is np.asarray or n not in JAX_ONLY_32]
-    tree = {name: make(pattern(_dtype(name), (4, 6))) for name in names}
+    names = [n for n in NUMPY if make is np.asarray or n not in WIDE]
+    tree = {name: make(pattern(dtype_of(name), (4, 6))) for name in names}
     _save(tmp_path / "c", tree, compression)
     for name, array in tree.items():
         opened = zarr.open_array(str(tmp_path / "c" / name), mode="r", zarr_format=2)

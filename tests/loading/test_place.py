@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
+from dtypes import SAMPLE
 from shardkeep import jaxapi
 from shardkeep.loading.place import apply_function, cast_array, check_fits, read_leaves, stays_numpy
 from shardkeep.loading.select import Request, Wanted, choose
@@ -248,7 +249,7 @@ class TestArraysThatAreAlike:
         "columns, replicated": NamedSharding(mesh_of(2, 4), P(None, "b")),
     }
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"])
+    @pytest.mark.parametrize("dtype", SAMPLE)
     @pytest.mark.parametrize("shape", [(8, 8), (512, 2048)])
     @pytest.mark.parametrize("how", SHARDINGS)
     def test_each_is_as_the_public_functions_make_it(

@@ -12,14 +12,13 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import shardkeep
+from dtypes import SAMPLE, dtype_of
 from shardkeep.model.tree import flatten
 from shardkeep.saving.buffers import owns_its_buffer, shards_of
 from shardkeep.saving.snapshot import take_snapshot
 from shardkeep.stores.location import location, store_at
 from support import bits, crew_of, mesh_of, pattern
 from ways import COMPUTED, PLACED, host_memory, lies_in, one, replicated, sharded
-
-DTYPES = [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, np.bool_, np.complex64]
 
 
 @pytest.mark.parametrize("start", [0, 64], ids=["on a page", "behind one"])
@@ -40,10 +39,10 @@ def test_a_result_is_in_memory_of_its_own_and_known_to_be(name: str) -> None:
     assert owns_its_buffer(array), array.traceback
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("dtype", SAMPLE)
 @pytest.mark.parametrize("name", ["device_put", "device_put, sharded", "callback, replicated", "x[:]"])
-def test_of_any_dtype(name: str, dtype: Any) -> None:
-    memory = host_memory((64, 64), dtype)
+def test_of_any_dtype(name: str, dtype: str) -> None:
+    memory = host_memory((64, 64), dtype_of(dtype))
     assert not owns_its_buffer(PLACED[name](memory))
     assert owns_its_buffer(jax.jit(lambda x: x)(PLACED[name](memory)))
 

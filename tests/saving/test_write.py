@@ -15,6 +15,7 @@ import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from dtypes import EXTENDED, NUMPY, dtype_of
 from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import BLOCK, digest
@@ -212,26 +213,12 @@ def test_an_error_in_the_middle_leaves_no_descriptor_open(tmp_path: Path, size: 
     assert _descriptors(tmp_path) == []
 
 
-DTYPES = [
-    "bool",
-    "int4",
-    "uint2",
-    "int8",
-    "uint64",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e3m4",
-    "float4_e2m1fn",
-    "complex128",
-]
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_on_disk_is_the_c_order_bytes(tmp_path: Path, kind: str) -> None:
     """For every dtype and layout in memory: each piece of the manifest is found at its offset."""
     tree: dict[str, Any] = {}
-    for name in DTYPES:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    for name in [*NUMPY, *EXTENDED]:
+        dtype = dtype_of(name)
         tree[name] = pattern(dtype, (5, 7))
         tree[f"{name} F"] = np.asfortranarray(tree[name])
         tree[f"{name} part"] = pattern(dtype, (10, 14))[::2, ::2]

@@ -23,6 +23,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
+from dtypes import JAX
 from shardkeep import PendingSave
 from shardkeep.runtime import progress
 from shardkeep.runtime.memory import Claim, budget
@@ -632,13 +633,6 @@ def test_empty_trees_and_bare_leaves_are_trees(tree: Any, tensorstore: bool, tmp
     assert isinstance(manager.load(tmp_path, None)[0], dict)
 
 
-ALL_DTYPES = [
-    "bool", "int2", "int4", "int8", "int16", "int32", "uint2", "uint4", "uint8", "uint16", "uint32", "float4_e2m1fn",
-    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
-    "float8_e5m2fnuz", "float8_e8m0fnu", "bfloat16", "float16", "float32", "complex64",
-]  # fmt: skip
-
-
 @forms
 def test_every_dtype_and_shape_comes_back_bit_for_bit(form: str, tmp_path: Path) -> None:
     settings, name = FORMS[form]
@@ -646,7 +640,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(form: str, tmp_path: Path)
     tree = {
         d: [jnp.ones(shape).astype(d) for shape in ((), (0,), (3,), (8, 2))]
         + [jax.device_put(jnp.ones((8, 2)).astype(d), NamedSharding(MESH, P("a")))]
-        for d in ALL_DTYPES
+        for d in JAX
     }
     manager.save(tree, tmp_path / name, MESH)
     loaded, _ = manager.load(tmp_path / name, None)

@@ -710,20 +710,14 @@ def test_a_tree_without_prefix_is_adopted_too(copy_of: Copy, manager: AsyncCheck
 
 KILLED = """
 import itertools, os, shutil, signal, sys
+from signals import die_at_change
 tree = {"w": np.arange(1000), "b": {"x": np.ones(3)}}
 manager = shardkeep.serialization.AsyncCheckpointManager()
 for k in itertools.count(FIRST, 2):
     path = f"PATH{k}"
     shutil.copytree("SOURCE", path)
     if os.fork() == 0:
-        left = k
-        def hook(event, arguments):
-            global left
-            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and path in str(arguments[0]):
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-        sys.addaudithook(hook)
+        die_at_change(k, path)
         manager.save(tree, path, prefix=PREFIX)
         os._exit(0)
     _, status = os.wait()

@@ -38,6 +38,7 @@ def sharded(value: float, shape: tuple[int, ...] = (8, 4), spec: Any = P("a")) -
 # Forked before any device is in use; each child is killed at its k-th operation on a file of the checkpoint.
 KILLED = """
 import itertools, os, signal, sys
+from signals import die_at_change
 from shardkeep.serialization import AsyncCheckpointManager
 
 def step(n):
@@ -49,14 +50,7 @@ for k in itertools.count(FIRST, 3):
     if OVERWRITE:
         manager.save(step(1), path)
     if os.fork() == 0:
-        left = k
-        def hook(event, arguments):
-            global left
-            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and path in str(arguments[0]):
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-        sys.addaudithook(hook)
+        die_at_change(k, path)
         manager.save(step(2), path)
         os._exit(0)
     if os.wait()[1] != signal.SIGKILL:
