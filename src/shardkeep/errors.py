@@ -49,11 +49,39 @@ class CheckpointExistsError(ShardkeepError, FileExistsError):
 
 
 class IntegrityError(ShardkeepError, ValueError):
-    """The stored data is not the data that was saved."""
+    """The stored data is not the data that was saved. What is known about the place of the damage is in attributes.
+
+    Attributes:
+        leaf: The key of the leaf whose data it is; None if it is not the data of one leaf.
+        file: The path or URL of the file; of an array that another program wrote, perhaps its directory. None if it is
+            not about one file.
+        span: The bytes of the file, (start, end), between which the damage is; None if that is not known.
+        problem: What is wrong, without the leaf.
+    """
+
+    leaf: str | None = None
+    file: str | None = None
+    span: tuple[int, int] | None = None
+    problem: str = ""
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        leaf: str | None = None,
+        file: str | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        """The message names the leaf first, then the file, each unless `problem` does so itself."""
+        named = problem if file is None or file in problem else f"{file}: {problem}"
+        subject = f"leaf {leaf!r}"
+        super().__init__(named if leaf is None or problem.startswith(subject) else f"{subject}: {named}")
+        self.leaf, self.file, self.span = leaf, file, span
+        self.problem = problem
 
 
 class MissingDataError(IntegrityError, FileNotFoundError):
-    """A file that the manifest names is missing."""
+    """A file that the manifest names is missing: `file`, which holds data of `leaf`."""
 
 
 class IncompleteCheckpointError(IntegrityError):
@@ -147,6 +175,14 @@ def error_named(name: str) -> type[ShardkeepError] | None:
     """The class in the tree above with this name, or None."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, ShardkeepError) else None
+
+
+def damage_of(error: Exception, leaf: str | None, file: str) -> IntegrityError:
+    """An error met while data was read, as an `IntegrityError` that names the leaf and the file, each once."""
+    if not isinstance(error, IntegrityError):
+        return IntegrityError(str(error), leaf=leaf, file=file)
+    leaf = leaf if error.leaf is None else error.leaf
+    return type(error)(error.problem, leaf=leaf, file=error.file or file, span=error.span)
 
 
 def storage_error(error: OSError, doing: str, then: str) -> StorageError:

@@ -40,7 +40,7 @@ def test_blocks_put_together_are_the_array(tmp_path: Path, kind: str, limit: int
     regions = regions_of(opened, leaf, limit)
     assert all(region.size for region in regions)
     for region in regions:
-        made[region.slices] = read_region(opened, opened.source(tree), leaf, region, lambda _: None)
+        made[region.slices] = read_region(opened.source(tree), leaf, region, lambda _: None)
     np.testing.assert_array_equal(made, array)
 
 

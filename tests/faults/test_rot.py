@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-import shardkeep.loading.read
-import shardkeep.loading.verify
 from faults import rot
+from shardkeep.loading.blocks import BlockReader
 
 
 @pytest.mark.parametrize("name", rot.SUBJECTS)
@@ -35,10 +34,10 @@ def test_the_sweep_notices_a_library_that_checks_nothing(
     def accept(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(shardkeep.loading.read, "check_blocks", accept)
-    assert any("WRONG NUMBERS" in text for text in rot.strike(subject, damage, {}, None))
-    monkeypatch.setattr(shardkeep.loading.verify, "check_blocks", accept)
-    assert any("verify does not notice" in text for text in rot.strike(subject, damage, {}, None))
+    monkeypatch.setattr(BlockReader, "check", accept)
+    noticed = rot.strike(subject, damage, {}, None)
+    assert any("WRONG NUMBERS" in text for text in noticed)
+    assert any("verify does not notice" in text for text in noticed)
 
 
 def test_every_file_of_a_checkpoint_is_damaged_in_every_way(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
 from shardkeep.catalog import open_checkpoint
-from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Source, Target, read_targets
+from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.plan import Target, plan_read
+from shardkeep.loading.read import read_targets
 from shardkeep.model.arrays import Region
 from shardkeep.stores.local.mapping import LocalFile
 from shardkeep.stores.location import location
@@ -957,9 +958,9 @@ class TestPartialReads:
             region = Region((24, 0), (8, MIB))
             (leaf,) = tree.leaves
             target = Target(leaf, [region], True, [None])
-            source = Source(store, tree.files, tree.compression, verify=verify, mapped=False)
+            source = BlockReader(store, tree.files, tree.compression, verify=verify, mapped=False)
             with crew_of() as crew:
-                read_targets(source, [target], plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
+                read_targets(source, {0: target}, plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
             assert target.arrays[0] is not None
             assert bits(target.arrays[0]) == host[24:32].tobytes()
         assert counter.total == 2 * 8 * MIB
@@ -974,8 +975,8 @@ class TestPartialReads:
         target = Target(leaf, [region], True, [None])
         with crew_of() as crew:
             read_targets(
-                Source(store, tree.files, mapped=False),
-                [target],
+                BlockReader(store, tree.files, mapped=False),
+                {0: target},
                 plan_read(0, leaf, [region]),
                 1 << 30,
                 crew,

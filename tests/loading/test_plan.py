@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardkeep.loading.plan import Fetch, plan_read, plan_steps
 from shardkeep.model.arrays import ArraySpec, Region, is_partition
-from shardkeep.model.manifest import Piece, StoredLeaf
+from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
 from support import grid_of
 
 F4 = np.dtype("f4")
@@ -69,7 +69,7 @@ def test_steps_keep_the_order_and_stay_within_the_limit(sizes: list[int], limit:
         assert len(step) == 1 or sum(f.piece.length for f in step) <= limit
 
 
-def _stored(shape: tuple[int, ...], regions: list[Region]) -> StoredLeaf:
+def _stored(shape: tuple[int, ...], regions: list[Region]) -> StoredArray:
     assert is_partition(shape, regions)
     pieces = tuple(Piece(r, 0, 0, r.size * 4, None) for r in regions)
-    return StoredLeaf(("w",), "jax", ArraySpec(shape, F4), pieces)
+    return StoredArray(("w",), ArraySpec(shape, F4), pieces, UNSHARDED)

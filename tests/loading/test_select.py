@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading.select import Choice, Request, Wanted, choose
+from shardkeep.loading.select import Choice, Request, Wanted, choose, choose_places
 from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import is_data
@@ -47,7 +47,10 @@ TREE: dict[str, Any] = {
 
 
 def chosen(tree: Tree, **asked: Any) -> Choice:
-    return choose(tree, "", Request(**asked))
+    request = Request(**asked)
+    choice = choose(tree, request)
+    choose_places([w for w in choice.wanted if w is not None], "", request)
+    return choice
 
 
 def by_key(choice: Choice) -> dict[str, Wanted]:

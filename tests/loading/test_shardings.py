@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardkeep
 from shardkeep.errors import ShardingError
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
+from shardkeep.model.leaves import SavedSharding
 from support import mesh_of
 
 P = PartitionSpec
@@ -142,8 +143,9 @@ class TestReplication:
         assert message.startswith("1 array that was sharded")
 
     @pytest.mark.parametrize(
-        "layout", [{"spec": ["a", "a"]}, {"spec": [["a", "a"]], "mesh": 3}, {"spec": None}, {"mesh": {"a": "x"}}]
+        "layout",
+        [SavedSharding(("a", "a"), ()), SavedSharding((("a", "a"),), (("a", 0),)), SavedSharding((), (("x", 1),))],
     )
-    def test_a_strange_recorded_layout_is_no_crash(self, layout: dict[str, Any]) -> None:
+    def test_a_strange_recorded_layout_is_no_crash(self, layout: SavedSharding) -> None:
         (place,) = resolve_shardings([ShapedLeaf(("w",), (16, 16), layout, nbytes=4)], mesh=MESH)
         assert place.sharding is not None

@@ -41,3 +41,29 @@ def test_a_damaged_checkpoint_is_replaced_by_all_processes_without_overwrite(pai
             assert not found[f"{number} differs"]
         assert found["nothing"] == "CheckpointNotFoundError"
         assert found["no path"] == "PathTypeError"
+
+
+PLACE = """
+tree = {"a": {"w": spread(pattern("float32", (512, 512)), P("a"))}}
+shardkeep.save(root / "c", tree)
+if index == 1:
+    files = sorted(p for p in (root / "c").rglob("*") if p.stat().st_size > 100_000)
+    data = bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(data)
+meet(root, "damaged", index, size)
+try:
+    shardkeep.load(root / "c", mesh=mesh_over())
+except shardkeep.IntegrityError as error:
+    say(leaf=error.leaf, file=error.file, span=error.span, message=str(error))
+"""
+
+
+def test_every_process_hears_where_the_damage_is(pair: Kept, tmp_path: Path) -> None:
+    """One of them reads the damaged bytes; the error of the other has the same attributes."""
+    first, second = pair.run(PLACE, tmp_path)
+    for name in ("leaf", "file", "span"):
+        assert first[name] == second[name] is not None, name
+    assert first["leaf"] == "a/w"
+    assert sorted(f"leaf 'a/w': {first['file']}" in said["message"] for said in (first, second)) == [True, True]
+    assert sum(said["message"].startswith("process ") for said in (first, second)) == 1

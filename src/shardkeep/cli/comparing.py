@@ -30,7 +30,7 @@ from shardkeep.converting.blocks import (
     regions_of,
     steady,
 )
-from shardkeep.loading.read import Source
+from shardkeep.loading.blocks import BlockReader
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import ForeignArray, Origin, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
@@ -83,14 +83,14 @@ class _Side:
     """One of two arrays that are compared by reading them."""
 
     opened: Opened
-    source: Source
+    reader: BlockReader
     leaf: StoredArray
 
     def regions(self) -> list[Region]:
         return regions_of(self.opened, self.leaf)
 
     def read(self, region: Region, progress: Progress) -> Array:
-        return read_region(self.opened, self.source, self.leaf, region, progress)
+        return read_region(self.reader, self.leaf, region, progress)
 
 
 def diff(

@@ -84,12 +84,12 @@ def stats(path: str, output: Output, prefix: str | None, include: str | None, fa
 
 
 def _tasks(opened: Opened, tree: Tree, measured: _Measured, progress: Progress) -> list[Task]:
-    leaf, source = measured.leaf, opened.source(tree)
+    leaf, reader = measured.leaf, opened.source(tree)
     if not isinstance(leaf, StoredArray) or not leaf.holds_numbers:
         return []
 
     def measure(region: Region) -> None:
-        found = numbers_of(read_region(opened, source, leaf, region, progress))
+        found = numbers_of(read_region(reader, leaf, region, progress))
         with measured.lock:
             measured.numbers.merge(found)
 

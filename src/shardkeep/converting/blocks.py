@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
-from shardkeep.errors import ConflictError, IntegrityError
+from shardkeep.errors import ConflictError
 from shardkeep.foreign.registry import open_array
-from shardkeep.loading.plan import plan_read
-from shardkeep.loading.read import Source, Target, read_targets
+from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.plan import Target, plan_read
+from shardkeep.loading.read import read_targets
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
@@ -23,6 +24,7 @@ from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import location
+from shardkeep.targets.steady import Attempt
 
 Array = np.ndarray[Any, Any]
 
@@ -38,11 +40,12 @@ class Opened:
     store: Store
     manifest: Manifest
 
-    def source(self, tree: Tree) -> Source:
-        return Source(self.store, tree.files, tree.compression, mapped=self.store.mappable)
+    def source(self, tree: Tree) -> BlockReader:
+        return BlockReader(self.store, tree.files, tree.compression, mapped=self.store.mappable)
 
-    def was_replaced(self) -> bool:
-        return open_checkpoint(location(self.path))[1].save_id != self.manifest.save_id
+    def look(self) -> Manifest:
+        """The manifest as it is now."""
+        return open_checkpoint(location(self.path))[1]
 
 
 def open_at(path: str) -> Opened:
@@ -57,22 +60,16 @@ def steady(*checkpoints: Opened) -> Generator[None]:
     Raises:
         ConflictError: A writer replaced one of them in the meantime.
     """
-    try:
+    with ExitStack() as stack:
+        attempts = [stack.enter_context(Attempt(each.manifest, each.look)) for each in checkpoints]
         yield
-    except (IntegrityError, FileNotFoundError) as error:
-        for checkpoint in checkpoints:
-            if checkpoint.was_replaced():
-                raise ConflictError(_replaced(checkpoint)) from error
-        raise
-    for checkpoint in checkpoints:
-        # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
-        foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
-        if (foreign or os.path.basename(checkpoint.store.control) != CONTROL) and checkpoint.was_replaced():
-            raise ConflictError(_replaced(checkpoint))
-
-
-def _replaced(checkpoint: Opened) -> str:
-    return f"{checkpoint.path} was replaced while it was being read; run the command again"
+        for checkpoint, attempt in zip(checkpoints, attempts, strict=True):
+            # In a directory digests tell one state from another. Exchange files and arrays of other programs have none.
+            foreign = any(tree.format == "foreign" for tree in checkpoint.manifest.trees.values())
+            attempt.sure = not foreign and os.path.basename(checkpoint.store.control) == CONTROL
+    for checkpoint, attempt in zip(checkpoints, attempts, strict=True):
+        if attempt.replaced:
+            raise ConflictError(f"{checkpoint.path} was replaced while it was being read; run the command again")
 
 
 def compile_include(include: str | None) -> re.Pattern[str] | None:
@@ -156,18 +153,12 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
         yield from split_region(band, itemsize, limit)
 
 
-def read_region(opened: Opened, source: Source, leaf: StoredArray, region: Region, progress: Progress) -> Array:
+def read_region(reader: BlockReader, leaf: StoredArray, region: Region, progress: Progress) -> Array:
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
-    if isinstance(leaf.origin, ForeignArray):
-        found = open_array(opened.store, leaf).read(region)
-        progress(region.size * leaf.spec.dtype.itemsize)
-        return found
     target = Target(leaf, [region], own=False, arrays=[None])
     # One thread, because the caller runs several of these at once.
-    read_targets(source, [target], plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
-    array = target.arrays[0]
-    assert array is not None
-    return array
+    read_targets(reader, {0: target}, plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
+    return target.whole
 
 
 def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:

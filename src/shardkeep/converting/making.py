@@ -4,24 +4,25 @@ Either way the operating system can evict the pages when memory is short, so tha
 a save at once. Arrays that must be decompressed, cast or assembled go through the scratch file, block by block.
 """
 
+import errno
 import mmap
 import os
 import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardkeep.converting.blocks import BLOCK, Array, Opened, read_region, regions_of
+from shardkeep.converting.blocks import Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
-from shardkeep.loading.place import check_fits
-from shardkeep.loading.read import Source, check_blocks
+from shardkeep.loading.adapt import check_fits
+from shardkeep.loading.blocks import BlockReader, Range, parts_of
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
-from shardkeep.model.digests import block_count
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
@@ -75,7 +76,7 @@ def make(
         progress: Called with the number of bytes read.
     """
     maker = _Maker(opened, opened.source(tree), progress)
-    mapped = maker.source.mapped and len(tree.files) <= _MOST_MAPPINGS
+    mapped = maker.reader.mapped and len(tree.files) <= _MOST_MAPPINGS
     made = Made([], [], 0, maker.lost)
     scratch: list[tuple[int, int]] = []  # (part, where it begins)
     for number, (leaf, spec) in enumerate(zip(tree.leaves, specs, strict=True)):
@@ -129,8 +130,8 @@ def _is_stored_so(leaf: StoredArray, regions: Sequence[Region]) -> bool:
 class _Maker:
     """Maps files, and collects the verification of what was mapped and the values that casts lost."""
 
-    def __init__(self, opened: Opened, source: Source, progress: Progress) -> None:
-        self.source = source
+    def __init__(self, opened: Opened, reader: BlockReader, progress: Progress) -> None:
+        self.reader = reader
         self.checks: list[Task] = []
         self.lost: dict[Path, int] = {}
         self._opened, self._progress = opened, progress
@@ -142,30 +143,28 @@ class _Maker:
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
         if piece.file not in self._maps:
-            with self.source.open(piece.file, leaf.key) as file:
-                self._maps[piece.file] = file.map(0, file.size)
+            mapping = self.reader.map(piece.file, 0, self.reader.files[piece.file].size, leaf.key)
+            if mapping is None:
+                raise OSError(errno.ENOMEM, "too many mapped files in this process")
+            self._maps[piece.file] = mapping
         mapping = self._maps[piece.file]
-        step = BLOCK // DIGEST_BLOCK
-        for first in range(0, block_count(piece.length), step):
-            self.checks.append(lambda a=first: self._check(leaf, piece, mapping, a, a + step))
+        self.checks += [partial(self._check, leaf, piece, mapping, part) for part in parts_of(piece)]
         return (
             mapping.data[piece.offset : piece.offset + piece.length].view(leaf.spec.dtype).reshape(piece.region.shape)
         )
 
-    def _check(self, leaf: StoredLeaf, piece: Piece, mapping: Mapping, first: int, last: int) -> None:
-        last = min(last, block_count(piece.length))
-        start = piece.offset + first * DIGEST_BLOCK
-        end = piece.offset + min(last * DIGEST_BLOCK, piece.length)
+    def _check(self, leaf: StoredArray, piece: Piece, mapping: Mapping, part: Range) -> None:
+        start = piece.offset + part[0] * DIGEST_BLOCK
+        end = piece.offset + min(part[1] * DIGEST_BLOCK, piece.length)
         mapping.bring_in(start, end)
-        where = self._opened.store.locate(self.source.files[piece.file].name)
-        check_blocks(piece, first, last, mapping.data[start:end], leaf.key, where)
+        self.reader.check(leaf.key, piece, part, mapping.data[start:end])
         self._progress(end - start)
 
     def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
         """Tasks that read a leaf into its memory, block by block."""
 
         def fill(region: Region) -> None:
-            data = read_region(self._opened, self.source, leaf, region, self._progress)
+            data = read_region(self.reader, leaf, region, self._progress)
             for outer, room in rooms:
                 common = outer.intersect(region)
                 if common is not None:

@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from shardkeep.loading.moving import move, take_rows
-from shardkeep.loading.place import apply_function, cast_array, stays_numpy
+from shardkeep.loading.adapt import apply_function, cast_array
+from shardkeep.loading.moving import move, stays_numpy, take_rows
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import flatten
+from shardkeep.processes.collectives import gather_array, send_from_leader
 from shardkeep.runtime.memory import Claim, available_memory, budget
 from shardkeep.runtime.progress import Bar
 from shardkeep.runtime.scopes import Scope
-from shardkeep.saving.snapshot import gather_whole, is_prng_dtype
+from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
 
@@ -161,7 +161,7 @@ def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_a
 
 def _on_host(array: jax.Array) -> Any:
     """The whole array as NumPy. If it spans processes, all of them must call this."""
-    return jax.device_get(array) if array.is_fully_addressable else gather_whole(array)
+    return jax.device_get(array) if array.is_fully_addressable else gather_array(array)
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
@@ -213,21 +213,16 @@ def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Shar
     Returns:
         A JAX array; a NumPy array for 64-bit types without `jax_enable_x64`, which JAX would truncate.
     """
-    pieces = chunk_tensor_by_memory(np.asarray(tensor), memory_limit_bytes)
+    if memory_limit_bytes <= 0:
+        raise ValueError(f"memory_limit must be positive, not {memory_limit_bytes}")
+    whole = np.asarray(tensor)
     if jax.process_count() > 1:
-        pieces = [_from_first(piece) for piece in pieces]
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        row = whole.nbytes // max(whole.shape[0], 1) if whole.ndim else whole.nbytes
+        whole = send_from_leader(whole, max(memory_limit_bytes, row))
     if stays_numpy(whole.dtype):
         return reshard(whole, target_sharding)
     sharding = target_sharding or _everywhere()
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
-
-
-def _from_first(piece: Any) -> Any:
-    """Process 0's piece, sent as bytes: numbers would be summed, which does not preserve -0.0 and NaNs."""
-    raw = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-    sent = np.asarray(multihost_utils.broadcast_one_to_all(raw)) if raw.size else raw
-    return sent.view(piece.dtype).reshape(piece.shape)
 
 
 def _everywhere() -> NamedSharding:

@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 from shardkeep.catalog import open_checkpoint
 from shardkeep.eformer.gathering import reshard
 from shardkeep.errors import ShardingError, TreeError
-from shardkeep.loading.place import apply_function
+from shardkeep.loading.adapt import apply_function
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.tree import flatten, nest

@@ -72,13 +72,15 @@ def _detect(store: Store, search: bool) -> Manifest | None:
             "from the original checkpoint, or save again"
         )
     if index.get("format") != "tensorstore":
-        raise IntegrityError(f"{where} has the format {index.get('format')!r}; only 'tensorstore' is supported")
+        raise IntegrityError(
+            f"{where} has the format {index.get('format')!r}; only 'tensorstore' is supported", file=where
+        )
     try:
         grouped = {p: _paths(entries) for p, entries in index.get("prefixes", {}).items() if check_prefix(p)}
         if "arrays" in index or not grouped:
             grouped = {"": _paths(index["arrays"]), **grouped}
     except (TypeError, AttributeError, KeyError) as error:
-        raise IntegrityError(f"{where} is malformed: {error}") from error
+        raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
     if len(grouped) > 1 and not grouped.get("", True):
         del grouped[""]
     return _manifest(store, grouped, digest(store.read(INDEX)))
@@ -143,7 +145,7 @@ def _nested(directories: Sequence[str], prefix: str, where: str) -> tuple[Skelet
     start = f"{prefix}/" if prefix else ""
     places = {tuple(d.removeprefix(start).split("/")): d for d in directories}
     if len(places) < len(set(directories)):
-        raise IntegrityError(f"{where} is malformed: two arrays of prefix {prefix!r} have the same name")
+        raise IntegrityError(f"{where} is malformed: two arrays of prefix {prefix!r} have the same name", file=where)
     skeleton, found = flatten(nest(list(places.items())))
     return skeleton, [leaf.value for leaf in found]
 
@@ -193,7 +195,7 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
     except _MALFORMED as error:
         if isinstance(error, IntegrityError):
             raise
-        raise IntegrityError(f"{where} is malformed: {error!r}") from error
+        raise IntegrityError(f"{where} is malformed: {error!r}", file=where) from error
 
 
 def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any]) -> Skeleton:

@@ -116,7 +116,9 @@ def _is_key(value: Any) -> bool:
 def decode_pickle(data: bytes, where: str) -> Any:
     """The plain values and inert records in a pickle. `where` names the file in errors."""
     if len(data) > _LIMIT:
-        raise IntegrityError(f"{where}: a pickled structure has {len(data):,} bytes, more than the limit of {_LIMIT:,}")
+        raise IntegrityError(
+            f"{where}: a pickled structure has {len(data):,} bytes, more than the limit of {_LIMIT:,}", file=where
+        )
     try:
         return _InertUnpickler(data).load()
     except (
@@ -133,7 +135,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
         AssertionError,
         struct.error,
     ) as error:
-        raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error!r:.200}") from error
+        raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error!r:.200}", file=where) from error
 
 
 def plain_value(value: Any) -> Any:

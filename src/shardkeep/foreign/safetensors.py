@@ -30,7 +30,7 @@ def tree_of_safetensors(
         notes |= _dtype_notes(metadata)
         for name, entry in tensors.items():
             if name in found:
-                raise IntegrityError(f"{where}: two files contain tensor {name!r}")
+                raise IntegrityError(f"{where}: two files contain tensor {name!r}", file=where)
             found[name] = (number, entry)
     skeleton, leaves = flatten(nest([((name,), name) for name in found]))
     stored = tuple(_leaf(leaf.path, leaf.value, *found[leaf.value], files, notes, where) for leaf in leaves)
@@ -65,7 +65,7 @@ def _leaf(
         shape = shape if dtype.itemsize == 1 else shape[:-1]
     spec = ArraySpec(shape, dtype)
     if spec.nbytes != end - start:
-        raise IntegrityError(f"{where}: the size of tensor {name!r} does not match the dtype noted for it")
+        raise IntegrityError(f"{where}: the size of tensor {name!r} does not match the dtype noted for it", file=where)
     piece = Piece(Region.whole(shape), number, offset, spec.nbytes, None)
     return StoredArray(path, spec, (piece,), UNSHARDED)
 
@@ -74,7 +74,7 @@ def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
     try:
         return dtype_from_name(noted)
     except ValueError as error:
-        raise IntegrityError(f"{where}: tensor {name!r}: {error}") from error
+        raise IntegrityError(f"{where}: tensor {name!r}: {error}", file=where) from error
 
 
 def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -87,10 +87,10 @@ def describe(store: Store, directory: str) -> ZarrArray:
         compressor = data["compressor"]["id"] if data.get("compressor") else None
         separator = data.get("dimension_separator", ".")
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingDataError(f"{where} is missing") from None
+        raise MissingDataError(f"{where} is missing", file=where) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
         # SyntaxError: np.dtype evaluates shapes in the text of a dtype
-        raise IntegrityError(f"{where} is not a valid .zarray file: {error}") from error
+        raise IntegrityError(f"{where} is not a valid .zarray file: {error}", file=where) from error
     whole = [n for n in (*shape, *chunks) if type(n) is not int or n < 0]
     if (
         whole
@@ -100,7 +100,7 @@ def describe(store: Store, directory: str) -> ZarrArray:
         or 0 in chunks
         or separator not in (".", "/")
     ):
-        raise IntegrityError(f"{where} describes an impossible array")
+        raise IntegrityError(f"{where} describes an impossible array", file=where)
     return ZarrArray(ArraySpec(shape, dtype), chunks, compressor, separator)
 
 
@@ -169,10 +169,10 @@ class ZarrReader:
         """Refuse another array than the one that the manifest describes."""
         found, leaf = self._array.spec, self._leaf
         if found != leaf.spec:
-            raise IntegrityError(
-                f"leaf {leaf.key!r}: {self._store.locate(_join(self._directory, ZARRAY))} describes {found.dtype.name}"
-                f"{list(found.shape)}, but the manifest says {leaf.dtype}{list(leaf.shape)}"
-            )
+            where = self._store.locate(_join(self._directory, ZARRAY))
+            described = f"{found.dtype.name}{list(found.shape)}"
+            problem = f"{where} describes {described}, but the manifest says {leaf.dtype}{list(leaf.shape)}"
+            raise IntegrityError(problem, leaf=leaf.key, file=where)
 
     def _check_chunks(self, region: Region) -> list[str]:
         """The names of the chunks of a region, after checking that each exists and has the right size."""
@@ -183,9 +183,10 @@ class ZarrReader:
             there = set(names)
             missing = next(name for name, _ in array.each_chunk(region) if name not in there)
             example = ": " if count - len(names) == 1 else ", for example "
+            where = store.locate(_join(directory, missing))
+            problem = f"{missing_of(count - len(names), count)}{example}{where}"
             raise MissingDataError(
-                f"leaf {key!r}: {missing_of(count - len(names), count)}{example}"
-                f"{store.locate(_join(directory, missing))}. The save that wrote it never finished, or files were lost"
+                f"{problem}. The save that wrote it never finished, or files were lost", leaf=key, file=where
             )
         for name in names:
             _check_chunk(store, _join(directory, name), array, key)
@@ -198,7 +199,8 @@ class ZarrReader:
             yield
         except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
             where = self._store.locate(self._directory)
-            raise IntegrityError(f"leaf {self._leaf.key!r}: TensorStore cannot read {where}: {error}") from error
+            problem = f"TensorStore cannot read {where}: {error}"
+            raise IntegrityError(problem, leaf=self._leaf.key, file=where) from error
 
 
 class _Opened:
@@ -248,9 +250,9 @@ def _check_chunk(store: Store, name: str, array: ZarrArray, key: str) -> None:
     if array.compressor == "zstd":
         found = _zstd_size(store.read(name), array.chunk_bytes)
     if array.compressor in (None, "zstd") and found != array.chunk_bytes:
-        raise IntegrityError(
-            f"leaf {key!r}: {store.locate(name)} is damaged: its data does not have exactly {array.chunk_bytes:,} bytes"
-        )
+        where = store.locate(name)
+        problem = f"{where} is damaged: its data does not have exactly {array.chunk_bytes:,} bytes"
+        raise IntegrityError(problem, leaf=key, file=where)
 
 
 def _zstd_size(data: bytes, limit: int) -> int | None:

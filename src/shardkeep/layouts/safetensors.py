@@ -182,30 +182,34 @@ def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, s
     try:
         header = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is not a safetensors file: its header is not valid JSON ({error})") from None
+        raise IntegrityError(
+            f"{where} is not a safetensors file: its header is not valid JSON ({error})", file=where
+        ) from None
     if not isinstance(header, dict):
-        raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object")
+        raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object", file=where)
     metadata: Any = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise IntegrityError(f"{where}: __metadata__ contains values that are not strings")
+        raise IntegrityError(f"{where}: __metadata__ contains values that are not strings", file=where)
     end = 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             end = _check_entry(name, entry, end, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise IntegrityError(f"{where} has a malformed header ({error})") from None
+        raise IntegrityError(f"{where} has a malformed header ({error})", file=where) from None
     if 8 + length + end != file_size:
-        raise IntegrityError(f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}")
+        raise IntegrityError(
+            f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}", file=where
+        )
     return metadata, header, 8 + length
 
 
 def header_length(start: bytes, file_size: int, where: str) -> int:
     """The header length that a file announces, checked against its size before anything else is read."""
     if len(start) < 8:
-        raise IntegrityError(f"{where} is too short to be a safetensors file")
+        raise IntegrityError(f"{where} is too short to be a safetensors file", file=where)
     (length,) = struct.unpack("<Q", start[:8])
     if length > min(file_size - 8, HEADER_LIMIT):
-        raise IntegrityError(f"{where} is not a safetensors file: it declares a header of {length:,} bytes")
+        raise IntegrityError(f"{where} is not a safetensors file: it declares a header of {length:,} bytes", file=where)
     return length
 
 
@@ -218,7 +222,9 @@ def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> in
     for n in shape:
         bits *= n
     if start != begin or (end - start) * 8 != bits:
-        raise IntegrityError(f"{where}: the offsets of tensor {name!r} do not match its shape and its neighbors")
+        raise IntegrityError(
+            f"{where}: the offsets of tensor {name!r} do not match its shape and its neighbors", file=where
+        )
     return end
 
 

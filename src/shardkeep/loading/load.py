@@ -3,26 +3,38 @@
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
+import numpy as np
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
-from shardkeep.loading.place import read_leaves
-from shardkeep.loading.select import Choice, Request, abstract_leaf, choose, choose_process
+from shardkeep.loading.adapt import adapt, warn_numpy
+from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.place import place
+from shardkeep.loading.plan import Target, plan_targets
+from shardkeep.loading.read import read_targets
+from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
-from shardkeep.processes.operation import LEADER, Operation, join
+from shardkeep.processes.collectives import send_from_leader
+from shardkeep.processes.operation import ALONE, LEADER, Operation, join
+from shardkeep.runtime.collector import collector
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.memory import budget
+from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import Location, location, name_path
+from shardkeep.targets.steady import TRIES, Attempt
 
 log = logging.getLogger("shardkeep")
-
-_TRIES = 100  # how often a load starts over if other programs keep replacing the checkpoint
 
 
 def load(
@@ -202,7 +214,7 @@ def load_request(path: Location, request: Request, operation: Operation) -> tupl
     asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
     compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
     manifest = None
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         store, manifest = _open_same(path, operation)
         loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
         everyone = operation.gather(loaded is not None)
@@ -218,7 +230,7 @@ def load_request(path: Location, request: Request, operation: Operation) -> tupl
         )
     operation.share()
     raise IntegrityError(
-        f"{path} was replaced {_TRIES} times while it was being loaded; load it when nothing is saving to it"
+        f"{path} was replaced {TRIES} times while it was being loaded; load it when nothing is saving to it"
     )
 
 
@@ -243,20 +255,23 @@ def _try_load(
     path: Location, store: Store, manifest: Manifest, request: Request, operation: Operation
 ) -> tuple[Skeleton, list[Any], Tree] | None:
     """What was asked for, or None if the checkpoint was replaced meanwhile."""
+    # If one process reads for all, the others are waiting for its data and cannot start over.
+    forgives = not request.read_once or operation.size == 1
+    loaded = None
     try:
-        loaded = _load(store, manifest, request, operation)
-        if _was_one_state(store, loaded[2], request) or open_checkpoint(path)[1].save_id == manifest.save_id:
-            return loaded
-    except (IntegrityError, FileNotFoundError):
-        # Files of replaced trees change only after the manifest: if that is still the same, the damage is real. (If one
-        # process reads for all, the others are waiting for its data and cannot start over.)
-        if open_checkpoint(path)[1].save_id == manifest.save_id or (request.read_once and operation.size > 1):
-            raise
+        with Attempt(manifest, lambda: open_checkpoint(path)[1], forgives=forgives) as attempt:
+            tree, choice = _choose(manifest, request)
+            choose_process(choice, request, manifest.path, operation.index, operation.size)
+            wanted = [w for w in choice.wanted if w is not None]
+            values = iter(read_leaves(store, tree, wanted, request, operation))
+            leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
+            loaded = choice.skeleton, leaves, tree
+            attempt.sure = _was_one_state(store, tree, request)
     except OSError as error:
-        if isinstance(error, ShardkeepError):
+        if isinstance(error, ShardkeepError | FileNotFoundError):
             raise
         raise storage_error(error, f"loading {path}", "Nothing was loaded") from error
-    return None
+    return None if attempt.replaced else loaded
 
 
 def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
@@ -270,19 +285,52 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
     return store.remote or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
 
 
-def _load(store: Store, manifest: Manifest, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
-    tree, choice = _choose(manifest, request)
-    choose_process(choice, request, manifest.path, operation.index, operation.size)
-    values = iter(read_leaves(store, tree, [w for w in choice.wanted if w is not None], request, operation))
-    leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
-    return choice.skeleton, leaves, tree
+def read_leaves(
+    store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, operation: Operation = ALONE
+) -> list[Any]:
+    """The values of the leaves, in order: plan → read → place → adapt. At most `in_flight` are read at once."""
+    read_once = request.read_once and operation.size > 1
+    step = request.in_flight or (1 if read_once else max(len(wanted), 1))
+    if read_once:
+        compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
+    mapped = store.remote or (request.mmap and store.mappable)
+    reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
+    total = sum(w.stored.nbytes for w in wanted)
+    bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
+    values: list[Any] = []
+    with Scope(f"loading {store.url}") as scope, bar as progress:
+        crew = scope.add(Crew(store.concurrency))
+        for start in range(0, len(wanted), step):
+            some = wanted[start : start + step]
+            with collector.paused():
+                targets, fetches = plan_targets(some, whole=read_once)
+            if operation.leads or not read_once:
+                read_targets(reader, targets, fetches, budget.limit, crew, progress)
+            if read_once:
+                _send(some, targets, operation)
+            placed = place(some, targets)
+            values += [adapt(w, value, request) for w, value in zip(some, placed, strict=True)]
+    warn_numpy(wanted, values)
+    return values
+
+
+def _send(wanted: Sequence[Wanted], targets: Mapping[int, Target], operation: Operation) -> None:
+    """Send the data that the leader has read to every process. Each keeps the regions it needs."""
+    operation.gather(None)
+    operation.share()  # no process enters a collective before the data is read and all of them are ready
+    for number, target in targets.items():
+        spec = target.leaf.spec
+        array = send_from_leader(target.whole if operation.leads else np.empty(spec.shape, spec.dtype))
+        target.regions, target.own = wanted[number].regions(target.leaf), True
+        target.arrays = [array[region.slices] for region in target.regions]
 
 
 def _choose(manifest: Manifest, request: Request) -> tuple[Tree, Choice]:
     """The saved tree and what to load of it. Classes that cannot be rebuilt are named in a warning."""
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
-    choice = choose(tree, prefix, request)
+    choice = choose(tree, request)
+    choose_places([w for w in choice.wanted if w is not None], prefix, request)
     opaque_nodes = choice.skeleton.opaque_nodes()
     if opaque_nodes:
         log.warning(

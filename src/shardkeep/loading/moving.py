@@ -1,4 +1,4 @@
-"""Arrays moved to another sharding, bit for bit.
+"""What JAX can hold, and arrays moved to another sharding, bit for bit.
 
 XLA moves an array between layouts with computations, and those may change floats: collectives can add zeros, which
 turns -0.0 into 0.0, and CPU kernels convert small floats to larger ones and back, which sets the quiet bit of NaNs.
@@ -7,14 +7,15 @@ travel as unsigned integers of their width, and the other odd types through host
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from shardkeep.model.arrays import Array, kind_of
-from shardkeep.saving.snapshot import gather_whole, is_prng_dtype
+from shardkeep.model.arrays import NUMPY_NAMES, Array, kind_of
+from shardkeep.processes.collectives import gather_array
+from shardkeep.saving.snapshot import is_prng_dtype
 
 _WIDE = ("int64", "uint64", "float64", "complex128")
 
@@ -40,7 +41,7 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
         return jax.device_put(x, sharding)
     carrier = _carrier(dtype)
     if carrier is None or not (_is_in_device_memory(x.sharding) and _is_in_device_memory(sharding)):
-        return _place(_on_host(x) if here else gather_whole(x), sharding)
+        return _place(_on_host(x) if here else gather_array(x), sharding)
     moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
     return _reinterpret(dtype, sharding)(moved)
 
@@ -59,6 +60,24 @@ def take_rows(x: Any, start: int, stop: int) -> Any:
     if _is_integer(dtype) or not x.is_fully_addressable:
         return x[start:stop]
     return jax.device_put(_on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
+
+
+def stays_numpy(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX, as it is configured now, cannot hold arrays of this dtype without changing them."""
+    if dtype.name in _WIDE:
+        return not cast(Any, jax.config).jax_enable_x64
+    return not _is_known_to_jax(dtype)
+
+
+@lru_cache(maxsize=64)
+def _is_known_to_jax(dtype: np.dtype[Any]) -> bool:
+    if dtype.kind in "mM" or dtype.name in NUMPY_NAMES:
+        return dtype.kind not in "mM"
+    try:
+        jax.device_put(np.zeros(1, dtype)).block_until_ready()
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _needs_computation(x: jax.Array, sharding: Sharding) -> bool:

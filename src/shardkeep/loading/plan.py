@@ -1,10 +1,39 @@
 """Plans of what is read: plain values, made before any byte is read."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shardkeep.model.arrays import Region
+from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.model.records import record
+
+if TYPE_CHECKING:
+    from shardkeep.loading.select import Wanted  # it needs JAX, and this does not
+
+
+@dataclass(slots=True)
+class Target:
+    """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
+
+    leaf: StoredArray
+    regions: Sequence[Region]
+    own: bool
+    arrays: list[Array | None]
+
+    @property
+    def whole(self) -> Array:
+        """The array of the only region."""
+        (array,) = self.arrays
+        assert array is not None
+        return array
+
+    def nbytes(self, number: int) -> int:
+        return self.regions[number].size * self.leaf.spec.dtype.itemsize
+
+    def take(self, number: int, memory: Array) -> None:
+        """Use this memory for a region."""
+        self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
 
 
 @record
@@ -46,6 +75,24 @@ def plan_read(number: int, leaf: StoredArray, targets: Sequence[Region]) -> list
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches
+
+
+def plan_targets(wanted: "Sequence[Wanted]", whole: bool = False) -> tuple[dict[int, Target], list[Fetch]]:
+    """Where the data of each array goes, by number of the leaf, and what is read to fill it.
+
+    Args:
+        wanted: The leaves to load.
+        whole: Whether to read every array completely, and not only what this process needs of it.
+    """
+    targets: dict[int, Target] = {}
+    fetches: list[Fetch] = []
+    for number, w in enumerate(wanted):
+        leaf = w.stored
+        if isinstance(leaf, StoredArray):
+            regions = [Region.whole(leaf.spec.shape)] if whole else w.regions(leaf)
+            fetches += plan_read(number, leaf, regions)
+            targets[number] = Target(leaf, regions, w.stays_on_host(leaf), [None] * len(regions))
+    return targets, fetches
 
 
 def split_fetch(fetch: Fetch, limit: int) -> list[Fetch]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from shardkeep.errors import IntegrityError, MissingLeafError, ProcessError, ShardingError, counted
 from shardkeep.loading.mismatches import Mismatch, mismatch_error, missing_leaf, summarize, wrong_kind, wrong_shape
-from shardkeep.loading.shardings import Place, Rules, ShapedLeaf, check_sharding, resolve_shardings
-from shardkeep.model.arrays import kind_of, kind_of_value
+from shardkeep.loading.moving import stays_numpy
+from shardkeep.loading.shardings import Place, Rules, ShapedLeaf, check_sharding, needed_regions, resolve_shardings
+from shardkeep.model.arrays import Region, kind_of, kind_of_value
 from shardkeep.model.keys import ByLooseKey, loose_key
 from shardkeep.model.leaves import NumpyArray, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
@@ -26,6 +27,7 @@ from shardkeep.saving.snapshot import is_prng_dtype
 log = logging.getLogger("shardkeep")
 
 _SHOWN = 5
+_SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,22 @@ class Wanted:
     shape: tuple[int, ...] | None = None  # the shape to reshape to
     process: int | None = None  # of a PerProcess leaf: whose value; None: all of them
 
+    def stays_on_host(self, leaf: StoredArray) -> bool:
+        """Whether the caller gets a NumPy array, which is writable and therefore must not be a mapped file."""
+        return self.as_numpy or stays_numpy(leaf.spec.dtype)
+
+    def regions(self, leaf: StoredArray) -> Sequence[Region]:
+        """The regions of the array that this process needs, each once."""
+        if isinstance(leaf.origin, PerProcessRows) and self.process is not None:
+            return [leaf.origin.region(self.process)]
+        sharding = self.place.sharding
+        one = sharding is None or isinstance(sharding, SingleDeviceSharding)
+        # A small piece is read and checked as a whole anyway.
+        small = len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL
+        if one or small or self.shape is not None or self.stays_on_host(leaf):
+            return [Region.whole(leaf.spec.shape)]
+        return needed_regions(sharding, leaf.spec.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -82,12 +100,9 @@ class NumpyStruct(jax.ShapeDtypeStruct):
     __slots__ = ()
 
 
-def choose(tree: Tree, prefix: str, request: Request) -> Choice:
-    """The leaves to load, each with its place."""
-    by = _choose_by_name if request.template is None else _choose_by_template
-    choice = by(tree, request)
-    _place([w for w in choice.wanted if w is not None], prefix, request)
-    return choice
+def choose(tree: Tree, request: Request) -> Choice:
+    """The leaves to load, those of a template with its shardings."""
+    return (_choose_by_name if request.template is None else _choose_by_template)(tree, request)
 
 
 def _choose_by_name(tree: Tree, request: Request) -> Choice:
@@ -323,7 +338,7 @@ def _described(stored: StoredArray) -> str:
     return f"{stored.dtype}{list(stored.shape)}"
 
 
-def _place(wanted: Sequence[Wanted], prefix: str, request: Request) -> None:
+def choose_places(wanted: Sequence[Wanted], prefix: str, request: Request) -> None:
     """Place each array by rules, shardings or the mesh, unless the template has placed it.
 
     A NumPy array becomes a JAX array only if a rule or a sharding names it.
@@ -373,9 +388,8 @@ def abstract_leaf(w: Wanted) -> Any:
         dtype = _key_dtype(origin.impl)
         if dtype is None:
             impl = origin.impl
-            raise IntegrityError(
-                f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
-            )
+            problem = f"leaf {stored.key!r} holds PRNG keys of {impl!r}, an implementation JAX does not have"
+            raise IntegrityError(problem, leaf=stored.key)
     elif w.dtype is not None and kind_of(w.dtype) == kind_of(dtype):
         dtype = w.dtype
     elif w.as_numpy and isinstance(origin, NumpyArray) and origin.order is not None:

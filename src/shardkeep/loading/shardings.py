@@ -5,12 +5,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
+from shardkeep.model.arrays import Region
 from shardkeep.model.keys import loose_key
 from shardkeep.model.leaves import SavedSharding
 from shardkeep.model.tree import Path, flatten, name_leaf
@@ -96,6 +98,15 @@ def resolve_shardings(
         named.warn_unused()
     replicated.warn()
     return places
+
+
+@lru_cache(maxsize=1024)
+def needed_regions(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, ...]:
+    """The regions this process needs of an array of this shape. If they are all of its rows: one region."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    regions = tuple(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+    rows = all(region.shape[1:] == shape[1:] for region in regions)
+    return (Region.whole(shape),) if rows and sum(region.size for region in regions) == math.prod(shape) else regions
 
 
 def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tuple[int, ...]) -> NamedSharding:

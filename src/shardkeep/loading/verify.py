@@ -1,28 +1,28 @@
 """Checking every stored byte without loading it."""
 
-import threading
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from shardkeep.catalog import find, open_checkpoint
-from shardkeep.errors import IntegrityError
+from shardkeep.errors import IntegrityError, damage_of
 from shardkeep.foreign.registry import open_array
-from shardkeep.loading.read import Source, check_blocks, unpack
+from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.model.digests import BLOCK, block_count, digest
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.reports import Problem, VerifyReport
-from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import aligned_empty
 from shardkeep.runtime.progress import Bar, Progress
-from shardkeep.stores.base import Store, StoredFile
+from shardkeep.runtime.scopes import Scope
+from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, location, path_text
+from shardkeep.targets.steady import TRIES, Attempt
 from shardkeep.targets.transaction import Target
 
-_PART = 16 << 20
 _SHOWN = 5  # leaves named for a file that is missing or truncated
 
 
@@ -52,27 +52,44 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     """
     started = time.perf_counter()
     place = location(path, "verify(path)")
-    try:
-        store, manifest = open_checkpoint(place)
-    except IntegrityError as error:
-        target = find(place)
-        where = target.store.locate(_document_of(target))
-        problem = Problem(None, where, str(error))
-        return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
+    for _ in range(TRIES):
+        try:
+            store, manifest = open_checkpoint(place)
+        except IntegrityError as error:
+            target = find(place)
+            where = target.store.locate(_document_of(target))
+            problem = Problem(None, where, str(error))
+            return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
+        report = None
+        with Attempt(manifest, partial(_look, place, manifest)) as attempt:
+            report = _verify(place, store, manifest, prefix, progress, started)
+            attempt.sure = report.ok
+        if report is not None and not attempt.replaced:  # else it looked damaged while it was being replaced
+            return report
+    text = f"{place} was replaced {TRIES} times while it was being checked; check it when nothing is saving to it"
+    problem = Problem(None, str(place), text)
+    return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
+
+
+def _verify(
+    place: Location, store: Store, manifest: Manifest, prefix: str | None, progress: bool, started: float
+) -> VerifyReport:
     trees = [manifest.tree(prefix)] if prefix is not None else list(manifest.trees.values())
     total = sum(file.size for tree in trees for file in tree.files)
     with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
-        check = _Check(store, manifest, show)
-        run_tasks((task for tree in trees for task in check.tasks(tree)), store.concurrency)
-    if check.problems and _was_replaced(place, manifest):
-        return verify(path, prefix=prefix, progress=progress)  # it looked damaged while it was being replaced
+        checks = [_Check(store, tree, show) for tree in trees]
+        with Scope(f"checking {place}") as scope:
+            crew = scope.add(Crew(store.concurrency))
+            for check in checks:
+                check.run(crew)
+    problems = [problem for check in checks for problem in check.problems]
     return VerifyReport(
         path=manifest.path,
         nbytes=total,
         files=sum(len(tree.files) for tree in trees),
         seconds=time.perf_counter() - started,
         unchecked=sum(_carries_no_digests(leaf) for tree in trees for leaf in tree.arrays),
-        problems=tuple(sorted(check.problems, key=lambda p: (p.file, p.leaf or "", p.message))),
+        problems=tuple(sorted(problems, key=lambda p: (p.file, p.leaf or "", p.message))),
     )
 
 
@@ -89,146 +106,113 @@ def _carries_no_digests(leaf: StoredArray) -> bool:
     return isinstance(leaf.origin, ForeignArray) or any(piece.digests is None for piece in leaf.pieces)
 
 
-def _was_replaced(place: Location, manifest: Manifest) -> bool:
+def _look(place: Location, before: Manifest) -> Manifest:
+    """The manifest as it is now; the one before if there is none that can be read."""
     try:
-        return open_checkpoint(place)[1].save_id != manifest.save_id
+        return open_checkpoint(place)[1]
     except (OSError, IntegrityError):
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Files(Source):
-    """The files of a saved tree, and the keys of the leaves in each."""
-
-    keys: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+        return before
 
 
 class _Check:
-    """Collects what is wrong. A file that is missing or truncated is one problem, however many leaves it holds."""
+    """Collects what is wrong with a tree."""
 
-    def __init__(self, store: Store, manifest: Manifest, progress: Progress) -> None:
-        self._store, self._path, self._progress = store, manifest.path, progress
-        self._lock = threading.RLock()
-        self._incomplete: set[str] = set()
+    def __init__(self, store: Store, tree: Tree, progress: Progress) -> None:
+        self._reader = BlockReader(store, tree.files, tree.compression)
+        self._tree, self._progress = tree, progress
+        self._incomplete: set[int] = set()
         self.problems: list[Problem] = []
 
-    def _open(self, source: _Files, number: int) -> StoredFile | None:
-        """A file of the tree; None if it is missing or does not have its size, which is reported once."""
-        try:
-            return source.open_file(number)
-        except (IntegrityError, OSError) as error:
-            where = source.where(number)
-            with self._lock:
-                if where in self._incomplete:
-                    return None
-                self._incomplete.add(where)
-            reason = _with_file(where, str(error))
-            keys = list(dict.fromkeys(source.keys.get(number, ())))
-            if len(keys) == 1:
-                self.problems.append(Problem(keys[0], where, f"leaf {keys[0]!r}: {reason}"))
-                return None
-            shown = ", ".join(map(repr, keys[:_SHOWN])) + (", …" if len(keys) > _SHOWN else "")
-            affected = f"; {len(keys):,} leaves are affected: {shown}" if keys else ""
-            self.problems.append(Problem(None, where, reason + affected))
-            return None
+    def run(self, crew: Crew) -> None:
+        """Check all files, then the pieces in those that are complete."""
+        keys: dict[int, dict[str, None]] = {}
+        for leaf in self._tree.arrays:
+            for piece in leaf.pieces:
+                keys.setdefault(piece.file, {})[leaf.key] = None
+        crew.run(
+            partial(self._check_file, number, list(keys.get(number, ()))) for number in range(len(self._tree.files))
+        )
+        crew.run(self._tasks())
 
-    def tasks(self, tree: Tree) -> list[Task]:
-        source = _Files(self._store, tree.files, tree.compression)
-        for leaf in tree.arrays:
-            for piece in leaf.pieces:
-                source.keys.setdefault(piece.file, []).append(leaf.key)
-        tasks: list[Task] = [lambda n=number: self._check_file(source, n) for number in range(len(tree.files))]
+    def _tasks(self) -> list[Task]:
+        tasks: list[Task] = []
         small: list[tuple[StoredArray, Piece]] = []
-        for leaf in tree.arrays:
+        for leaf in self._tree.arrays:
             if isinstance(leaf.origin, ForeignArray):
-                tasks.append(lambda f=leaf, d=leaf.origin.directory: self._check_foreign(f, d))
+                tasks.append(partial(self._check_foreign, leaf, leaf.origin.directory))
             for piece in leaf.pieces:
+                if piece.file in self._incomplete:
+                    continue
                 if piece.stored is None and piece.length < BLOCK:
                     small.append((leaf, piece))
-                    continue
-                total = block_count(piece.length)
-                step = total if piece.stored is not None else _PART // BLOCK
-                for first in range(0, total, step or 1):
-                    last = min(first + step, total)
-                    tasks.append(lambda f=leaf, p=piece, a=first, b=last: self._check_piece(source, f, p, a, b))
-        return tasks + [lambda b=batch: self._check_batch(source, b) for batch in _neighbours(small)]
+                else:
+                    tasks += [partial(self._check_piece, leaf, piece, part) for part in parts_of(piece)]
+        return tasks + [partial(self._check_batch, batch) for batch in _neighbours(small)]
 
-    def _check_file(self, source: _Files, number: int) -> None:
-        """The bytes of a file that belong to no piece: its header."""
-        record = source.files[number]
-        where = source.where(number)
-        file = self._open(source, number)
-        if file is None:
+    def _check_file(self, number: int, keys: list[str]) -> None:
+        """What belongs to no piece. A missing or truncated file is one problem, however many leaves it holds."""
+        record, where = self._reader.files[number], self._reader.where(number)
+        key, affected = (keys[0], "") if len(keys) == 1 else (None, _affected(keys))
+        try:
+            file = self._reader.open(number, key)
+        except (IntegrityError, OSError) as error:
+            self._incomplete.add(number)
+            self.problems.append(Problem(key, where, f"{damage_of(error, key, where)}{affected}"))
             return
+        header = np.empty(record.header_length, np.uint8)
         try:
             with file:
-                header = np.empty(record.header_length, np.uint8)
                 file.read_into(0, header)
-                self._progress(record.header_length)
+            self._progress(header.size)
+            if record.header_digest is not None and digest(header.data) != record.header_digest:
+                problem = f"{where} is damaged in its first {header.size:,} bytes"
+                raise IntegrityError(problem, file=where, span=(0, header.size))
         except (IntegrityError, OSError, EOFError) as error:
-            self.problems.append(Problem(None, where, _with_file(where, str(error))))
-            return
-        if record.header_digest is not None and digest(header.data) != record.header_digest:
-            self.problems.append(
-                Problem(None, where, f"{where} is damaged in its first {record.header_length:,} bytes")
-            )
+            self._report(None, where, error)
 
     def _check_foreign(self, leaf: StoredArray, directory: str) -> None:
         """An array of another program has no digests, but its chunks must be there and have their sizes."""
         try:
-            open_array(self._store, leaf).check()
+            open_array(self._reader.store, leaf).check()
         except (IntegrityError, OSError) as error:
-            self._report(leaf, self._store.locate(directory), error)
+            self._report(leaf.key, self._reader.store.locate(directory), error)
 
-    def _check_batch(self, source: _Files, batch: list[tuple[StoredArray, Piece]]) -> None:
+    def _check_batch(self, batch: list[tuple[StoredArray, Piece]]) -> None:
         """Small pieces that are next to each other, read together."""
-        low = batch[0][1].offset
-        where = source.where(batch[0][1].file)
-        file = self._open(source, batch[0][1].file)
-        if file is None:
-            return
+        first, last = batch[0][1], batch[-1][1]
+        where = self._reader.where(first.file)
+        memory = aligned_empty(last.offset + last.length - first.offset)
         try:
-            with file:
-                memory = aligned_empty(batch[-1][1].offset + batch[-1][1].length - low)
-                file.read_into(low, memory)
-                self._progress(memory.size)
-        except (IntegrityError, OSError, EOFError) as error:
+            self._reader.fill(first.file, first.offset, memory)
+        except (IntegrityError, OSError) as error:
             for leaf, _ in batch:
-                self._report(leaf, where, error)
+                self._report(leaf.key, where, error)
             return
+        self._progress(memory.size)
         for leaf, piece in batch:
-            data = memory[piece.offset - low : piece.offset - low + piece.length]
+            start = piece.offset - first.offset
             try:
-                check_blocks(piece, 0, block_count(piece.length), data, leaf.key, where)
+                self._reader.check(
+                    leaf.key, piece, (0, block_count(piece.length)), memory[start : start + piece.length]
+                )
             except IntegrityError as error:
-                self._report(leaf, where, error)
+                self._report(leaf.key, where, error)
 
-    def _check_piece(self, source: _Files, leaf: StoredArray, piece: Piece, first: int, last: int) -> None:
-        where = source.where(piece.file)
-        start, end = first * BLOCK, min(last * BLOCK, piece.length)
-        file = self._open(source, piece.file)
-        if file is None:
-            return
+    def _check_piece(self, leaf: StoredArray, piece: Piece, part: Range) -> None:
         try:
-            with file:
-                memory = aligned_empty(end - start)
-                if piece.stored is not None:
-                    unpack(file, piece, source.files[piece.file], memory, source.compression, leaf.key, where)
-                else:
-                    file.read_into(piece.offset + start, memory)
-                    self._progress(memory.size)
-            check_blocks(piece, first, last, memory, leaf.key, where)
-        except (IntegrityError, OSError, EOFError, MemoryError, OverflowError) as error:
-            self._report(leaf, where, error)
+            memory = aligned_empty(min(part[1] * BLOCK, piece.length) - part[0] * BLOCK)
+            self._reader.read(leaf.key, piece, part, memory)
+            self._progress(memory.size if piece.stored is None else piece.stored)
+        except (IntegrityError, OSError, MemoryError, OverflowError) as error:
+            self._report(leaf.key, self._reader.where(piece.file), error)
 
-    def _report(self, leaf: StoredArray, where: str, error: Exception) -> None:
-        start = f"leaf {leaf.key!r}: "
-        self.problems.append(Problem(leaf.key, where, start + _with_file(where, str(error).removeprefix(start))))
+    def _report(self, key: str | None, where: str, error: Exception) -> None:
+        self.problems.append(Problem(key, where, str(damage_of(error, key, where))))
 
 
-def _with_file(where: str, reason: str) -> str:
-    """What is wrong, with the file named once."""
-    return reason if where in reason else f"{where}: {reason}"
+def _affected(keys: list[str]) -> str:
+    shown = ", ".join(map(repr, keys[:_SHOWN])) + (", …" if len(keys) > _SHOWN else "")
+    return f"; {len(keys):,} leaves are affected: {shown}" if keys else ""
 
 
 def _neighbours(pieces: list[tuple[StoredArray, Piece]]) -> list[list[tuple[StoredArray, Piece]]]:
@@ -237,7 +221,7 @@ def _neighbours(pieces: list[tuple[StoredArray, Piece]]) -> list[list[tuple[Stor
     for leaf, piece in sorted(pieces, key=lambda at: (at[1].file, at[1].offset, at[1].length)):
         first, last = (batches[-1][0][1], batches[-1][-1][1]) if batches else (None, None)
         near = last is not None and last.file == piece.file and piece.offset == last.offset + last.length
-        if not near or first is None or piece.offset + piece.length - first.offset > _PART:
+        if not near or first is None or piece.offset + piece.length - first.offset > PART:
             batches.append([])
         batches[-1].append((leaf, piece))
     return batches

@@ -51,4 +51,4 @@ def check_seal(document: bytes, where: str) -> None:
         at < len(_BEFORE_SEAL)
         or digest(document[:at] + b"0" * 32 + document[at + 32 :]).encode() != document[at : at + 32]
     ):
-        raise IntegrityError(f"{where} is damaged: it does not match its own digest")
+        raise IntegrityError(f"{where} is damaged: it does not match its own digest", file=where)

@@ -102,9 +102,9 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     try:
         body = json.loads(document, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{where} is damaged: {error}") from None
+        raise IntegrityError(f"{where} is damaged: {error}", file=where) from None
     if not isinstance(body, dict) or "shardkeep" not in body:
-        raise IntegrityError(f"{where} is not a shardkeep manifest")
+        raise IntegrityError(f"{where} is not a shardkeep manifest", file=where)
     version = body["shardkeep"]
     if isinstance(version, int) and version > VERSION:
         raise NewerFormatError(
@@ -112,12 +112,12 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
         )
     check_seal(document, where)
     if version != VERSION or body.get("block") != BLOCK or body.get("algorithm") != ALGORITHM:
-        raise IntegrityError(f"{where} has an unknown version, digest algorithm or block size")
+        raise IntegrityError(f"{where} has an unknown version, digest algorithm or block size", file=where)
     try:
         trees = {check_prefix(prefix): _decode_tree(tree) for prefix, tree in body["trees"].items()}
         return Manifest(path, _checked_id(body["save"]), trees)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{where} is malformed: {error}") from error
+        raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
 
 
 def check_step(step: Any) -> int | None:

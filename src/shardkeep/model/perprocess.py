@@ -280,7 +280,7 @@ class PerProcessRows:
         try:
             return decode_value(rows.reshape(-1)[: self.lengths[process]])
         except ValueError as error:
-            raise IntegrityError(f"leaf {key!r}: the value of process {process} is malformed: {error}") from error
+            raise IntegrityError(f"the value of process {process} is malformed: {error}", leaf=key) from error
 
 
 UNSETTLED = PerProcessRows((), 0)  # while it is not known yet how many bytes the other processes have

@@ -20,9 +20,11 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from shardkeep.errors import ProcessError, ShardkeepError, error_named
+from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
 from shardkeep.jaxapi import Membership, membership, present_client
 from shardkeep.processes.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
+
+_PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
 
 
 class Operation:
@@ -154,6 +156,7 @@ class Operation:
             "process": self.index,
             "kind": type(error).__name__,
             "message": str(error),
+            **({name: getattr(error, name) for name in _PLACE} if isinstance(error, IntegrityError) else {}),
         }
         self._group.tell(*self._as_failed(record))
 
@@ -217,6 +220,9 @@ def _as_error(record: dict[str, Any]) -> ShardkeepError:
         told = f"process {record['process']}: {record['message']}"
     error = (kind or ProcessError)(told)
     error.record, error.told = record, True
+    if isinstance(error, IntegrityError) and "problem" in record:
+        error.leaf, error.file, error.problem = record["leaf"], record["file"], record["problem"]
+        error.span = record["span"] and tuple(record["span"])
     return error
 
 

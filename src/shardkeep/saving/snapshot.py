@@ -16,19 +16,18 @@ from typing import Any, TypeGuard, cast
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.errors import JaxRuntimeError
-from jax.experimental import multihost_utils
 
-from shardkeep.errors import ProcessError, UnsupportedLeafError, an, counted
+from shardkeep.errors import UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import is_weakly_typed, local_parts
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
-from shardkeep.model.arrays import Array, ArraySpec, Region, common_slices, dtype_name
+from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
 from shardkeep.model.perprocess import UNSETTLED, PerProcess, PerProcessRows, encode_value, find_problem, size_of
 from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
+from shardkeep.processes.collectives import gather_array, gather_bytes, gather_lengths
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
@@ -37,7 +36,6 @@ from shardkeep.saving.buffers import shards_of
 from shardkeep.saving.donation import donations
 
 _SHOWN = 10
-_SENT = 64 << 20  # bytes that go through one collective
 _REMEMBERED = 4096
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
@@ -152,7 +150,7 @@ def _stage_shares(
     everyones = share_out(arrays, size, gathered=gathered)
     for leaf, array, form, shares in zip(leaves, arrays, forms, everyones, strict=True):
         if isinstance(leaf.value, PerProcess):
-            plans.append(_gather_value(leaf, shards, index, size) if gathered else _stage_value(leaf, shards))
+            plans.append(_gather_value(leaf, shards, index) if gathered else _stage_value(leaf, shards))
         elif array is None:
             plans.append(StagedValue(leaf.path, leaf.value))
         elif form is None:
@@ -160,7 +158,7 @@ def _stage_shares(
         elif array.is_fully_addressable:
             plans.append(replace(_stage_jax(leaf, array, form, shards), shares=shares, common=True))
         elif gathered:
-            whole = gather_whole(array)
+            whole = gather_array(array, keep=index == LEADER)
             mine: Held = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
             plans.append(replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares))
         else:
@@ -204,20 +202,13 @@ def _is_unsettled(leaf: StagedLeaf) -> TypeGuard[StagedArray]:
     return isinstance(leaf, StagedArray) and leaf.origin is UNSETTLED
 
 
-def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> StagedArray:
+def _gather_value(leaf: Leaf, shards: list[Shard], index: int) -> StagedArray:
     """The values of a `PerProcess` leaf of all processes, in the memory of the leader; all of them call this."""
     raw = encode_value(leaf.value.value)
-    lengths = np.ascontiguousarray(_all_gather(np.array([raw.size], np.int64).view(np.uint8)))
-    rows = PerProcessRows.of([int(length) for length in lengths.view(np.int64)[:, 0]])
+    rows = PerProcessRows.of(gather_lengths(raw.size))
     filled: Array = np.zeros(rows.shape if index == LEADER else (0, 0), np.uint8)
-    step = max(_SENT // size, 1)
-    for start in range(0, max(rows.lengths), step):
-        sent = np.zeros(min(step, max(rows.lengths) - start), np.uint8)
-        sent[: max(raw.size - start, 0)] = raw[start : start + sent.size]
-        everyones = _all_gather(sent)
-        for process, length in enumerate(rows.lengths if index == LEADER else ()):
-            part = filled[rows.region(process).slices].reshape(-1)[start : min(start + sent.size, length)]
-            part[...] = everyones[process, : part.size]
+    for process, value in enumerate(gather_bytes(raw, rows.lengths, keep=index == LEADER)):
+        filled[rows.region(process).slices].reshape(-1)[: value.size] = value
     whole = Region.whole(rows.shape)
     held: tuple[Region, ...] = ()
     if index == LEADER:
@@ -225,46 +216,6 @@ def _gather_value(leaf: Leaf, shards: list[Shard], index: int, size: int) -> Sta
         held = (whole,)
     first = max(len(shards) - 1, 0)
     return StagedArray(leaf.path, rows.spec, rows, held, first, shares=((whole, LEADER),), common=True)
-
-
-def _all_gather(part: Array) -> Array:
-    """The arrays of all processes, which have one size, as rows."""
-    try:
-        return np.asarray(multihost_utils.process_allgather(part))
-    except JaxRuntimeError as error:
-        raise ProcessError(
-            f"another process exited while arrays were being gathered; nothing was written ({error})"
-        ) from error
-
-
-def gather_whole(array: jax.Array) -> Array:
-    """An array that is sharded over processes, complete on each of them. All processes must call this.
-
-    It is sent as plain bytes: collectives on small floats change NaNs, and those on 2-bit integers corrupt memory.
-    """
-    index, size = jax.process_index(), jax.process_count()
-    dtype = np.dtype(array.dtype)
-    (shares,) = share_out([array], size, gathered=False)
-    lengths = [sum(region.size for region, writer in shares if writer == i) * dtype.itemsize for i in range(size)]
-    mine = np.zeros(max(lengths), np.uint8)
-    held = _held(array, [region for region, writer in shares if writer == index])
-    filled = 0
-    for region, writer in shares:
-        if writer == index and region.size:
-            part = mine[filled : filled + region.size * dtype.itemsize].view(dtype).reshape(region.shape)
-            filled += part.nbytes
-            for there, data in zip(*held, strict=True):
-                here, lying = common_slices(region, there)
-                part[here] = data[lying]
-    everyones = [_all_gather(mine[start : start + _SENT]) for start in range(0, mine.size, _SENT)]
-    rows = np.concatenate(everyones, axis=1) if everyones else np.zeros((size, 0), np.uint8)
-    whole: Array = np.empty(array.shape, dtype)
-    filled_of = [0] * size
-    for region, writer in shares:
-        start, end = filled_of[writer], filled_of[writer] + region.size * dtype.itemsize
-        whole[region.slices] = np.ascontiguousarray(rows[writer, start:end]).view(dtype).reshape(region.shape)
-        filled_of[writer] = end
-    return whole
 
 
 def _data_of(value: Any) -> Any:

@@ -19,11 +19,11 @@ from shardkeep.targets.damage import find_damage
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import INDEX, SUFFIX, exchange_at, exchange_bases, exchange_in
 from shardkeep.targets.ordering import Saved, newest_first
+from shardkeep.targets.steady import TRIES, Attempt
 
 log = logging.getLogger("shardkeep")
 
 _MOST_KEPT = 12  # manifests that are kept in memory while the newest checkpoint is searched for
-_TRIES = 100  # how often sizes are checked again because writers keep replacing the checkpoint
 
 T = TypeVar("T")
 
@@ -108,11 +108,13 @@ def find_complete(looking: Callable[[], Found]) -> tuple[Found, str | None]:
     If they show damage, the checkpoint is looked at again: a writer may have replaced it meanwhile.
     """
     found, damage = looking(), None
-    for _ in range(_TRIES):
-        damage = found.damage()
-        before, found = found, found if damage is None else looking()
-        if found.manifest.save_id == before.manifest.save_id:
+    for _ in range(TRIES):
+        with Attempt(found.manifest, lambda: looking().manifest) as attempt:
+            damage = found.damage()
+            attempt.sure = damage is None
+        if not attempt.replaced:
             break
+        found = looking()
     return found, damage
 
 

@@ -62,7 +62,7 @@ def read_single(exchange: ExchangeFiles) -> tuple[Manifest, str | None]:
             # The file may have been renamed: the manifest always describes the file that it is in.
             files = (replace(tree.files[0], name=name),)
             return replace(manifest, trees={prefix: replace(tree, files=files)}), metadata.get(OVER)
-    raise IntegrityError(f"{where} is damaged: its manifest lists different files")
+    raise IntegrityError(f"{where} is damaged: its manifest lists different files", file=where)
 
 
 def _text(manifest: Any) -> bytes:
@@ -94,7 +94,7 @@ def committed_by_index(exchange: ExchangeFiles) -> Manifest | None:
         return _read_foreign_shards(exchange, weights, where)
     used = {file.name for tree in manifest.trees.values() for file in tree.files}
     if used != set(weights.values()) or len(manifest.trees) > 1:
-        raise IntegrityError(f"{where} is damaged: its manifest lists different files")
+        raise IntegrityError(f"{where} is damaged: its manifest lists different files", file=where)
     return manifest if manifest.trees else None
 
 
@@ -110,7 +110,7 @@ def decode_index(exchange: ExchangeFiles, document: bytes) -> tuple[dict[str, An
         if not isinstance(index["metadata"], dict):
             raise TypeError("its metadata is not an object")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{where} is not a safetensors index ({error})") from error
+        raise IntegrityError(f"{where} is not a safetensors index ({error})", file=where) from error
     if not ours:
         return index, None
     check_seal(document, where)
@@ -123,10 +123,12 @@ def _read_foreign_shards(exchange: ExchangeFiles, weights: Mapping[str, str], wh
     for name in sorted(set(weights.values())):
         metadata, tensors, file = _shard_header(exchange, name, where)
         if is_ours(metadata):
-            raise IntegrityError(f"{where} is damaged: {file.name} was written by shardkeep, but the index was not")
+            raise IntegrityError(
+                f"{where} is damaged: {file.name} was written by shardkeep, but the index was not", file=where
+            )
         lost = [key for key, place in weights.items() if place == name and key not in tensors]
         if lost:
-            raise IntegrityError(f"{where} says that {lost[0]!r} is in {name}, but it is not")
+            raise IntegrityError(f"{where} says that {lost[0]!r} is in {name}, but it is not", file=where)
         files.append(file)
         headers.append((metadata, tensors))
     tree = tree_of_safetensors(files, headers, where)

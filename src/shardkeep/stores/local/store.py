@@ -105,7 +105,7 @@ class LocalStore:
         path = self._checked(name)
         with _open_plain(path) as file:
             if os.fstat(file.number).st_size > _MAX_DOCUMENT:
-                raise IntegrityError(f"{path} is too large for a manifest or index")
+                raise IntegrityError(f"{path} is too large for a manifest or index", file=path)
             with open(file.number, "rb", closefd=False) as content:
                 return content.read()
 
@@ -143,7 +143,7 @@ class LocalStore:
         if "/" not in name and not os.path.islink(path):
             return path
         if self._confined and not self._is_inside(path):
-            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}")
+            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
         return path
 
     def _is_inside(self, path: str) -> bool:
@@ -182,7 +182,9 @@ class LocalStore:
         """The path for a new file, its directory created; never below a link that leads out of the checkpoint."""
         path = self.locate(name)
         if "/" in name and not self._is_inside(path):
-            raise IntegrityError(f"{path} is below a symbolic link that leads out of {self._root}; remove the link")
+            raise IntegrityError(
+                f"{path} is below a symbolic link that leads out of {self._root}; remove the link", file=path
+            )
         make_directories(os.path.dirname(path), durable=False)  # `sync` follows
         return path
 
@@ -262,7 +264,9 @@ class LocalStore:
         old, path = self.locate(name), self.locate(new)
         directory = os.path.dirname(path)
         if not self._holds(directory):
-            raise IntegrityError(f"{path} is behind a symbolic link that leads out of {self._root}; remove the link")
+            raise IntegrityError(
+                f"{path} is behind a symbolic link that leads out of {self._root}; remove the link", file=path
+            )
         for _ in range(3):
             try:
                 return os.link(old, path)
@@ -438,11 +442,11 @@ def _open_plain(path: str) -> Descriptor:
         file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise IntegrityError(f"{path} is a broken symbolic link") from None
+            raise IntegrityError(f"{path} is a broken symbolic link", file=path) from None
         raise
     if not stat.S_ISREG(os.fstat(file.number).st_mode):
         file.close()
-        raise IntegrityError(f"{path} is not a regular file")
+        raise IntegrityError(f"{path} is not a regular file", file=path)
     return file
 
 

@@ -1,0 +1,144 @@
+"""The stored bytes of a tree, block by block: files opened, pieces read or mapped, decoded and checked.
+
+`load`, `verify` and `convert` all read through `BlockReader`. Whatever is wrong with the bytes is an `IntegrityError`
+that says which leaf, file and bytes it is about.
+"""
+
+import errno
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from shardkeep.errors import IntegrityError, MissingDataError, damage_of
+from shardkeep.model.arrays import Array
+from shardkeep.model.digests import BLOCK, block_count, blocks, digest
+from shardkeep.model.leaves import Piece
+from shardkeep.model.manifest import DataFile
+from shardkeep.stores.base import Mapping, Store, StoredFile
+
+PART = 16 << 20  # bytes of a piece that one task reads
+
+Range = tuple[int, int]  # blocks of a piece: the first, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReader:
+    """Reads blocks of the pieces of a saved tree."""
+
+    store: Store
+    files: Sequence[DataFile]
+    compression: str | None = None
+    verify: bool = True  # whether digests are compared
+    mapped: bool = True  # whether files may be mapped
+
+    def where(self, number: int) -> str:
+        """The path or URL of a file, for messages."""
+        return self.store.locate(self.files[number].name)
+
+    def open(self, number: int, key: str | None = None) -> StoredFile:
+        """A file of the tree, which is there and has its size. `key` is the leaf that it is opened for."""
+        record = self.files[number]
+        try:
+            file = self.store.open(record.name)
+        except (FileNotFoundError, NotADirectoryError):
+            where = self.where(number)
+            raise MissingDataError(f"{where} is missing", leaf=key, file=where) from None
+        except IntegrityError as error:
+            raise damage_of(error, key, self.where(number)) from None
+        if file.size == record.size:
+            return file
+        file.close()
+        where = self.where(number)
+        problem = f"{where} has {file.size:,} bytes instead of {record.size:,}"
+        if file.size < record.size:
+            problem = f"{where} is truncated: it has {file.size:,} of {record.size:,} bytes"
+        raise IntegrityError(problem, leaf=key, file=where)
+
+    def map(self, number: int, start: int, end: int, key: str, needed: Sequence[Range] = ()) -> Mapping | None:
+        """Bytes of a file as memory, which `needed` (offset, length) are read of; None if it can map no more."""
+        with self.open(number, key) as file:
+            try:
+                return file.map(start, end - start, needed)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:  # the process has as many mappings as allowed
+                    raise
+                return None
+            except EOFError as error:
+                raise damage_of(error, key, self.where(number)) from error
+
+    def fill(self, number: int, start: int, memory: Array, key: str | None = None) -> None:
+        """Read bytes of a file as they are stored."""
+        with self.open(number, key) as file:
+            try:
+                file.read_into(start, memory)
+            except EOFError as error:
+                raise damage_of(error, key, self.where(number)) from error
+
+    def read(self, key: str, piece: Piece, blocks: Range, memory: Array) -> None:
+        """Read blocks of a piece, decoded, and check them. A piece that is encoded is read as a whole."""
+        if piece.stored is None:
+            self.fill(piece.file, piece.offset + blocks[0] * BLOCK, memory, key)
+        else:
+            packed = np.empty(piece.stored, np.uint8)
+            self.fill(piece.file, piece.offset, packed, key)
+            self.decode(key, piece, packed, memory)
+        self.check(key, piece, blocks, memory)
+
+    def decode(self, key: str, piece: Piece, packed: Array, memory: Array) -> None:
+        """Decode a compressed or bit-packed piece, never beyond its declared size."""
+        if self.compression is None:  # two 4-bit floats per byte, the low half first, as other programs write them
+            memory[0::2] = packed & 15
+            memory[1::2] = packed >> 4
+            return
+        known, problem = self.files[piece.file].header_digest, None
+        if known is not None and digest(packed.data) != known:
+            problem = "it does not match its digest"
+        else:
+            problem = _decompress(packed, memory)
+        if problem is not None:
+            where = self.where(piece.file)
+            span = (piece.offset, piece.offset + packed.size)
+            raise IntegrityError(f"{where} is damaged: {problem}", leaf=key, file=where, span=span)
+
+    def check(self, key: str, piece: Piece, chosen: Range, data: Array) -> None:
+        """`IntegrityError` unless blocks match their digests. Pieces without digests are not checked."""
+        first, last = chosen
+        if not self.verify or piece.digests is None:
+            return
+        if last - first == 1 and digest(data.data) == piece.digests[first]:
+            return
+        for number, start, end in blocks(first, last, piece.length):
+            if digest(data[start - first * BLOCK : end - first * BLOCK].data) != piece.digests[number]:
+                where, span = self.where(piece.file), (piece.offset + start, piece.offset + end)
+                at = f" between bytes {span[0]:,} and {span[1]:,}"
+                if piece.stored is not None:  # these are not the bytes that are stored
+                    at, span = "", (piece.offset, piece.offset + piece.stored)
+                problem = f"{where} is damaged{at}: the data does not match its digest"
+                raise IntegrityError(problem, leaf=key, file=where, span=span)
+
+
+def parts_of(piece: Piece, chosen: Sequence[Range] | None = None) -> list[Range]:
+    """Blocks of a piece, by default all, in ranges of the size of a task. An encoded piece is read as a whole."""
+    total = block_count(piece.length)
+    if piece.stored is not None:
+        return [(0, total)]
+    found = [(0, total)] if chosen is None else chosen
+    step = PART // BLOCK
+    return [(a, min(a + step, last)) for first, last in found for a in range(first, last, step)]
+
+
+def _decompress(packed: Array, memory: Array) -> str | None:
+    """Fill memory; gives what is wrong, or None."""
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed.data)) as reader:
+            view = memoryview(memory.data)
+            filled = 0
+            while filled < memory.size and (count := reader.readinto(view[filled:])):
+                filled += count
+            complete = filled == memory.size and not reader.read(1)
+    except zstandard.ZstdError as error:
+        return str(error)
+    return None if complete else f"it does not decompress to {memory.size:,} bytes"
