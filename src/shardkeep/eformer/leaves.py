@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, new_target
 from shardkeep.eformer.handover import HandedSave, HandOver, hand_overs
-from shardkeep.eformer.loader import as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.eformer.loader import as_dict, checked_chunk_size, refuse_unsaid_layout, rules_for, treatment
 from shardkeep.eformer.manager import AsyncCheckpointManager, follow_save
 from shardkeep.errors import an
 from shardkeep.loading.load import load_request
@@ -147,12 +147,11 @@ def tree_deserialize_leaves(
             request = Request(
                 prefix=prefix,
                 mesh=mesh,
-                rules=partition_rules,
+                rules=rules_for(mesh, partition_rules, shardings),
                 shardings=shardings,
-                follow_saved=False,
                 all_jax=True,
                 in_flight=checked_chunk_size(chunk_size),
-                callback=None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path)),
+                treat=treatment(None, callback),
             )
             skeleton, leaves, _ = load_request(place, request, operation)
     return as_dict(skeleton, leaves)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.eformer.metadata import checker, compute_checksum, metadata_of
@@ -17,7 +17,7 @@ from shardkeep.eformer.paths import LoadPath, without_index
 from shardkeep.errors import ShardingError
 from shardkeep.foreign.zarr import has_zarr_arrays
 from shardkeep.loading.load import load_request
-from shardkeep.loading.select import Request
+from shardkeep.loading.select import Request, Treatment
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.leaves import StoredLeaf
@@ -30,6 +30,7 @@ from shardkeep.stores.location import Location, any_path_text, location, name_pa
 log = logging.getLogger("shardkeep")
 
 Callback = Callable[[Any, str], Any]
+Check = Callable[[StoredLeaf, Any], None]
 
 
 class CheckpointLoader:
@@ -94,18 +95,16 @@ class CheckpointLoader:
             request = Request(
                 prefix=prefix,
                 mesh=mesh,
-                rules=partition_rules,
+                rules=rules_for(mesh, partition_rules, shardings),
                 shardings=shardings,
                 dtype=None if dtype is None else parse_dtype(dtype),
                 strict_rules=not mismatch_allowed,
-                follow_saved=False,
                 all_jax=True,
                 in_flight=checked_chunk_size(chunk_size) if use_async else 1,
-                callback=_by_name(callback),
                 verbose=self.verbose,
             )
             refuse_unsaid_layout(mesh, partition_rules, shardings)
-            return self._load_dict(place, request, validate, operation)
+            return self._load_dict(place, request, validate, callback, operation)
 
     def load_pytree(
         self,
@@ -147,18 +146,16 @@ class CheckpointLoader:
                 template=template,
                 prefix=prefix,
                 mesh=mesh,
-                rules=partition_rules,
+                rules=rules_for(mesh, partition_rules, shardings),
                 shardings=shardings,
                 dtype=None if dtype is None else parse_dtype(dtype),
                 strict_shapes=strict_shapes,
-                follow_saved=False,
                 prefix_first=True,
                 all_jax=True,
                 in_flight=checked_chunk_size(chunk_size),
-                callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            skeleton, leaves, tree = self._load(place, request, None, operation)
+            skeleton, leaves, tree = self._load(place, request, None, callback, operation)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
 
     def load_tree_parallel(
@@ -196,12 +193,10 @@ class CheckpointLoader:
                 shardings=shardings,
                 dtype=None if dtype is None else parse_dtype(dtype),
                 strict_rules=not mismatch_allowed,
-                follow_saved=False,
                 all_jax=True,
-                callback=_by_name(callback),
                 verbose=self.verbose,
             )
-            return self._load_dict(place, request, validate, operation)
+            return self._load_dict(place, request, validate, callback, operation)
 
     @staticmethod
     def compute_checksum(array: Any) -> str:
@@ -252,29 +247,29 @@ class CheckpointLoader:
         return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
 
     def _load_dict(
-        self, place: Location, request: Request, validate: bool | None, operation: Operation
+        self, place: Location, request: Request, validate: bool | None, callback: Callback | None, operation: Operation
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        skeleton, leaves, tree = self._load(place, request, validate, operation)
+        skeleton, leaves, tree = self._load(place, request, validate, callback, operation)
         return as_dict(skeleton, leaves), metadata_of(tree)
 
     def _load(
-        self, place: Location, request: Request, validate: bool | None, operation: Operation
+        self, place: Location, request: Request, validate: bool | None, callback: Callback | None, operation: Operation
     ) -> tuple[Skeleton, list[Any], Tree]:
         started = time.perf_counter()
-        skeleton, leaves, tree = load_request(place, self._validated(place, request, validate), operation)
+        check = self._checker(place, request, validate)
+        request = replace(request, verify=validate is not False, treat=treatment(check, callback))
+        skeleton, leaves, tree = load_request(place, request, operation)
         seconds = time.perf_counter() - started
         rate = rate_of(tree.nbytes, seconds)
         self._tell("loaded", f"{place}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
         return skeleton, leaves, tree
 
-    def _validated(self, place: Location, request: Request, validate: bool | None) -> Request:
-        """The request with the checks that `validate` asks for."""
-        if validate is False:
-            return replace(request, verify=False)
+    def _checker(self, place: Location, request: Request, validate: bool | None) -> Check | None:
+        """What compares each array with its recorded SHA-256; None if that is not asked for."""
         if not (self.enable_validation if validate is None else validate):
-            return request
+            return None
         _, manifest = open_checkpoint(place)
-        return replace(request, check=checker(manifest, manifest.tree(request.prefix), validate is True))
+        return checker(manifest, manifest.tree(request.prefix), validate is True)
 
 
 def as_dict(skeleton: Skeleton, leaves: list[Any]) -> dict[str, Any]:
@@ -297,6 +292,20 @@ def checked_chunk_size(chunk_size: int | None) -> int | None:
     return chunk_size
 
 
-def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
-    """A callback on (array, dotted key) as a callback on (array, leaf)."""
-    return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
+def rules_for(mesh: Mesh | None, rules: Rules | None, shardings: Any) -> Rules | None:
+    """The rules of a load. Where nothing says how arrays are sharded over a mesh, they are replicated on it."""
+    return [("", PartitionSpec())] if mesh is not None and not rules and shardings is None else rules
+
+
+def treatment(check: Check | None, callback: Callback | None) -> Treatment | None:
+    """What is done with each array: check it, apply the user's sharding function, then the callback by dotted key."""
+    if check is None and callback is None:
+        return None
+
+    def treat(array: Any, leaf: StoredLeaf, function: Callable[[Any], Any]) -> Any:
+        if check is not None:
+            check(leaf, array)
+        array = function(array)
+        return array if callback is None else callback(array, ".".join(leaf.path))
+
+    return treat

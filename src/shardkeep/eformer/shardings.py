@@ -55,7 +55,7 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
             values.append(apply_function(asked[name], leaf.value))
             continue
         (place,) = resolve_shardings(
-            [ShapedLeaf(leaf.path, leaf.value.shape)], mesh=mesh, shardings={name: asked[name]}, follow_saved=False
+            [ShapedLeaf(leaf.path, leaf.value.shape)], mesh=mesh, shardings={name: asked[name]}
         )
         values.append(reshard(leaf.value, place.sharding or SingleDeviceSharding(jax.local_devices()[0])))
     return skeleton.rebuild(values)
