@@ -77,12 +77,13 @@ meet(root, "saved", index, size)
 if index == VICTIM:
     from shardkeep.targets import directory
     from shardkeep.loading import load as loading
-    from shardkeep.saving import save as saving
+    from shardkeep.saving import store as saving
+    from shardkeep.targets.transaction import Transaction
     strike_before(*{
-        "before it begins": (saving, "begin"),
-        "while it begins": (directory.Directory, "plan"),
+        "before it begins": (saving, "plan_save"),
+        "while it begins": (directory.Directory, "reserve") if index == 0 else (Transaction, "follow"),
         "while it writes": (saving, "write_files"),
-        "after its part is written": (saving, "commit" if index == 0 else "close"),
+        "after its part is written": (Transaction, "commit") if index == 0 else (saving, "close"),
         "in the commit": (directory.Directory, "put"),
         "while it loads": (loading, "_load"),
     }[PHASE])

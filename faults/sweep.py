@@ -24,8 +24,8 @@ from faults.states import make, same
 from shardkeep.foreign.eformer import INDEX
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.targets import publishing
+from shardkeep.targets.cleanup import clean_up
 from shardkeep.targets.directory import Directory
-from shardkeep.targets.transaction import clean_up
 
 Step = tuple[str, dict[str, Any]]  # an action of faults.states, and its arguments
 

@@ -17,9 +17,8 @@ from shardkeep.errors import (
     StorageError,
     storage_error,
 )
-from shardkeep.layouts.base import Format
-from shardkeep.layouts.safetensors import SafetensorsFormat
-from shardkeep.layouts.zarr import TensorstoreFormat
+from shardkeep.layouts.exchange import DEFAULT_SHARD_SIZE
+from shardkeep.layouts.registry import layout_named
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.naming import base_of_shard
 from shardkeep.runtime.save_queue import running_since
@@ -27,10 +26,10 @@ from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, is_directory, location, store_at
 from shardkeep.stores.location import exists as exists_at
 from shardkeep.targets.base import Target
+from shardkeep.targets.cleanup import delete as delete_target
 from shardkeep.targets.directory import Directory
-from shardkeep.targets.exchange import DEFAULT_SHARD_SIZE, INDEX, SUFFIX, exchange_at, parse_size
+from shardkeep.targets.exchange import INDEX, SUFFIX, exchange_at, parse_size
 from shardkeep.targets.resolve import TooManyError, find, find_complete, find_newest, look
-from shardkeep.targets.transaction import delete as delete_target
 
 log = logging.getLogger("shardkeep")
 
@@ -46,13 +45,13 @@ def new_target(
 
     Args:
         place: The directory or file.
-        format: `safetensors`, or `zarr` (also called `tensorstore`).
+        format: The name of a layout (`layouts.registry`).
         compression: None or `zstd`.
         max_shard_size: For exchange files, the size above which they are split.
         directory: Whether it is a directory, whatever its name.
     """
     if place.text.endswith(SUFFIX) and not directory and not place.is_bucket and not is_directory(place):
-        if _format(format, compression, None).name != "safetensors":
+        if layout_named(format, compression).name != "safetensors":
             raise ValueError("a path that ends in .safetensors needs format='safetensors', not 'zarr'")
         whole = base_of_shard(place.name)
         if whole + SUFFIX != place.name and exists_at(place.with_name(whole + INDEX)):
@@ -64,19 +63,7 @@ def new_target(
     if not place.is_url and os.path.lexists(place.text) and not os.path.isdir(place.text):
         raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
     store = store_at(place)
-    return Directory(store, _format(format, compression, store.object_limit))
-
-
-def _format(name: str, compression: str | None, limit: int | None) -> Format:
-    if compression not in (None, "zstd"):
-        raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
-    if name in ("zarr", "tensorstore"):  # the second is the name on disk, and eFormer's
-        return TensorstoreFormat(compression, limit)
-    if name != "safetensors":
-        raise ValueError(f"format must be 'safetensors' or 'zarr', not {name!r}")
-    if compression is not None:
-        raise ValueError("format='safetensors' has no compression; use format='zarr'")
-    return SafetensorsFormat(limit)
+    return Directory(store, layout_named(format, compression, store.object_limit, store.remote))
 
 
 def open_checkpoint(place: Location) -> tuple[Store, Manifest]:

@@ -18,8 +18,8 @@ from shardkeep.catalog import find, new_target
 from shardkeep.converting.survey import survey
 from shardkeep.stores.bucket import credentials, leases, objects
 from shardkeep.stores.location import location, store_at
+from shardkeep.targets.cleanup import fence
 from shardkeep.targets.exchange import Exchange
-from shardkeep.targets.transaction import fence
 from support import hold
 
 FORM: dict[str, Any] = {"format": "zarr"}  # an object for each leaf

@@ -17,16 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from dtypes import EXTENDED, NO_ZARR_NAME, NUMPY, SIX_BITS, TIMES, WIDE, dtype_of
-from shardkeep.layouts.plan import PiecePlan, StagedArray
-from shardkeep.layouts.zarr import TensorstoreFormat
+from shardkeep.layouts.codecs import CODECS
+from shardkeep.layouts.plan import Draft, PiecePlan, StagedArray
+from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition, split_counts
 from shardkeep.model.leaves import UNSHARDED
+from shardkeep.model.tree import Skeleton
 from shardkeep.stores.local.mapping import Pages
 from support import assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec
 KNOWN_TO_TENSORSTORE = [*NUMPY, *(name for name in EXTENDED if name not in NO_ZARR_NAME)]
 AS_BITS = [*NO_ZARR_NAME, *SIX_BITS, *TIMES]
+DRAFT = Draft("0" * 32, "", Skeleton(None), {}, "")
 COMPRESSIONS = pytest.mark.parametrize("compression", [None, "zstd"])
 
 
@@ -152,7 +155,7 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
     regions = cut(Region.whole(shape), counts)
     pieces = [PiecePlan(0, region, region.size * 2, ((i, region),)) for i, region in enumerate(regions)]
     leaf = StagedArray(("w",), spec, UNSHARDED, tuple(regions))
-    description, *files = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
+    description, *files = ZarrLayout().lay_out([leaf], pieces, DRAFT)
     assert tuple(json.loads(description.header)["chunks"]) == expected
     assert sum(file.size or 0 for file in files) == spec.nbytes
     assert {piece.region for file in files for piece in file.pieces} == {*regions}
@@ -163,7 +166,7 @@ def test_an_empty_array_of_several_processes_has_chunks() -> None:
     regions = [Region((0, 0), (0, 4)), Region((0, 4), (0, 4))]
     leaf = StagedArray(("w",), ArraySpec((0, 8), np.dtype("f4")), UNSHARDED, tuple(regions))
     pieces = [PiecePlan(0, region, 0, ((i, region),), writer=i) for i, region in enumerate(regions)]
-    description, *_ = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
+    description, *_ = ZarrLayout().lay_out([leaf], pieces, DRAFT)
     assert json.loads(description.header)["chunks"] == [1, 4]
 
 
@@ -175,7 +178,7 @@ def test_a_chunk_is_written_by_one_process() -> None:
         pieces = [
             PiecePlan(0, r, 1 << 20, ((i, r),), writer=w) for i, (r, w) in enumerate(zip(regions, writers, strict=True))
         ]
-        description, *files = TensorstoreFormat().lay_out([leaf], pieces, "", "0")
+        description, *files = ZarrLayout().lay_out([leaf], pieces, DRAFT)
         assert json.loads(description.header)["chunks"] == [expected, 1 << 20]
         for file in files:
             assert {piece.writer for piece in file.pieces} == {file.writer}
@@ -211,8 +214,8 @@ def test_the_shards_of_a_larger_array_can_be_mapped(tmp_path: Path) -> None:
 
 
 def test_no_chunk_is_larger_than_asked(tmp_path: Path) -> None:
-    assert TensorstoreFormat(limit=1 << 18).whole == 1 << 18
-    assert TensorstoreFormat(limit=1 << 30).whole == TensorstoreFormat().whole == 2 << 20
+    assert ZarrLayout(most=1 << 18).whole == 1 << 18
+    assert ZarrLayout(most=1 << 30).whole == ZarrLayout().whole == 2 << 20
 
 
 def test_a_scalar_and_an_empty_array_are_zarr_arrays(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_a_split_cuts_axes_into_equal_parts(shape: list[int], itemsize: int, lim
 @pytest.mark.parametrize("shape", [(1 << 16, 1 << 13), (3, 1 << 30), (7, 11, 1 << 22), (1 << 29,), (1, 1, 1 << 29)])
 def test_large_shards_are_split_evenly_below_the_limit(compression: Any, shape: tuple[int, ...]) -> None:
     spec = ArraySpec(shape, np.dtype("f4"))
-    parts = TensorstoreFormat(compression).split(spec, Region.whole(shape))
+    parts = ZarrLayout(CODECS[compression]).split(spec, Region.whole(shape))
     assert is_partition(shape, parts)
     assert len({part.shape for part in parts}) == 1
     assert all(part.size * 4 <= (64 << 20 if compression else 256 << 20) for part in parts)

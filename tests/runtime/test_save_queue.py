@@ -40,7 +40,7 @@ HANDLER = """
 import os, signal, sys
 import numpy as np
 import shardkeep
-from shardkeep.saving import save as saving
+from shardkeep.saving import store as saving
 
 path, other = sys.argv[1], sys.argv[2]
 state = {"w": np.ones(1 << 20)}

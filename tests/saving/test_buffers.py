@@ -15,6 +15,7 @@ import shardkeep
 from dtypes import SAMPLE, dtype_of
 from shardkeep.model.tree import flatten
 from shardkeep.saving.buffers import owns_its_buffer, shards_of
+from shardkeep.saving.donation import Staging
 from shardkeep.saving.snapshot import take_snapshot
 from shardkeep.stores.location import location, store_at
 from support import bits, crew_of, mesh_of, pattern
@@ -122,7 +123,7 @@ class TestSnapshot:
         memory = host_memory((64, 64))
         tree = {"put": jax.device_put(memory, where()), "own": jax.jit(lambda x: x, out_shardings=where())(memory)}
         with crew_of() as crew:
-            snapshot = take_snapshot(flatten(tree)[1], keep=crew)
+            snapshot = take_snapshot(flatten(tree)[1], Staging(crew))
         copied = snapshot.leaves[1].first_held
         assert not any(np.shares_memory(shard.data, memory) for shard in snapshot.shards)
         assert all(shard.stable for shard in snapshot.shards)
@@ -133,7 +134,7 @@ class TestSnapshot:
         tree = {"a": jnp.ones((64, 64)), "b": jax.jit(lambda: jnp.ones(8), out_shardings=sharded())(), "c": np.ones(3)}
         views = [np.asarray(shard.data) for name in "ab" for shard in tree[name].addressable_shards]
         with crew_of() as crew:
-            snapshot = take_snapshot(flatten(tree)[1], keep=crew, copy=True)
+            snapshot = take_snapshot(flatten(tree)[1], Staging(crew, copy=True))
         assert not any(np.shares_memory(shard.data, view) for shard in snapshot.shards for view in [*views, tree["c"]])
 
     def test_a_save_in_the_foreground_copies_block_by_block(self) -> None:

@@ -19,6 +19,7 @@ from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, MemoryBudget, aligned_empty, available_memory
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import snapshot as staging
+from shardkeep.saving.donation import Staging
 from shardkeep.saving.snapshot import Snapshot, staged_sizes, take_snapshot
 from support import bits, mesh_of, pattern
 
@@ -29,7 +30,7 @@ def _address(array: Any) -> int:
 
 def _snapshot(tree: Any, keep: bool = True) -> Snapshot:
     with Scope("a snapshot") as scope:  # which ends the threads
-        return take_snapshot(flatten(tree)[1], keep=scope.add(Crew()) if keep else None)
+        return take_snapshot(flatten(tree)[1], Staging(scope.add(Crew())) if keep else None)
 
 
 class TestCanaries:

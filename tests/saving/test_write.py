@@ -16,13 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from dtypes import EXTENDED, NUMPY, dtype_of
-from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import ZSTD
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, WrittenFile
+from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import BLOCK, digest
+from shardkeep.model.tree import Skeleton
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import write as writing
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.saving.write import NewFiles, gather, write_files
 from shardkeep.stores.local.mapping import file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
@@ -43,10 +48,14 @@ def _write(
     progress: Callable[[int], None] = lambda _: None,
     memory: Array | None = None,
 ) -> list[WrittenFile]:
-    shards = [Shard(array, stable) for array in arrays]
+    snapshot = Snapshot((), tuple(Shard(array, stable) for array in arrays), memory)
     with Scope("a test") as scope:
         opened, crew = scope.add(NewFiles()), scope.add(Crew())
-        return write_files(LocalStore(str(root)), plans, shards, crew, opened, progress, None, memory)
+        return write_files(LocalStore(str(root)), _plan(*plans), 0, snapshot, crew, opened, progress)
+
+
+def _plan(*files: FilePlan) -> SavePlan:
+    return SavePlan(Draft("0" * 32, "", Skeleton(None), {}, ""), SafetensorsLayout(), (), files)
 
 
 def _descriptors(below: Path) -> list[str]:
@@ -143,7 +152,7 @@ def test_many_small_files_are_each_their_own(tmp_path: Path) -> None:
 
 def test_a_compressed_file_tells_its_size_and_the_digest_of_what_is_in_it(tmp_path: Path) -> None:
     array = np.arange(100_000, dtype=np.int32)
-    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None)], [array])
+    (written,) = _write(tmp_path, [FilePlan("f", b"", (_piece(array, 0, 0),), None, codec=ZSTD)], [array])
     data = (tmp_path / "f").read_bytes()
     assert written.size == len(data) < array.nbytes
     assert zstandard.decompress(data) == bits(array)
@@ -179,7 +188,8 @@ def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, r
     plan = FilePlan("file", b"h" * offset, pieces, offset + host.nbytes + 100)
     with crew_of() as crew:
         store = LocalStore(str(tmp_path))
-        (written,) = write_files(store, [plan], [*shards, Shard(last, True)], crew, NewFiles(), told.append)
+        snapshot = Snapshot((), (*shards, Shard(last, True)))
+        (written,) = write_files(store, _plan(plan), 0, snapshot, crew, NewFiles(), told.append)
     assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
     raw = bits(host)
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))

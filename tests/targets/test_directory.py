@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.layouts.base import Format
+from shardkeep.layouts.base import Layout, plan_save
 from shardkeep.layouts.plan import Draft, StagedArray, StagedValue
-from shardkeep.layouts.safetensors import SafetensorsFormat
-from shardkeep.layouts.zarr import TensorstoreFormat
+from shardkeep.layouts.safetensors import SafetensorsLayout
+from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import NATIVE
 from shardkeep.model.manifest import DataFile, Manifest, Tree
@@ -28,8 +28,8 @@ TREE = {"w": np.ones((2, 3), np.float32)}
 INDEX, METADATA = "tensorstore_index.json", "checkpoint_metadata.json"
 
 
-def at(path: Path, format: Format | None = None) -> Directory:
-    return Directory(LocalStore(str(path)), format or TensorstoreFormat())
+def at(path: Path, format: Layout | None = None) -> Directory:
+    return Directory(LocalStore(str(path)), format or ZarrLayout())
 
 
 class TestReading:
@@ -98,16 +98,17 @@ class TestReading:
 def planned(tmp_path: Path) -> Callable[..., list[str]]:
     """The names that a save would get there."""
 
-    def plan(tree: Any, prefix: str = "", save_id: str = "1" * 32, format: Format | None = None) -> list[str]:
+    def plan(tree: Any, prefix: str = "", save_id: str = "1" * 32, format: Layout | None = None) -> list[str]:
         skeleton, leaves = flatten(tree)
         plans: list[Any] = [StagedValue(leaf.path, leaf.value) for leaf in leaves if not hasattr(leaf.value, "shape")]
         for leaf in leaves:
             if hasattr(leaf.value, "shape"):
                 spec = ArraySpec(leaf.value.shape, leaf.value.dtype)
                 plans.append(StagedArray(leaf.path, spec, NATIVE, (Region.whole(spec.shape),)))
-        made = at(tmp_path, format).plan(plans, Draft(save_id, prefix, skeleton, {}, ""), None)
-        assert (made.save_id, made.skeleton) == (save_id, skeleton)
-        return made.names
+        target = at(tmp_path, format)
+        made = plan_save(target.layout, plans, Draft(save_id, prefix, skeleton, {}, ""))
+        assert (made.draft.save_id, made.draft.skeleton) == (save_id, skeleton)
+        return target.reserve(made, None).names
 
     return plan
 
@@ -143,7 +144,7 @@ class TestNames:
 
     def test_names_that_carry_the_save_need_no_claim(self, tmp_path: Path, planned: Planned) -> None:
         for _ in range(2):
-            assert planned(TREE, "m", format=SafetensorsFormat()) == [f"m/{'1' * 32}-00000.safetensors"]
+            assert planned(TREE, "m", format=SafetensorsLayout()) == [f"m/{'1' * 32}-00000.safetensors"]
         assert planned({"n": 3}) == []
         assert not (tmp_path / ".shardkeep").exists()
 
@@ -247,5 +248,6 @@ class TestOtherProgramsArrays:
 
 
 def test_any_names_of_leaves_will_do(tmp_path: Path) -> None:
-    at(tmp_path).check([(), ("a", "a"), ("a.a",), ("\ud800", "/")])
+    for layout in (SafetensorsLayout(), ZarrLayout()):
+        layout.check([(), ("a", "a"), ("a.a",), ("\ud800", "/")])
     assert at(tmp_path).where == str(tmp_path)

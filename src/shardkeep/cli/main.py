@@ -110,7 +110,8 @@ def _diff(arguments: argparse.Namespace, output: "Output") -> int:
 
 
 def _convert(arguments: argparse.Namespace, output: "Output") -> int:
-    from shardkeep.cli.converting import Conversion, convert
+    from shardkeep.cli.converting import run
+    from shardkeep.converting.convert import Conversion
 
     wanted = Conversion(
         source=arguments.source,
@@ -125,7 +126,7 @@ def _convert(arguments: argparse.Namespace, output: "Output") -> int:
         max_shard_size=arguments.max_shard_size,
         overwrite=arguments.overwrite,
     )
-    return convert(wanted, output)
+    return run(wanted, output)
 
 
 def _stats(arguments: argparse.Namespace, output: "Output") -> int:

@@ -19,15 +19,18 @@ import numpy as np
 from shardkeep.converting.blocks import Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
+from shardkeep.layouts.plan import StagedArray, StagedValue
 from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.blocks import BlockReader, Range, parts_of
 from shardkeep.model.arrays import ArraySpec, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
-from shardkeep.model.leaves import ForeignArray, Piece, StoredArray, StoredLeaf
+from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
+from shardkeep.runtime.memory import Shard
 from shardkeep.runtime.progress import Progress
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Mapping
 
 _ALIGN = 64
@@ -60,6 +63,34 @@ def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | No
     if dtype is None or not leaf.holds_numbers or kind_of(spec.dtype) in ("other", "bool"):
         return spec
     return replace(spec, dtype=dtype) if kind_of(spec.dtype) == kind_of(dtype) else spec
+
+
+def recorded_leaf(leaf: StoredLeaf, spec: ArraySpec | None) -> StoredLeaf:
+    """A leaf as the conversion records it; an array that another program wrote is recorded as a `jax.Array`."""
+    if spec is None or not isinstance(leaf, StoredArray):
+        return leaf
+    origin = leaf.origin
+    if isinstance(origin, ForeignArray):
+        origin = UNSHARDED
+    elif isinstance(origin, NumpyArray) and spec != leaf.spec:
+        origin = NATIVE  # a cast array has the machine's own byte order
+    return StoredArray(leaf.path, spec, (), origin)
+
+
+def snapshot_of(recorded: Sequence[StoredLeaf], made: Made) -> Snapshot:
+    """The leaves of a conversion, each with the parts that were made of it."""
+    held: dict[int, list[Region]] = {}
+    first: dict[int, int] = {}
+    for number, part in enumerate(made.parts):
+        held.setdefault(part.leaf, []).append(part.region)
+        first.setdefault(part.leaf, number)  # the parts of a leaf follow each other
+    leaves = [
+        StagedArray(leaf.path, leaf.spec, leaf.origin, tuple(held.get(i, ())), first.get(i, 0))
+        if isinstance(leaf, StoredArray)
+        else StagedValue(leaf.path, leaf.value)
+        for i, leaf in enumerate(recorded)
+    ]
+    return Snapshot(tuple(leaves), tuple(Shard(array, stable=False) for array in made.arrays))
 
 
 def make(

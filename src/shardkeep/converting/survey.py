@@ -21,10 +21,10 @@ from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.stores.location import Location, location, store_at
+from shardkeep.targets.base import Target
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.running import recorded_names, unfinished_saves
-from shardkeep.targets.transaction import Target
 
 State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
 

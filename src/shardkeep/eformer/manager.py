@@ -23,7 +23,7 @@ from shardkeep.processes.operation import Operation, join
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
 from shardkeep.stores.location import any_path_text, name_path
-from shardkeep.targets.transaction import Target
+from shardkeep.targets.base import Target
 
 if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager

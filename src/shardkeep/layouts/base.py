@@ -1,26 +1,135 @@
-"""How pieces become files. A Format only decides the layout; one writer and one reader serve all formats."""
+"""What a layout is, and the plan of a save that is laid out by one.
 
-from collections.abc import Sequence
+A plan is a value, made before anything is written and without looking at the place where it goes. The names in it are
+only the ends of names: what they begin with is chosen when they are reserved (`SavePlan.named`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray
+from shardkeep.layouts.codecs import Codec
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, plan_pieces
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import Piece, StoredArray, StoredValue
+from shardkeep.model.manifest import DataFile, Tree
+from shardkeep.model.tree import Path
 
 
-class Format(Protocol):
-    """A way to lay pieces out in files that other programs can read."""
+class Layout(Protocol):
+    """How pieces become files. One writer and one reader serve all layouts. `layouts.registry` knows them by name."""
 
-    name: str
-    compression: str | None
-    whole: int
-    """Arrays of at most this many bytes that one process holds completely are stored as one piece."""
+    @property
+    def name(self) -> str:
+        """The format that the manifest records."""
+        ...
+
+    @property
+    def codec(self) -> Codec:
+        """How the bytes of pieces are stored."""
+        ...
+
+    @property
+    def whole(self) -> float:
+        """Arrays of at most this many bytes that one process holds completely are stored as one piece."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether arrays that span processes are gathered in the first process, which writes all files."""
+        ...
+
+    def describe(self) -> str:
+        """The layout in a few words. Processes that save together must use the same."""
+        ...
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Refuse arrays that this layout has no names for, before anything is written."""
+        ...
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         """The regions that a shard is stored as."""
         ...
 
-    def lay_out(
-        self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], directory: str, save_id: str
-    ) -> list[FilePlan]:
-        """The files to write below `directory`, each with its pieces and their offsets."""
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        """The files to write, each with its pieces and their offsets."""
         ...
+
+    def complete(self, plan: "SavePlan", file: FilePlan, written: WrittenFile) -> bytes:
+        """The header with the manifest, as long as the one that was planned. Asked for if the plan has a `document`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Everything a save will write.
+
+    `start` is what all names begin with, once they are reserved. `document` is the name that the only file gets in the
+    end, if its header holds the manifest and it so commits itself. `notes` go into that header: they depend on what
+    is committed when the names are reserved.
+    """
+
+    draft: Draft
+    layout: Layout
+    leaves: tuple[StagedLeaf, ...]
+    files: tuple[FilePlan, ...]
+    start: str = ""
+    document: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def names(self) -> list[str]:
+        return [file.name for file in self.files]
+
+    @property
+    def nbytes(self) -> int:
+        """An upper bound on the bytes that will be written."""
+        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
+
+    def named(self, start: str) -> "SavePlan":
+        """The plan with complete names."""
+        return replace(self, files=tuple([file.named(start + file.name) for file in self.files]), start=start)
+
+    def files_of(self, writer: int) -> list[FilePlan]:
+        """The files that one of the processes writes."""
+        return [file for file in self.files if file.writer == writer]
+
+    def tree(self, written: Sequence[WrittenFile]) -> Tree:
+        """The Tree to commit, once sizes and digests are known."""
+        draft = self.draft
+        pieces: list[list[Piece]] = [[] for leaf in self.leaves if isinstance(leaf, StagedArray)]
+        files: list[DataFile] = []
+        for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
+            loose = done.size if plan.size is None else len(plan.header)
+            files.append(DataFile(plan.name, done.size, loose, done.header_digest))
+            for piece, digests in zip(plan.pieces, done.digests, strict=True):
+                stored = done.size if plan.size is None else None
+                pieces[piece.array].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
+        if self.document:  # no digest can be in the header that it covers
+            files = [DataFile(self.document, files[0].size, len(self.files[0].header))]
+        found = iter(pieces)
+        leaves = tuple(
+            StoredArray(leaf.path, leaf.spec, tuple(next(found)), leaf.origin)
+            if isinstance(leaf, StagedArray)
+            else StoredValue(leaf.path, leaf.value)
+            for leaf in self.leaves
+        )
+        return Tree(
+            save_id=draft.save_id,
+            format=self.layout.name,
+            skeleton=draft.skeleton,
+            leaves=leaves,
+            files=tuple(files),
+            metadata=draft.metadata,
+            created=draft.created,
+            compression=self.layout.codec.name,
+            indexed=draft.indexed,
+            step=draft.step,
+        )
+
+
+def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], draft: Draft) -> SavePlan:
+    """What a save of these leaves writes, wherever it goes."""
+    arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
+    pieces = plan_pieces(arrays, layout.split, layout.whole)
+    return SavePlan(draft, layout, tuple(leaves), tuple(layout.lay_out(arrays, pieces, draft)))

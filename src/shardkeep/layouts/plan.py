@@ -1,12 +1,12 @@
-"""Plans of what is written: plain values, made before any byte is written."""
+"""The values a plan is made of: leaves, pieces, files, and what is known of a save when it begins."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.model.arrays import ArraySpec, Region
-from shardkeep.model.leaves import Origin, Piece, StoredArray, StoredValue
-from shardkeep.model.manifest import DataFile, Tree
+from shardkeep.model.leaves import Origin
 from shardkeep.model.records import record
 from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
@@ -58,15 +58,20 @@ class PiecePlan:
         return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FilePlan:
-    """A file to write: its header, then its pieces. `size` is None if it depends on compression."""
+    """A file to write: its header, then its pieces. `size` is None if it depends on the codec."""
 
     name: str
     header: bytes
     pieces: tuple[PiecePlan, ...]
     size: int | None
     writer: int = LEADER
+    codec: Codec = RAW
+
+    def named(self, name: str) -> "FilePlan":
+        """The same file under another name."""
+        return FilePlan(name, self.header, self.pieces, self.size, self.writer, self.codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,62 +85,6 @@ class Draft:
     created: str
     indexed: bool = True
     step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Everything a save will write."""
-
-    save_id: str
-    format: str
-    compression: str | None
-    skeleton: Skeleton
-    leaves: tuple[StagedLeaf, ...]
-    files: tuple[FilePlan, ...]
-    directory: str = ""
-
-    def files_of(self, writer: int) -> list[FilePlan]:
-        """The files that one of the processes writes."""
-        return [file for file in self.files if file.writer == writer]
-
-    @property
-    def names(self) -> list[str]:
-        return [file.name for file in self.files]
-
-    @property
-    def nbytes(self) -> int:
-        """An upper bound on the bytes that will be written."""
-        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
-
-    def tree(self, written: Sequence["WrittenFile"], draft: Draft) -> Tree:
-        """The Tree to commit, once sizes and digests are known."""
-        pieces: list[list[Piece]] = [[] for leaf in self.leaves if isinstance(leaf, StagedArray)]
-        files: list[DataFile] = []
-        for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
-            loose = done.size if plan.size is None else len(plan.header)
-            files.append(DataFile(plan.name, done.size, loose, done.header_digest))
-            for piece, digests in zip(plan.pieces, done.digests, strict=True):
-                stored = done.size if plan.size is None else None
-                pieces[piece.array].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
-        found = iter(pieces)
-        leaves = tuple(
-            StoredArray(leaf.path, leaf.spec, tuple(next(found)), leaf.origin)
-            if isinstance(leaf, StagedArray)
-            else StoredValue(leaf.path, leaf.value)
-            for leaf in self.leaves
-        )
-        return Tree(
-            save_id=self.save_id,
-            format=self.format,
-            skeleton=self.skeleton,
-            leaves=leaves,
-            files=tuple(files),
-            metadata=draft.metadata,
-            created=draft.created,
-            compression=self.compression,
-            indexed=draft.indexed,
-            step=draft.step,
-        )
 
 
 @dataclass(frozen=True, slots=True)

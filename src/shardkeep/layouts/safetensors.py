@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import RAW, Codec
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.document import no_duplicates
-from shardkeep.model.tree import join_key
+from shardkeep.model.tree import Path, join_key
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.memory import ALIGN, PAGE
+from shardkeep.runtime.memory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
 FILE_LIMIT = 8 << 30
@@ -48,8 +50,8 @@ TO_CODE = {
 FROM_CODE = {code: name for name, code in TO_CODE.items()}
 
 
-@dataclass
-class SafetensorsFormat:
+@dataclass(frozen=True)
+class SafetensorsLayout:
     """Few large files, with pieces packed as the devices hold them.
 
     Args:
@@ -58,30 +60,37 @@ class SafetensorsFormat:
 
     limit: int | None = None
     name: str = "safetensors"
-    compression: str | None = None
-    whole: int = SMALL
+    codec: Codec = RAW
+    whole: float = SMALL
+    gathers: bool = False
+
+    def describe(self) -> str:
+        return f"{self.name}, compression {self.codec.name}"
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Do nothing: any leaf has a name here."""
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         if self.limit is None:
             return [region]
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(
-        self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], directory: str, save_id: str
-    ) -> list[FilePlan]:
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         keys = [join_key(array.path) for array in arrays]
         ordered = sorted(pieces, key=lambda p: p.writer)
         named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in ordered]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
-        start = f"{directory}/" if directory else ""
-        metadata = {"shardkeep": "1", "shardkeep_save": save_id}
+        metadata = {"shardkeep": "1", "shardkeep_save": draft.save_id}
         groups = group_by_size(
             [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
         )
         return [
-            pack(f"{start}{save_id}-{number:05d}.safetensors", arrays, group, metadata)
+            pack(f"{draft.save_id}-{number:05d}.safetensors", arrays, group, metadata)
             for number, group in enumerate(groups)
         ]
+
+    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+        return file.header
 
 
 def _piece_name(key: str, spec: ArraySpec, piece: PiecePlan) -> str:
@@ -135,12 +144,10 @@ def pack(
     name: str, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
     """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
-    # Pieces that can begin on a page do; of the others, those come first that JAX can use without a copy.
-    ordered = sorted(pieces, key=lambda p: (p.nbytes % PAGE != 0, p.nbytes % ALIGN != 0))
     entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
     notes: dict[str, str] = {}
     end = 0
-    for piece in ordered:
+    for piece in [pieces[number] for number in file_order([piece.nbytes for piece in pieces])]:
         spec = arrays[piece.array].spec
         code = TO_CODE.get(dtype_name(spec.dtype))
         tail: tuple[int, ...] = ()

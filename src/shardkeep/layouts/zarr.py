@@ -8,14 +8,17 @@ their bytes follow one another.
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from shardkeep.layouts.plan import FilePlan, PiecePlan, StagedArray
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.codecs import RAW, Codec
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
+from shardkeep.model.tree import Path
 from shardkeep.processes.operation import LEADER
 
 ZARRAY, ZGROUP = ".zarray", ".zgroup"
@@ -43,39 +46,57 @@ _EXTENDED = frozenset(
 )
 
 
-class TensorstoreFormat:
-    """One directory per leaf, readable by TensorStore, zarr and eFormer."""
+@dataclass(frozen=True)
+class ZarrLayout:
+    """One directory per leaf, readable by TensorStore, zarr and eFormer.
 
+    Args:
+        codec: How chunks are stored.
+        most: The size limit of a chunk in bytes, if it is below the default.
+        groups: Whether the files that make zarr groups of the directories above arrays are files of the tree. In a
+            local directory, they belong to all trees in it.
+    """
+
+    codec: Codec = RAW
+    most: int | None = None
+    groups: bool = False
     name: str = "zarr"
+    gathers: bool = False
 
-    def __init__(self, compression: str | None = None, limit: int | None = None) -> None:
-        """Create the format.
+    @property
+    def limit(self) -> int:
+        """The size limit of a chunk in bytes."""
+        return min(_RAW_LIMIT if self.codec is RAW else _COMPRESSED_LIMIT, self.most or _RAW_LIMIT)
 
-        Args:
-            compression: None or "zstd".
-            limit: The size limit of a chunk in bytes, if it is below the default.
-        """
-        self.compression = compression
-        self._limit = min(_COMPRESSED_LIMIT if compression else _RAW_LIMIT, limit or _RAW_LIMIT)
-        self.whole = min(_WHOLE, self._limit)
+    @property
+    def whole(self) -> float:
+        return min(_WHOLE, self.limit)
+
+    def describe(self) -> str:
+        return f"{self.name}, compression {self.codec.name}"
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Do nothing: any leaf has a name here."""
 
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
-        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self._limit))
+        return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(
-        self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], directory: str, save_id: str
-    ) -> list[FilePlan]:
-        start = f"{directory}/" if directory else ""
-        places = [start + d for d in leaf_directories([array.path for array in arrays])]
+    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        places = leaf_directories([array.path for array in arrays])
         inside: list[list[PiecePlan]] = [[] for _ in arrays]
         for piece in pieces:
             inside[piece.array].append(piece)
         each = zip(arrays, inside, places, strict=True)
-        return [file for array, some, place in each for file in self._array(array.spec, some, place)]
+        files = [file for array, some, place in each for file in self._array(array.spec, some, place)]
+        groups = groups_above(file.name for file in files) if self.groups else set[str]()
+        return files + [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(groups)]
+
+    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+        return file.header
 
     def _array(self, spec: ArraySpec, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
         chunk = self._chunk(spec, pieces)
-        document = json.dumps(zarray(spec, chunk, self.compression)).encode()
+        document = json.dumps(zarray(spec, chunk, self.codec)).encode()
         if spec.nbytes == 0:  # there is no chunk: the empty piece is recorded at the end of .zarray
             empty = replace(pieces[0], offset=len(document))
             return [FilePlan(f"{place}/{ZARRAY}", document, (empty,), len(document), empty.writer)]
@@ -83,17 +104,18 @@ class TensorstoreFormat:
         for index, inside in _by_chunk(pieces, chunk).items():
             offsets = itertools.accumulate((piece.nbytes for piece in inside), initial=0)
             placed = tuple(piece.placed(at, "") for piece, at in zip(inside, offsets, strict=False))
-            size = None if self.compression else sum(piece.nbytes for piece in inside)
-            files.append(FilePlan(f"{place}/{'.'.join(map(str, index)) or '0'}", b"", placed, size, inside[0].writer))
+            size = sum(piece.nbytes for piece in inside) if self.codec is RAW else None
+            name = f"{place}/{'.'.join(map(str, index)) or '0'}"
+            files.append(FilePlan(name, b"", placed, size, inside[0].writer, self.codec))
         return files
 
     def _chunk(self, spec: ArraySpec, pieces: Sequence[PiecePlan]) -> tuple[int, ...]:
         """The chunk shape: that of a piece, or of several that one process writes and that follow one another."""
         chunk = [max(n, 1) for n in pieces[0].region.shape]
-        if self.compression or len(pieces) == 1 or spec.nbytes == 0:
+        if self.codec is not RAW or len(pieces) == 1 or spec.nbytes == 0:
             return tuple(chunk)
         last = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk) - 1)
-        room = min(_STACKED, self._limit) // pieces[0].nbytes
+        room = min(_STACKED, self.limit) // pieces[0].nbytes
         for axis in range(last, -1, -1):
             extent, count = chunk[axis], spec.shape[axis] // chunk[axis]
             for times in (n for n in range(min(count, room), 0, -1) if count % n == 0):
@@ -122,8 +144,8 @@ def _is_by_one(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> bool:
     return all(len({piece.writer for piece in inside}) == 1 for inside in _by_chunk(pieces, chunk).values())
 
 
-def groups_above(names: Iterable[str], top: str = "") -> set[str]:
-    """The `.zgroup` files that make zarr groups of the directories above some arrays, up to the directory `top`.
+def groups_above(names: Iterable[str]) -> set[str]:
+    """The `.zgroup` files that make zarr groups of the directories above some arrays.
 
     >>> sorted(groups_above(["layers/0/w/.zarray", "layers/0/w/0.0"]))
     ['.zgroup', 'layers/.zgroup', 'layers/0/.zgroup']
@@ -131,7 +153,7 @@ def groups_above(names: Iterable[str], top: str = "") -> set[str]:
     found: set[str] = set()
     ending = f"/{ZARRAY}"
     for directory in (name[: -len(ending)] for name in names if name.endswith(ending)):
-        while directory not in (top, ""):
+        while directory:
             directory = directory.rpartition("/")[0]
             group = f"{directory}/{ZGROUP}" if directory else ZGROUP
             if group in found:
@@ -140,20 +162,14 @@ def groups_above(names: Iterable[str], top: str = "") -> set[str]:
     return found
 
 
-def group_files(files: Iterable[FilePlan], directory: str) -> list[FilePlan]:
-    """Files that make zarr groups of `directory` and of all directories between it and the arrays."""
-    names = groups_above((file.name for file in files), directory)
-    return [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(names)]
-
-
-def zarray(spec: ArraySpec, chunk: Sequence[int], compression: str | None) -> dict[str, Any]:
+def zarray(spec: ArraySpec, chunk: Sequence[int], codec: Codec) -> dict[str, Any]:
     """The content of `.zarray`, which describes an array to zarr readers."""
     return {
         "zarr_format": 2,
         "shape": list(spec.shape),
         "chunks": list(chunk),
         "dtype": zarr_dtype(spec.dtype),
-        "compressor": {"id": compression, "level": 1} if compression else None,
+        "compressor": None if codec is RAW else {"id": codec.name, "level": codec.level},
         "fill_value": None,
         "filters": None,
         "order": "C",

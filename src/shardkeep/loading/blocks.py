@@ -5,14 +5,13 @@ that says which leaf, file and bytes it is about.
 """
 
 import errno
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import zstandard
 
 from shardkeep.errors import IntegrityError, MissingDataError, damage_of
+from shardkeep.layouts.codecs import codec_of_encoded
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.model.leaves import Piece
@@ -89,19 +88,16 @@ class BlockReader:
 
     def decode(self, key: str, piece: Piece, packed: Array, memory: Array) -> None:
         """Decode a compressed or bit-packed piece, never beyond its declared size."""
-        if self.compression is None:  # two 4-bit floats per byte, the low half first, as other programs write them
-            memory[0::2] = packed & 15
-            memory[1::2] = packed >> 4
-            return
-        known, problem = self.files[piece.file].header_digest, None
-        if known is not None and digest(packed.data) != known:
-            problem = "it does not match its digest"
-        else:
-            problem = _decompress(packed, memory)
-        if problem is not None:
+        # A compressed piece is all there is in its file; a packed one of another program is a part of it.
+        known = None if self.compression is None else self.files[piece.file].header_digest
+        try:
+            if known is not None and digest(packed.data) != known:
+                raise ValueError("it does not match its digest")
+            codec_of_encoded(self.compression).decode(packed, memory)
+        except ValueError as problem:
             where = self.where(piece.file)
             span = (piece.offset, piece.offset + packed.size)
-            raise IntegrityError(f"{where} is damaged: {problem}", leaf=key, file=where, span=span)
+            raise IntegrityError(f"{where} is damaged: {problem}", leaf=key, file=where, span=span) from problem
 
     def check(self, key: str, piece: Piece, chosen: Range, data: Array) -> None:
         """`IntegrityError` unless blocks match their digests. Pieces without digests are not checked."""
@@ -128,17 +124,3 @@ def parts_of(piece: Piece, chosen: Sequence[Range] | None = None) -> list[Range]
     found = [(0, total)] if chosen is None else chosen
     step = PART // BLOCK
     return [(a, min(a + step, last)) for first, last in found for a in range(first, last, step)]
-
-
-def _decompress(packed: Array, memory: Array) -> str | None:
-    """Fill memory; gives what is wrong, or None."""
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed.data)) as reader:
-            view = memoryview(memory.data)
-            filled = 0
-            while filled < memory.size and (count := reader.readinto(view[filled:])):
-                filled += count
-            complete = filled == memory.size and not reader.read(1)
-    except zstandard.ZstdError as error:
-        return str(error)
-    return None if complete else f"it does not decompress to {memory.size:,} bytes"

@@ -20,8 +20,8 @@ from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, location, path_text
+from shardkeep.targets.base import Target
 from shardkeep.targets.steady import TRIES, Attempt
-from shardkeep.targets.transaction import Target
 
 _SHOWN = 5  # leaves named for a file that is missing or truncated
 

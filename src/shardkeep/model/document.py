@@ -49,6 +49,11 @@ _MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 
 
+def add_format(name: str) -> None:
+    """Know the name of another format, which is the same on disk."""
+    _FORMATS.setdefault(name, name)
+
+
 def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
     """The document, sealed with its own digest. A `nonce` makes it differ from others with the same contents."""
     body = {

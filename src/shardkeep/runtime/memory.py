@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -81,18 +82,28 @@ def room(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
+def file_order(sizes: Sequence[int]) -> list[int]:
+    """The order in which arrays of these sizes follow one another in a file, and copies of them in memory.
+
+    Those that can begin on a page do; of the others, those come first that JAX can use without a copy. What lies in
+    memory as in a file is written from there.
+
+    >>> file_order([100, 4096, 128, 8192])
+    [1, 3, 2, 0]
+    """
+    return sorted(range(len(sizes)), key=lambda number: (sizes[number] % PAGE != 0, sizes[number] % ALIGN != 0))
+
+
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The offsets of arrays of these sizes in one block of memory, and its size. Multiples of a page come first.
+    """The offsets of arrays of these sizes in one block of memory, in the order of a file, and the block's size.
 
     >>> lay_out([100, 4096, 8192])
     ([12288, 0, 4096], 12416)
     """
     starts, end = [0] * len(sizes), 0
-    for whole_pages in (True, False):
-        for number, nbytes in enumerate(sizes):
-            if (nbytes % PAGE == 0) is whole_pages:
-                starts[number] = end
-                end += room(nbytes)
+    for number in file_order(sizes):
+        starts[number] = end
+        end += room(sizes[number])
     return starts, end
 
 
@@ -108,10 +119,25 @@ class Shard:
     stable: bool
 
 
+class IdleMemory(Protocol):
+    """Memory that nobody needs now, but that would be faster to use again than new memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def drop(self) -> None:
+        """Release it."""
+        ...
+
+
 class MemoryBudget:
-    """The number of bytes that pending snapshots and running loads may hold in total."""
+    """The number of bytes that pending snapshots and running loads may hold in total.
+
+    Idle memory may fill what is left of it. It goes when something else is claimed that does not use it.
+    """
 
     def __init__(self) -> None:
+        self._idle: list[IdleMemory] = []
         self._limit: int | None = None
         self._claims: dict[Claim, int] = {}
         self._lock = threading.RLock()
@@ -132,9 +158,20 @@ class MemoryBudget:
         if nbytes is not None and nbytes <= 0:
             raise ValueError(f"the memory budget must be positive, got {nbytes}")
         self._limit = nbytes
+        self._drop_idle()
         self._changed.ring()
 
-    def take(self, claim: "Claim", nbytes: int, what: str) -> None:
+    def add_idle(self, idle: IdleMemory) -> None:
+        """Count what a holder of idle memory has."""
+        self._idle.append(idle)
+
+    def _drop_idle(self) -> None:
+        """Drop the idle memory that does not fit beside what is claimed."""
+        for idle in self._idle:
+            if idle.nbytes and self.used + idle.nbytes > self.limit:
+                idle.drop()
+
+    def take(self, claim: "Claim", nbytes: int, what: str, uses_idle: bool = False) -> None:
         """Wait until `nbytes` fit. A request larger than the whole budget waits until nothing else is held."""
         nested = is_nested(claim.scope)  # then the interrupted call cannot release memory before this one returns
         said = False
@@ -143,6 +180,8 @@ class MemoryBudget:
                 with self._lock:
                     if nested or self._fits(nbytes):
                         self._claims[claim] = nbytes
+                        if not uses_idle:
+                            self._drop_idle()
                         return
                 if not said:
                     said = True
@@ -174,8 +213,9 @@ class Claim:
     def __init__(self, budget: MemoryBudget, scope: Scope) -> None:
         self._budget, self.scope = budget, scope
 
-    def take(self, nbytes: int, what: str) -> None:
-        self._budget.take(self, nbytes, what)
+    def take(self, nbytes: int, what: str, uses_idle: bool = False) -> None:
+        """Wait until `nbytes` fit. `uses_idle`: idle memory will be used for it."""
+        self._budget.take(self, nbytes, what, uses_idle)
 
     def release(self) -> None:
         self._budget.give_back(self)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.crew import Crew, Task
-from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out, release_freed
+from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, budget, lay_out, release_freed
 
 _COPY_FROM = 64 << 20  # below this size, allocating new memory is fast enough
 _WATCHED = 4
@@ -30,7 +31,10 @@ _LOOK = 0.01
 
 
 class Donations:
-    """What is known about the training loop, and the memory for copies of its arrays."""
+    """What is known about the training loop, and the owner of the memory for copies of its arrays.
+
+    What it keeps for the next save is idle memory of the budget: a load that needs it gets it.
+    """
 
     def __init__(self) -> None:
         self.expected = False
@@ -128,9 +132,50 @@ class Donations:
 
     def give_back(self, memory: Array | None) -> None:
         """Keep one block of memory for the next save while donations are expected."""
-        if memory is not None and memory.size >= _COPY_FROM and self.expected:
+        if memory is not None and _COPY_FROM <= memory.size <= budget.limit and self.expected:
             self._free[:] = [memory]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the memory that is kept for the next save."""
+        return sum(memory.size for memory in tuple(self._free))
+
+    def drop(self) -> None:
+        """Release what is kept for the next save, which then takes new memory."""
+        self._free.clear()
+
+
+@dataclass(eq=False)
+class Staging:
+    """The memory of one snapshot that outlives the call. Add it to a `Scope`, which gives the memory back.
+
+    Args:
+        crew: The threads that copy.
+        copy: Whether to copy every array, and not only what the program could change.
+    """
+
+    crew: Crew
+    copy: bool = False
+    watched: list[jax.Array] = field(default_factory=list[jax.Array])  # to find out whether the loop donates its arrays
+    _shards: tuple[Shard, ...] | None = None
+    _memory: Array | None = None
+
+    def settle(self, shards: Sequence[Shard]) -> tuple[tuple[Shard, ...], Array | None]:
+        """Shards that nothing can change or donate, and the memory of the copied ones."""
+        if self.copy:
+            shards = [Shard(shard.data, stable=False) for shard in shards]
+        self._shards, self._memory = donations.settle(shards, self.crew)
+        return self._shards, self._memory
+
+    def release(self) -> None:
+        """Note whether the loop donates its arrays, and give the memory back."""
+        watched, shards, memory = self.watched, self._shards, self._memory
+        self.watched, self._shards, self._memory = [], None, None
+        if shards is not None and (watched or memory is not None):
+            donations.learn(watched, shards)
+            donations.give_back(memory)
 
 
 donations = Donations()
+budget.add_idle(donations)
 os.register_at_fork(after_in_child=donations.__init__)

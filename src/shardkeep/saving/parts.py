@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, WrittenFile
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.plan import StagedArray, StagedLeaf, WrittenFile
 from shardkeep.model.digests import digest
 from shardkeep.model.document import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
@@ -22,7 +23,7 @@ from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
 from shardkeep.saving.snapshot import Snapshot, settle_rows, unsettled_lengths
 from shardkeep.stores.base import Store
-from shardkeep.targets.transaction import Turn
+from shardkeep.targets.transaction import Transaction
 
 _PER_PROCESS = "a PerProcess value"
 
@@ -78,15 +79,15 @@ def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
 
 
 def hand_in(
-    operation: Operation, turn: Turn, written: Sequence[WrittenFile], checksums: Mapping[str, str]
+    operation: Operation, transaction: Transaction, written: Sequence[WrittenFile], checksums: Mapping[str, str]
 ) -> tuple[list[WrittenFile], dict[str, str]]:
     """The written files of all processes, in the order of the plan, and checksums: for the leader, else nothing."""
     if operation.size == 1:
         return list(written), dict(checksums)
     if not operation.leads:
         told = [[file.size, file.header_digest, file.digests] for file in written]
-        turn.note({"written": told, "checksums": dict(checksums)})
-        turn.attempted = True  # from here on the leader may commit
+        transaction.note({"written": told, "checksums": dict(checksums)})
+        transaction.attempted = True  # from here on the leader may commit
     operation.gather(len(written))
     if not operation.leads:
         return [], {}
@@ -94,17 +95,17 @@ def hand_in(
     all_checksums = dict(checksums)
     for process in range(operation.size):
         if process != LEADER:
-            part, more = _read_part(turn.target.store, turn.plan, process, turn.name)
+            part, more = _read_part(transaction.target.store, transaction.plan, process, transaction.name)
             parts[process] = iter(part)
             all_checksums.update(more)
-    return [next(parts[file.writer]) for file in turn.plan.files], all_checksums
+    return [next(parts[file.writer]) for file in transaction.plan.files], all_checksums
 
 
-def close(operation: Operation, turn: Turn, total: list[int]) -> list[int]:
+def close(operation: Operation, transaction: Transaction, total: list[int]) -> list[int]:
     """Tell all processes that the save is committed; returns its totals (bytes, files)."""
     total = operation.share(total)
     if not operation.leads:
-        turn.close()
+        transaction.close()
     return total
 
 
@@ -112,7 +113,7 @@ def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[l
     """What a process noted in its record, once all its files are found with their recorded sizes."""
     files = plan.files_of(process)
     try:
-        document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
+        document = store.read(f"{store.saves}/{plan.draft.save_id}.{process}").splitlines()
         told: dict[str, Any] = json.loads(document[-1])
         part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
         there = store.sizes(file.name for file in files)

@@ -1,14 +1,10 @@
-"""Saving: flatten → take_snapshot (the only blocking step) → plan → write → sync → commit."""
+"""Saving: flatten → take_snapshot (the only blocking step) → store the snapshot (`store.py`)."""
 
-import datetime
-import errno
-import itertools
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -16,41 +12,32 @@ import jax
 import numpy as np
 
 from shardkeep.catalog import new_target
-from shardkeep.errors import (
-    AccessError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ProcessError,
-    ShardkeepError,
-    storage_error,
-)
-from shardkeep.foreign.registry import is_recognized
+from shardkeep.errors import CheckpointNotFoundError
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.document import check_step
 from shardkeep.model.manifest import check_prefix
-from shardkeep.model.metadata import check_metadata, encode_metadata
+from shardkeep.model.metadata import check_metadata
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
-from shardkeep.model.tree import Leaf, flatten, to_json
+from shardkeep.model.tree import Leaf, flatten
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import Operation, join
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.memory import Claim, budget
 from shardkeep.runtime.priority import priority
-from shardkeep.runtime.progress import Bar, Progress
-from shardkeep.runtime.save_queue import QueueEntry
-from shardkeep.runtime.scopes import Scope
+from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.callbacks import Callback
-from shardkeep.saving.donation import donations
-from shardkeep.saving.parts import close, describe, hand_in, outline, settle
+from shardkeep.saving.donation import Staging, donations
+from shardkeep.saving.parts import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
-from shardkeep.saving.snapshot import Snapshot, is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
-from shardkeep.saving.write import NewFiles, write_files
+from shardkeep.saving.snapshot import is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
+from shardkeep.saving.store import SaveJob
 from shardkeep.stores.location import location, name_path
-from shardkeep.targets.transaction import Target, Turn, begin, commit, leave, outcome, refuse_existing, refuse_foreign
-
-_NOTHING = Snapshot((), ())
+from shardkeep.targets.base import Target
+from shardkeep.targets.running import now
+from shardkeep.targets.transaction import refuse_existing
 
 FormatName = Literal["safetensors", "zarr", "tensorstore"]
 
@@ -189,15 +176,12 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
     with Scope(what) as outer:
         with Scope(what) as scope:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
-            job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, more=1))
-            job.take_snapshot(None)
-            callback = job.queue_callback(outer) if request.on_commit else None
+            crew = Crew(request.target.store.concurrency, more=1)
+            job, leaves = _prepare(request, operation, scope, crew)
+            _take_snapshot(job, leaves)
+            callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
             job.entry.enter()
-            if request.verbose:
-                with Bar(f"saving {job.path}", job.snapshot.nbytes) as progress:
-                    report = job.run(progress)
-            else:
-                report = job.run(lambda _: None)
+            report = job.run_with_bar(request.verbose)
         # All that the save has taken is given back by now: the callback is the user's own time.
         operation.close()
         failure = None if callback is None else callback.run()
@@ -208,30 +192,32 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
 
 def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
     """Save a tree in the background: returns after the snapshot."""
-    what = f"saving to {request.target.where}"
+    target = request.target
+    what = f"saving to {target.where}"
     operation.specify(what)
     with Scope(what) as outer, Scope(what) as scope:
-        job = _Job.prepare(request, operation, scope, Crew(request.target.store.concurrency, background=True))
-        job.refuse_existing()
-        sized = staged_sizes(job.leaves)
-        job.claim.take(sum(nbytes for nbytes, _ in sized), f"the save to {job.path}")
+        crew = Crew(target.store.concurrency, background=True)
+        claim, staging = Claim(budget, scope), Staging(crew, request.copy)
+        job, leaves = _prepare(request, operation, scope, crew, claim, staging)
+        if operation.size == 1 and not request.overwrite:  # otherwise one process may see what another does not see
+            with suppress(CheckpointNotFoundError):  # a directory of checkpoints is not a checkpoint
+                refuse_existing(target, job.draft.prefix)
+        sized = staged_sizes(leaves)
+        claim.take(sum(nbytes for nbytes, _ in sized), f"the save to {target.where}", uses_idle=True)
         if operation.size == 1:  # several processes each have their own loop, but save as one
-            job.watched = donations.watch(
-                (nbytes, array)
-                for nbytes, array in sized
-                if isinstance(array, jax.Array) and not is_prng_dtype(array.dtype)
-            )
-        job.crew.start()  # now: at the end of the program no thread can be started
-        job.take_snapshot(job.crew)
-        callback = job.queue_callback(outer) if request.on_commit else None
+            arrays = ((nbytes, array) for nbytes, array in sized if isinstance(array, jax.Array))
+            staging.watched = donations.watch(pair for pair in arrays if not is_prng_dtype(pair[1].dtype))
+        crew.start()  # now: at the end of the program no thread can be started
+        _take_snapshot(job, leaves, staging)
+        callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
         job.entry.enter()
-        save = BackgroundSave(job.path)
+        save = BackgroundSave(target.where)
         save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
         operation.close()  # from here on, its thread tells the other processes what goes wrong
         return save
 
 
-def _work(job: "_Job", save: BackgroundSave, verbose: bool) -> SaveReport:
+def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
     """A save in the background, once it has a thread."""
 
     def progress(nbytes: int) -> None:
@@ -240,7 +226,7 @@ def _work(job: "_Job", save: BackgroundSave, verbose: bool) -> SaveReport:
 
     priority.enable_pauses()
     priority.lower()  # and the crew's with it: the snapshot is taken, so nothing waits for these threads
-    bar = Bar(f"saving {job.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
+    bar = Bar(f"saving {save.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
     try:
         with bar as show:
             return job.run(progress)
@@ -249,215 +235,50 @@ def _work(job: "_Job", save: BackgroundSave, verbose: bool) -> SaveReport:
         raise
 
 
-@dataclass(eq=False)
-class _Job:
-    """One save, from the call to the commit. Its resources are released in the reverse order of `prepare`."""
-
-    request: SaveRequest
-    path: str
-    operation: Operation
-    draft: Draft
-    leaves: list[Leaf]
-    started: float
-    entry: QueueEntry
-    turn: Turn
-    opened: NewFiles
-    crew: Crew
-    claim: Claim
-    snapshot: Snapshot = _NOTHING
-    snapshot_seconds: float = 0.0
-    watched: list[jax.Array] = field(default_factory=list[jax.Array])
-    waits: bool = True  # for the lock, when cleaning up
-    is_tidy: bool = True  # there is nothing to clean up, or this process may not
-
-    @classmethod
-    def prepare(cls, request: SaveRequest, operation: Operation, scope: Scope, crew: Crew) -> "_Job":
-        """Check the arguments and flatten the tree. Nothing is written."""
-        started = time.perf_counter()
-        name = "" if request.prefix is None else check_prefix(request.prefix)
-        checked = {} if request.metadata is None else check_metadata(request.metadata)
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
-        step = check_step(request.step)
-        skeleton, leaves = flatten(request.tree, serialize=True)
-        skeleton.mention_factories()
-        target = request.target
-        target.check([leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray | PerProcess)])
-        draft = Draft(os.urandom(16).hex(), name, skeleton, checked, created, request.indexed, step)
-        job = cls(
-            request=replace(request, tree=None),
-            path=target.where,
-            operation=operation,
-            draft=draft,
-            leaves=leaves,
-            started=started,
-            entry=scope.add(QueueEntry(target.where, scope)),
-            turn=Turn(target, draft),
-            opened=NewFiles(),
-            crew=crew,
-            claim=Claim(budget, scope),
-        )
-        # Threads end first: after that nothing uses the files, the memory or the names.
-        for resource in (job.claim, job, job.turn, job.opened, job.crew):
-            scope.add(resource)
-        return job
-
-    def release(self) -> None:
-        """Note whether the loop donates its arrays, free the snapshot, and remove the control directory if need be."""
-        watched, snapshot = self.watched, self.snapshot
-        if snapshot is not _NOTHING and (watched or snapshot.memory is not None):  # it was taken
-            donations.learn(watched, snapshot.shards)
-            donations.give_back(snapshot.memory)
-        # An error's traceback keeps this object alive; it must not keep the arrays.
-        self.leaves, self.snapshot, self.watched = [], _NOTHING, []
-        if not self.is_tidy:
-            leave(self.request.target, self.waits)
-            self.is_tidy = True
-
-    def queue_callback(self, outer: Scope) -> Callback | None:
-        """The callback in its place among those of the same order. Only process 0 calls it."""
-        call = self.request.on_commit
-        if call is None or not self.operation.leads:
-            return None
-        callback = outer.add(Callback(call, self.request.order or object(), self.path, outer))
-        callback.enter()
-        return callback
-
-    def refuse_existing(self) -> None:
-        """Raise before the snapshot what the commit would refuse."""
-        alone = self.operation.size == 1  # otherwise one process may see an earlier save that another does not see
-        with suppress(CheckpointNotFoundError):  # a directory of checkpoints is not a checkpoint
-            if alone and not self.request.overwrite:
-                refuse_existing(self.request.target, self.draft.prefix)
-
-    def _refuse_hiding(self, inside: set[str]) -> None:
-        """Refuse to hide another program's arrays: without an index they are found only if nothing of ours is there."""
-        target = self.request.target
-        refuse_foreign(target, inside)
-        if inside & {target.store.control, *target.documents} or is_recognized(inside):
-            return
-        with suppress(CheckpointNotFoundError):
-            if target.read_if_any() is not None and (self.draft.prefix or not self.request.overwrite):
-                raise CheckpointExistsError(
-                    f"{self.path} contains zarr arrays of another program without an index, which could no longer be "
-                    "loaded after this save; save to another directory, or pass overwrite=True and no prefix to "
-                    "replace them"
-                )
-
-    def take_snapshot(self, keep: Crew | None) -> None:
-        operation = self.operation
-        if self.request.target.gathers and operation.size > 1:  # first: in a collective they would wait forever
-            refuse_unsupported(self.leaves, operation.size)
-            compare(operation, [f"path {self.path}", *outline(self.leaves)])
-        with collector.paused():
-            self.snapshot = take_snapshot(
-                self.leaves,
-                keep=keep,
-                watched=self.watched,
-                copy=self.request.copy,
-                index=operation.index,
-                size=operation.size,
-                gathered=self.request.target.gathers,
-            )
-        self.leaves = []  # do not keep the caller's arrays longer than the snapshot needs
-        self.snapshot_seconds = time.perf_counter() - self.started
-
-    def run(self, progress: Progress) -> SaveReport:
-        """Write and commit. Whatever fails, the checkpoint is either the old one or the new one."""
-        target, snapshot, operation, turn = self.request.target, self.snapshot, self.operation, self.turn
-        parts = self.request.checksums
-        try:
-            self.entry.wait()
-            clock = [time.perf_counter()]
-            compare(operation, self._asked())
-            if target.gathers:  # files that reserve room for their manifest need the checksums first
-                for some in filter(None, operation.gather(dict(parts))):
-                    self.draft.metadata["checksum"].update(some)
-            snapshot = self.snapshot = settle(operation, snapshot)
-            if operation.leads and target.keeps_control and (inside := target.store.children("")):
-                self._refuse_hiding(set(inside))
-            self.is_tidy = False
-            begin(turn, snapshot.leaves, self.request.overwrite, operation)
-            priority.yield_to_training()
-            files = turn.plan.files_of(operation.index)
-            complete = partial(target.complete, turn) if target.store.remote else None
-            written = write_files(
-                target.store,
-                files,
-                snapshot.shards,
-                self.crew,
-                self.opened,
-                progress,
-                complete,
-                snapshot.memory,
-            )
-            clock.append(time.perf_counter())
-            priority.yield_to_training()
-            target.store.sync([file.name for file in files])
-            clock.append(time.perf_counter())
-            everyones, checksums = hand_in(operation, turn, written, {} if target.gathers else parts)
-            if checksums:
-                self.draft.metadata["checksum"].update(checksums)
-            if operation.leads:
-                with collector.paused():
-                    tree = turn.plan.tree(everyones, self.draft)
-                commit(turn, target.finish(turn, tree))
-            total = close(operation, turn, [sum(file.size for file in everyones), len(everyones)])
-            if not target.keeps_control:
-                leave(target)  # the last one to get here finds no other save running
-            self.is_tidy = True
-            clock.append(time.perf_counter())
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
-        seconds = self.snapshot_seconds + clock[-1] - clock[0]
-        share = sum(file.size for file in written)
-        phases = {"snapshot": self.snapshot_seconds, **phases}
-        return SaveReport(self.path, total[0], total[1], seconds, phases, share)
-
-    def _asked(self) -> Iterator[str]:
-        """The arguments that must be the same on every process, line by line."""
-        draft = self.draft
-        metadata = {key: value for key, value in draft.metadata.items() if key != "timestamp"}  # clocks differ
-        yield f"path {self.path}"
-        yield f"prefix {draft.prefix!r}"
-        yield f"format {self.request.target.describe()}"
-        yield f"overwrite {self.request.overwrite}"
-        yield f"step {draft.step}"
-        yield f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}"
-        yield f"structure {json.dumps(to_json(draft.skeleton.root))}"
-        yield from describe(self.snapshot)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Tell the other processes before removing what was written, and raise the error as one of ours."""
-        said = self._in_our_words(error)
-        self.operation.fail(said)
-        told = isinstance(said, ShardkeepError) and said.told  # by the leader, unless this is the leader
-        self.turn.leader_gave_up = told
-        self.is_tidy = isinstance(said, AccessError)  # without permission to write, nothing was written
-        # A lost leader may hold the lock; and a user who interrupts a save does not want to wait for it.
-        self.waits = self.operation.leads or told or isinstance(said, OSError)
-        if said is not error:
-            raise said from error
-
-    def _in_our_words(self, error: BaseException) -> BaseException:
-        """An error of another process, or of the operating system, or about a lost process, as one of ours."""
-        attempted = self.turn.attempted  # then the error says whether it is committed
-        if isinstance(error, OSError) and not attempted and (elsewhere := self.operation.heard()) is not None:
-            return elsewhere
-        if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
-            then = "Nothing was committed; what was there before is intact"
-            if error.errno == errno.ENOSPC:
-                free = self.request.target.store.free_bytes()
-                then = f"The save needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
-            return storage_error(error, f"saving to {self.path}", then)
-        if isinstance(error, ProcessError) and not error.told:
-            return _with_outcome(error, outcome(self.request.target, self.turn))
-        return error
+def _prepare(
+    request: SaveRequest, operation: Operation, scope: Scope, crew: Crew, *memory: Resource
+) -> tuple[SaveJob, list[Leaf]]:
+    """Check the arguments and flatten the tree. Nothing is written."""
+    started = time.perf_counter()
+    target = request.target
+    name = "" if request.prefix is None else check_prefix(request.prefix)
+    checked = {} if request.metadata is None else check_metadata(request.metadata)
+    step = check_step(request.step)
+    skeleton, leaves = flatten(request.tree, serialize=True)
+    skeleton.mention_factories()
+    if target.layout.gathers:
+        arrays = [leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray | PerProcess)]
+        target.layout.check(arrays)
+    draft = Draft(os.urandom(16).hex(), name, skeleton, checked, now(), request.indexed, step)
+    job = SaveJob.prepare(
+        target,
+        draft,
+        operation,
+        scope,
+        crew,
+        started,
+        memory=memory,
+        overwrite=request.overwrite,
+        checksums=request.checksums,
+    )
+    return job, leaves
 
 
-def _with_outcome(error: ProcessError, outcome: str) -> ProcessError:
-    """The error that involves another process, with a sentence on what has become of the checkpoint."""
-    told = ProcessError(f"{error}. {outcome}")
-    told.record = error.record and {**error.record, "message": str(told)}
-    return told
+def _take_snapshot(job: SaveJob, leaves: list[Leaf], staging: Staging | None = None) -> None:
+    """Take the part of the tree that this process writes to host memory."""
+    operation, gathers = job.operation, job.target.layout.gathers
+    if gathers and operation.size > 1:  # first: in a collective they would wait forever
+        refuse_unsupported(leaves, operation.size)
+        compare(operation, [f"path {job.target.where}", *outline(leaves)])
+    with collector.paused():
+        job.snapshot = take_snapshot(leaves, staging, index=operation.index, size=operation.size, gathered=gathers)
+    leaves.clear()  # do not keep the caller's arrays longer than the snapshot needs
+    job.snapshot_seconds = time.perf_counter() - job.started
+
+
+def _queue_callback(request: SaveRequest, outer: Scope) -> Callback:
+    """The callback in its place among those of the same order. Only process 0 calls it."""
+    assert request.on_commit is not None
+    callback = outer.add(Callback(request.on_commit, request.order or object(), request.target.where, outer))
+    callback.enter()
+    return callback

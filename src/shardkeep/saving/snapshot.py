@@ -29,11 +29,10 @@ from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
 from shardkeep.processes.collectives import gather_array, gather_bytes, gather_lengths
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.memory import Shard
 from shardkeep.saving.buffers import shards_of
-from shardkeep.saving.donation import donations
+from shardkeep.saving.donation import Staging
 
 _SHOWN = 10
 _REMEMBERED = 4096
@@ -58,7 +57,7 @@ class _Form:
 class Snapshot:
     """The leaves as they will be recorded, and the shards they consist of.
 
-    `memory` is the buffer that copied shards are in, which goes back to `donations`.
+    `memory` is where copied shards are, in the order in which files hold them. It belongs to a `Staging`.
     """
 
     leaves: tuple[StagedLeaf, ...]
@@ -70,12 +69,13 @@ class Snapshot:
         return sum(shard.data.nbytes for shard in self.shards)
 
 
+NOTHING = Snapshot((), ())
+
+
 def take_snapshot(
     leaves: Sequence[Leaf],
+    staging: Staging | None = None,
     *,
-    keep: Crew | None = None,
-    watched: Sequence[jax.Array] = (),
-    copy: bool = False,
     index: int = LEADER,
     size: int = 1,
     gathered: bool = False,
@@ -84,9 +84,7 @@ def take_snapshot(
 
     Args:
         leaves: The leaves of the tree.
-        keep: The threads that copy everything the program could change, for a snapshot that outlives the call.
-        watched: Arrays that are copied too, because they are watched for donation.
-        copy: Copy every array.
+        staging: Copies everything the program could change, for a snapshot that outlives the call.
         index: The index of this process, which takes only what it will write.
         size: The number of processes.
         gathered: The leader takes all leaves, and the others none.
@@ -104,7 +102,7 @@ def take_snapshot(
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[StagedLeaf] = []
     shards: list[Shard] = []
-    looked_at = {id(array) for array in watched}
+    looked_at = {id(array) for array in staging.watched} if staging is not None else set[int]()
     if size > 1:
         _stage_shares(leaves, arrays, forms, plans, shards, index, size, gathered)
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
@@ -120,11 +118,9 @@ def take_snapshot(
             plans.append(_stage_jax(leaf, array, form, shards))
             if id(leaf.value) in looked_at:
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
-    if keep is None:
+    if staging is None:
         return Snapshot(tuple(plans), tuple(shards))
-    if copy:
-        shards = [Shard(shard.data, stable=False) for shard in shards]
-    return Snapshot(tuple(plans), *donations.settle(shards, keep))
+    return Snapshot(tuple(plans), *staging.settle(shards))
 
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:

@@ -2,15 +2,16 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
-import zstandard
 
 from shardkeep.errors import TreeError
+from shardkeep.layouts.base import SavePlan
 from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
@@ -18,6 +19,7 @@ from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.memory import PAGE, Shard, address_of, aligned_empty
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Progress
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import NewFile, Store
 
 _LARGE = 4 << 20  # files from this size on are tasks of their own, and larger ones several tasks
@@ -30,31 +32,25 @@ _FEW = 8
 _SMALL = 64 << 10
 _BATCH = 8 << 20  # bytes of small files that one task writes
 _FILE_COST = 64 << 10  # creating a file takes about as long as writing this
-_ZSTD_LEVEL = 1
 
 _ROOMS = 2  # buffers kept for the next save
 _rooms: list[Array] = []
 
 Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
-Complete = Callable[[FilePlan, WrittenFile], bytes]
 
 
 def write_files(
     store: Store,
-    files: Sequence[FilePlan],
-    shards: Sequence[Shard],
+    plan: SavePlan,
+    process: int,
+    snapshot: Snapshot,
     crew: Crew,
     opened: "NewFiles",
     progress: Progress,
-    complete: Complete | None = None,
-    memory: Array | None = None,
 ) -> list[WrittenFile]:
-    """Write files as planned, with a digest for every byte. The directories are not synced yet.
-
-    `complete` makes the header of a file once its digests are known, for stores that put objects in one request.
-    `memory` is where shards were copied to; parts that are laid out there as in a file are written directly.
-    """
-    writers = [_FileWriter(store, file, shards, progress, complete, memory, opened) for file in files]
+    """Write the files of one process as planned, with a digest for every byte. The directories are not synced yet."""
+    files = plan.files_of(process)
+    writers = [_FileWriter(store, plan, file, snapshot, opened, progress) for file in files]
     tasks: list[Task] = []
     batch: list[_FileWriter] = []
     cost = 0
@@ -74,7 +70,7 @@ def write_files(
     if len(files) <= _FEW:  # here, where each error is raised; then they leave the page cache
         opened.sync()
     opened.release()
-    return [WrittenFile(writer.size or 0, writer.loose_digest, tuple(map(tuple, writer.digests))) for writer in writers]
+    return [writer.result() for writer in writers]
 
 
 def _write_all(batch: "list[_FileWriter]") -> None:
@@ -90,20 +86,19 @@ class _FileWriter:
     def __init__(
         self,
         store: Store,
+        save: SavePlan,
         plan: FilePlan,
-        shards: Sequence[Shard],
-        progress: Progress,
-        complete: Complete | None,
-        memory: Array | None,
+        snapshot: Snapshot,
         opened: "NewFiles",
+        progress: Progress,
     ) -> None:
-        self._store, self._plan, self._progress, self._complete = store, plan, progress, complete
-        self._shards, self._memory, self._opened = shards, memory, opened
+        self._store, self._save, self._plan, self._opened, self._progress = store, save, plan, opened, progress
+        self._shards, self._memory = snapshot.shards, snapshot.memory
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
         self.loose_digest = digest(plan.header)  # of the bytes that the digests of pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
-        large = self.nbytes >= (_LARGE if memory is None else _ALIGNED)
+        large = self.nbytes >= (_LARGE if self._memory is None else _ALIGNED)
         self.parts = _split(plan) if large and plan.size is not None and not store.remote else []
         self.file: NewFile | None = None
         self._left = len(self.parts)
@@ -116,10 +111,10 @@ class _FileWriter:
         everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
         segments = self._segments(everything)
         if self._plan.size is None:
-            segments = [memoryview(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(segments[0]))]
+            segments = [self._plan.codec.encode(segments[0])]
             self.size = len(segments[0])
             self.loose_digest = digest(segments[0])
-        header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
+        header = self._header() if self._save.document else self._plan.header
         total = len(header) + sum(map(len, segments))
         file = self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
         if file is not None:
@@ -131,13 +126,17 @@ class _FileWriter:
         """Sizes and digests, once everything is hashed."""
         return WrittenFile(self.size or 0, self.loose_digest, tuple(map(tuple, self.digests)))
 
+    def _header(self) -> bytes:
+        """The header with the manifest, once everything is hashed."""
+        return self._save.layout.complete(self._save, self._plan, self.result())
+
     def write_large(self) -> None:
         """Write a file that is too large for memory: hash it first, then put it part by part."""
         parts = _split(self._plan)
         for part in parts:
             self._segments(part)
         before = [list(digests) for digests in self.digests]
-        header = self._plan.header if self._complete is None else self._complete(self._plan, self.result())
+        header = self._header() if self._save.document else self._plan.header
 
         def stream() -> Iterator[memoryview]:
             yield memoryview(header)
@@ -166,6 +165,8 @@ class _FileWriter:
         with self._lock:
             self._left -= 1
             if self._left == 0 and self.file is not None:
+                if self._save.document:
+                    self.file.write(0, [memoryview(self._header())])
                 self._opened.finish(self.file)
                 self.file = None
 
@@ -222,7 +223,8 @@ class _FileWriter:
             if self.file is None:
                 new = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
                 self.file = self._opened.add(new)
-                self.file.write(0, [memoryview(self._plan.header)])
+                if not self._save.document:  # else it is written last
+                    self.file.write(0, [memoryview(self._plan.header)])
             return self.file
 
     def _segments(self, part: Part) -> list[memoryview]:
@@ -285,15 +287,15 @@ class _Run:
             _rooms.append(self._memory)
 
 
+@dataclass(eq=False)
 class NewFiles:
     """The files that a save has open. They belong to its scope and are closed after its threads have ended.
 
     A finished file is closed some files later: pages that are on the disk by then leave the page cache.
     """
 
-    def __init__(self) -> None:
-        self._open: list[NewFile] = []
-        self._finished: deque[NewFile] = deque()
+    _open: list[NewFile] = field(default_factory=list[NewFile])
+    _finished: deque[NewFile] = field(default_factory=deque[NewFile])
 
     def add(self, file: NewFile) -> NewFile:
         self._open.append(file)

@@ -1,23 +1,11 @@
-"""What a save asks of the place that it commits to (a Target), and the save's turn there."""
+"""What a save asks of the place that it commits to: a Target."""
 
-import json
-import logging
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardkeep.errors import ShardkeepError
-from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedLeaf, WrittenFile
+from shardkeep.layouts.base import Layout, SavePlan
 from shardkeep.model.manifest import Manifest, Tree
-from shardkeep.model.tree import Path
-from shardkeep.processes.operation import LEADER
-from shardkeep.stores.base import Held, Store
-from shardkeep.targets.running import record_lines
-
-log = logging.getLogger("shardkeep")
-
-LOCK_SECONDS = 60.0
+from shardkeep.stores.base import Store
 
 
 class Target(Protocol):
@@ -29,6 +17,11 @@ class Target(Protocol):
     @property
     def where(self) -> str:
         """The path or URL, for messages."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """How the files of new trees are laid out."""
         ...
 
     @property
@@ -74,42 +67,30 @@ class Target(Protocol):
         """
         ...
 
-    def check(self, paths: Sequence[Path]) -> None:
-        """Refuse arrays that this target has no names for, before anything is written."""
+    def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
+        """`CheckpointExistsError` if a save would replace another program's file, or hide its arrays."""
         ...
 
-    def describe(self) -> str:
-        """The format, in a few words."""
-        ...
+    def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
+        """The plan with names that nothing uses, and with what it notes of the committed state.
 
-    @property
-    def gathers(self) -> bool:
-        """Whether arrays that span processes are gathered in the first process."""
-        ...
-
-    def plan(
-        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
-    ) -> SavePlan:
-        """Unused names, and the layout, for everything a save will write; or the names below `at`."""
-        ...
-
-    def complete(self, turn: "Turn", file: FilePlan, written: WrittenFile) -> bytes:
-        """The header of a file whose digests are known, where `finish` cannot fill it in."""
-        ...
-
-    def finish(self, turn: "Turn", tree: Tree) -> Tree:
-        """Complete the files that describe the whole save, durably."""
+        Called with the lock held, which is kept until the names are recorded.
+        """
         ...
 
     def names_of(self, tree: Tree) -> set[str]:
         """Every name that belongs to a tree: its files, and what is kept there for other programs."""
         ...
 
-    def adopt(self, turn: "Turn", tree: Tree, current: Manifest | None) -> Tree:
+    def adopt(self, prefix: str, tree: Tree, current: Manifest | None) -> Tree:
         """The tree as it is to be committed, with the names that it takes over from the tree it replaces.
 
-        Called if the plan has a directory, with the lock held.
+        Called with the lock held.
         """
+        ...
+
+    def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
+        """Commit the tree in one step; returns the name of the document that commits it."""
         ...
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
@@ -117,10 +98,6 @@ class Target(Protocol):
 
         `after` is committed; `before` was until now, or is the same in a clean-up. Returns whether all of it was done.
         """
-        ...
-
-    def put(self, turn: "Turn", tree: Tree, current: Manifest | None) -> str:
-        """Commit the tree in one step; returns the name of the document that commits it."""
         ...
 
     def fence(self) -> Manifest | None:
@@ -131,71 +108,6 @@ class Target(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class Turn:
-    """One save to a target, from `begin` until it is committed or released."""
-
-    target: Target
-    draft: Draft
-    plan: SavePlan = field(init=False)
-    held: Held | None = None
-    base_id: str | None = None
-    writer: int = LEADER
-    leader_gave_up: bool = False  # the leader has reported an error and will not commit
-    attempted: bool = False  # the commit may have started: only reading back shows whether it happened
-    closed: bool = False
-
-    def __post_init__(self) -> None:
-        self.plan = SavePlan(self.draft.save_id, "", None, self.draft.skeleton, (), ())  # empty until `begin`
-
-    @property
-    def name(self) -> str:
-        prefix = self.draft.prefix
-        return f"{self.target.where} (prefix {prefix!r})" if prefix else self.target.where
-
-    def record(self) -> None:
-        """Record durably, before anything is written, which names this process will use."""
-        store = self.target.store
-        suffix = "" if self.writer == LEADER else f".{self.writer}"
-        self.held = store.hold(f"{store.saves}/{self.draft.save_id}{suffix}")
-        self.held.take(record_lines([file.name for file in self.plan.files_of(self.writer)], self.draft.created))
-
-    def note(self, told: object) -> None:
-        """Add a line to the record."""
-        assert self.held is not None
-        self.held.append(json.dumps(told).encode())
-
-    def close(self) -> None:
-        """Remove the record, which is no longer needed."""
-        if self.held is not None:
-            self.held.remove()
-        self.closed = True
-
-    def release(self) -> None:
-        """Give up: remove what was written unless it may be committed, or keep the record for a later save."""
-        if self.closed or self.held is None:
-            return
-        store = self.target.store
-        follows = self.attempted and self.writer != LEADER
-        try:
-            if follows and (store.remote or not self.leader_gave_up):
-                self.held.release()  # the leader may still commit, and may hold the lock for any time
-                self.closed = True
-                return
-            with store.lock(LOCK_SECONDS) if self.attempted and not follows else nullcontext():
-                if self.attempted and is_committed(self):
-                    self.held.release()
-                else:
-                    store.remove(file.name for file in self.plan.files_of(self.writer))
-                    self.held.remove()
-        except (ShardkeepError, OSError) as error:
-            log.warning("files of a failed save may remain at %s (%s)", self.target.where, error)
-            self.held.release()
-        self.closed = True
-
-
-def is_committed(turn: Turn) -> bool:
-    """Whether what is committed now is this save."""
-    now = turn.target.read_if_any()
-    tree = now.trees.get(turn.draft.prefix) if now else None
-    return tree is not None and tree.save_id == turn.plan.save_id
+def name_tree(where: str, prefix: str) -> str:
+    """A tree at a path, for messages."""
+    return f"{where} (prefix {prefix!r})" if prefix else where

@@ -4,24 +4,28 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError, IntegrityError
+from shardkeep.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConflictError,
+    IncompleteCheckpointError,
+    IntegrityError,
+)
 from shardkeep.foreign.recognize import has_our_data, name_foreign
-from shardkeep.foreign.registry import COMPANIONS, detect
-from shardkeep.layouts.base import Format
-from shardkeep.layouts.plan import Draft, FilePlan, SavePlan, StagedArray, StagedLeaf, WrittenFile, plan_pieces
-from shardkeep.layouts.safetensors import SafetensorsFormat
-from shardkeep.layouts.zarr import group_files
+from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
+from shardkeep.layouts.base import Layout, SavePlan
+from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
 from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
-from shardkeep.model.tree import Path
 from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import Store
 from shardkeep.targets import publishing
-from shardkeep.targets.base import Turn
+from shardkeep.targets.base import name_tree
 from shardkeep.targets.publishing import parents
 from shardkeep.targets.running import explain_unfinished, recorded_names
 
@@ -33,21 +37,17 @@ _MOST_LOOKED_INTO = 5  # directories, to name another library's checkpoint
 
 @dataclass(frozen=True)
 class Directory:
-    """A directory that holds a checkpoint. New trees are written in `format`."""
+    """A directory that holds a checkpoint. New trees are laid out by `layout`."""
 
     store: Store
-    format: Format = field(default_factory=SafetensorsFormat)
+    layout: Layout = field(default_factory=SafetensorsLayout)
     documents: Sequence[str] = (MANIFEST,)
     companions: Sequence[str] = tuple(name for companions in COMPANIONS for name in companions.names)
     keeps_control: bool = True
-    gathers: bool = False
 
     @property
     def where(self) -> str:
         return self.store.url
-
-    def describe(self) -> str:
-        return f"{self.format.name}, compression {self.format.compression}"
 
     def read_if_any(self) -> Manifest | None:
         """What is committed. A manifest without trees says that nothing is, and stands for one that is not there."""
@@ -75,6 +75,28 @@ class Directory:
     def _is_ours(self, inside: Collection[str]) -> bool:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
         return self.store.control in inside or has_our_data(inside)
+
+    def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
+        inside = self.store.children("")
+        if not inside:
+            return
+        foreign = self.foreign_document(inside)
+        if foreign is not None:
+            raise CheckpointExistsError(
+                f"{foreign} was not written by shardkeep, and a save to {self.where} would replace it; save to another "
+                "directory. Nothing was written"
+            )
+        # Without an index, another program's arrays are found only if nothing of ours is there.
+        ours = not {self.store.control, MANIFEST}.isdisjoint(inside)
+        if ours or (overwrite and not prefix) or is_recognized(inside):
+            return
+        with suppress(CheckpointNotFoundError):
+            if self.read_if_any() is not None:
+                raise CheckpointExistsError(
+                    f"{self.where} contains zarr arrays of another program without an index, which could no longer be "
+                    "loaded after this save; save to another directory, or pass overwrite=True and no prefix to "
+                    "replace them"
+                )
 
     def foreign_document(self, inside: Collection[str]) -> str | None:
         if MANIFEST not in inside or self._is_ours(inside):
@@ -129,52 +151,30 @@ class Directory:
             return "the directory holds something else"
         return f"the directory holds {named}, which this version of shardkeep cannot read"
 
-    def check(self, paths: Sequence[Path]) -> None:
-        """Do nothing: any leaf has a name here."""
-
     def names_of(self, tree: Tree) -> set[str]:
         if tree.format != "zarr":
             return {file.name for file in tree.files}
         return tree.names if self.store.remote else publishing.names_of(tree)
 
-    def plan(
-        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
-    ) -> SavePlan:
+    def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
         """Clean names for the first save that claims the prefix, names with the save's id for all others."""
-        arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
-        pieces = plan_pieces(arrays, self.format.split, self.format.whole)
-        clean = prefix_directory(draft.prefix) if draft.prefix else ""
-        own = f"{clean}~{draft.save_id}"
-        for directory in (clean, own) if at is None else (at,):
-            files = self.format.lay_out(arrays, pieces, directory, draft.save_id)
-            if self.store.remote:
-                files += group_files(files, directory)
-            plan = SavePlan(
-                draft.save_id,
-                self.format.name,
-                self.format.compression,
-                draft.skeleton,
-                tuple(leaves),
-                tuple(files),
-                directory,
-            )
-            names = [file.name for file in files]
-            if directory in (own, at) or all(draft.save_id in name for name in names):
-                return plan
-            if self._claims(draft.prefix, clean, names, current):
-                return plan
-        raise AssertionError("a save's own directory is always free")
+        prefix, save_id = plan.draft.prefix, plan.draft.save_id
+        clean = plan.named(f"{prefix_directory(prefix)}/") if prefix else plan
+        if all(save_id in file.name for file in plan.files) or self._claims(clean, current):
+            return clean
+        return plan.named(f"{own_directory(prefix, save_id)}/")
 
-    def _claims(self, prefix: str, directory: str, names: Sequence[str], current: Manifest | None) -> bool:
+    def _claims(self, plan: SavePlan, current: Manifest | None) -> bool:
         """Claim the clean names of a prefix for this save, permanently; False if they are claimed or in use."""
+        names, start, prefix = plan.names, plan.start, plan.draft.prefix
         claims = f"{self.store.control}/claims"
         name = f"{claims}/{hashed(prefix)}"
         if not self.store.remote:
             return self._is_free(names, current) and self.store.claim(name)
         # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
         # will be deleted, nor one that belonged to a tree of another prefix.
-        start = f"{directory}/" if directory else ""
-        claim = _Claim(directory, frozenset(name.removeprefix(start).partition("/")[0] for name in names))
+        below = frozenset(name.removeprefix(start).partition("/")[0] for name in names)
+        claim = _Claim(start.removesuffix("/"), below)
         document = claim.encode()
         try:
             self.store.write_new(name, len(document), [memoryview(document)])
@@ -193,12 +193,6 @@ class Directory:
         running = [save for save in self.store.children(self.store.saves) if not but or save.partition(".")[0] != but]
         return [name for save in running for name in recorded_names(self.store, save)]
 
-    def complete(self, turn: Turn, file: FilePlan, written: WrittenFile) -> bytes:
-        return file.header
-
-    def finish(self, turn: Turn, tree: Tree) -> Tree:
-        return tree
-
     def fence(self) -> Manifest | None:
         nonce = os.urandom(16).hex()
         try:
@@ -208,20 +202,20 @@ class Directory:
         self.store.replace(MANIFEST, encode_manifest(found, nonce))
         return found if found.trees else self.read_if_any()
 
-    def adopt(self, turn: Turn, tree: Tree, current: Manifest | None) -> Tree:
+    def adopt(self, prefix: str, tree: Tree, current: Manifest | None) -> Tree:
         """Publish a tree under the clean names of its prefix if they are free, or belong to the tree it replaces."""
-        prefix = turn.draft.prefix
         if tree.format != "zarr" or not tree.indexed or not tree.files:
             return tree
         if not tree.files[0].name.startswith(own_directory(prefix, tree.save_id) + "/"):
             return tree
+        name = name_tree(self.where, prefix)
         if self.store.remote:
             _warn_once(
                 "a bucket",
                 "%s will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
                 "reused, so %s leaves the new one out. Save each step to its own path to have it listed",
                 publishing.programs(),
-                turn.name,
+                name,
                 publishing.indexes(),
             )
             return tree
@@ -234,18 +228,18 @@ class Directory:
         if obstacle is None:
             return published
         _warn_once(
-            turn.name,
+            name,
             "%s will not see the new tree at %s, and %s leaves it out: it needs the name %s, which is in use for "
             "something else. Save to another directory or under another prefix to have it listed",
             publishing.programs(),
-            turn.name,
+            name,
             publishing.indexes(),
             self.store.locate(obstacle),
         )
         return tree
 
-    def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
-        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), turn.draft.prefix: tree})
+    def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
+        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), plan.draft.prefix: tree})
         # There is an index only if other programs can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index

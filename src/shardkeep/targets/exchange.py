@@ -8,7 +8,6 @@ single file is what is committed, unless its header says that it was written ove
 
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -23,35 +22,19 @@ from shardkeep.errors import (
     ConflictError,
     IncompleteCheckpointError,
     IntegrityError,
-    KeyCollisionError,
     PrefixError,
-    TreeError,
 )
 from shardkeep.foreign.recognize import has_our_data
-from shardkeep.layouts.plan import (
-    Draft,
-    FilePlan,
-    PiecePlan,
-    SavePlan,
-    StagedArray,
-    StagedLeaf,
-    WrittenFile,
-    plan_pieces,
-)
-from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
-from shardkeep.model.digests import block_count, seal
+from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.exchange import DEFAULT_SHARD_SIZE, MARK, OVER, SEAL, SINGLE_END, ExchangeLayout
+from shardkeep.layouts.plan import FilePlan
+from shardkeep.model.digests import seal
 from shardkeep.model.document import encode_manifest
-from shardkeep.model.manifest import DataFile, Manifest, Tree
-from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard, shard_filename
-from shardkeep.model.tree import Path
+from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, SHARD_END, base_of_shard
 from shardkeep.stores.location import Location, exists, store_at
-from shardkeep.targets.base import Turn
 from shardkeep.targets.running import explain_unfinished, recorded_names
 from shardkeep.targets.shards import (
-    MARK,
-    OVER,
-    SAVE,
-    SEAL,
     ExchangeFiles,
     committed_by_index,
     decode_index,
@@ -64,11 +47,9 @@ from shardkeep.targets.shards import (
 SUFFIX = SAFETENSORS
 INDEX = SAFETENSORS_INDEX
 _LOOKS = 3  # how often nothing must be found before it counts as nothing
-DEFAULT_SHARD_SIZE = 5_000_000_000
 _NONCE = "shardkeep_nonce"  # in addition to the marks, in a bucket
 _SINGLE_LIMIT = 5 << 30  # the largest upload in one request
 _TRIES = 5
-_BIG = 10**17  # stands for any offset or size while the space for the manifest is measured
 _START = 4096  # bytes in which a mark shows whose file it is
 log = logging.getLogger("shardkeep")
 
@@ -82,19 +63,16 @@ class Exchange(ExchangeFiles):
     shard_size: int = DEFAULT_SHARD_SIZE
 
     @property
+    def layout(self) -> ExchangeLayout:
+        return ExchangeLayout(self.shard_size, _SINGLE_LIMIT if self.store.remote else None, self.where)
+
+    @property
     def companions(self) -> tuple[str, ...]:
         return ()
 
     @property
     def keeps_control(self) -> bool:
         return False
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    def describe(self) -> str:
-        return f"exchange files of {self.shard_size:,} bytes"
 
     def read(self) -> Manifest:
         found = self.read_if_any()
@@ -162,6 +140,9 @@ class Exchange(ExchangeFiles):
         except (IntegrityError, ValueError, RecursionError):
             return False
 
+    def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
+        """Do nothing: `read_to_replace` refuses what may be another program's."""
+
     def foreign_document(self, inside: Collection[str]) -> str | None:
         return None  # other programs' safetensors files can be read, and are replaced only with `overwrite`
 
@@ -177,44 +158,21 @@ class Exchange(ExchangeFiles):
         manifest = None if document is None else decode_index(self, document)[1]
         return manifest.save_id if manifest is not None and manifest.trees else None
 
-    def check(self, paths: Sequence[Path]) -> None:
-        """Refuse arrays that would have the same dotted name."""
-        seen: set[str] = set()
-        for name in (".".join(path) for path in paths):
-            if not name.isascii() and safe_text(name) != name:
-                raise TreeError(f"the name of leaf {name!r} cannot be stored in {self.where}: it is not valid Unicode")
-            if name in seen or name == "__metadata__":
-                raise KeyCollisionError(
-                    f"two leaves would both be called {name!r} in {self.where}; rename one of them, "
-                    "or save to a directory, where their names stay distinct"
-                )
-            seen.add(name)
+    def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
+        """Names next to others: in the control directory for a single file; for several, Hugging Face's names.
 
-    def plan(
-        self, leaves: Sequence[StagedLeaf], draft: Draft, current: Manifest | None, at: str | None = None
-    ) -> SavePlan:
-        """The files to write. A single file leaves space in its header for the manifest, which is known only later."""
-        if at is not None:  # the leader writes everything
-            return SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
-        if current is not None and current.prefixes != [draft.prefix]:
+        If one of those is in use, and always in a bucket, the names contain the save's id.
+        """
+        prefix = plan.draft.prefix
+        if current is not None and current.prefixes != [prefix]:
             raise PrefixError(
                 f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, and exchange files hold only one "
-                f"tree; save prefix {draft.prefix!r} to another path, or to a directory"
+                f"tree; save prefix {prefix!r} to another path, or to a directory"
             )
-        arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
-        self.check([array.path for array in arrays])
-        whole = plan_pieces(arrays, lambda spec, region: [region], math.inf)
-        pieces = [replace(piece, name=".".join(arrays[piece.array].path)) for piece in whole]
-        groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in pieces], pieces, self.shard_size) or [[]]
-        plan = SavePlan(draft.save_id, "safetensors", None, draft.skeleton, tuple(leaves), ())
-        if len(groups) == 1:
-            aside = f"{self.store.control}/{draft.save_id}.tmp"
-            notes = {"format": "pt"} | ({OVER: self._index_id() or ""} if self.store.remote else {})
-            file = pack(aside, arrays, groups[0], notes)
-            room = len(json.dumps(_longest(plan, file, draft).decode())) + 200
-            file = pack(aside, arrays, groups[0], notes, room)
-            if not self.store.remote or (file.size or 0) <= _SINGLE_LIMIT:
-                return replace(plan, files=(file,))
+        if plan.names == [SINGLE_END]:
+            notes = {OVER: self._index_id() or ""} if self.store.remote else {}
+            aside = plan.named(f"{self.store.control}/{plan.draft.save_id}")
+            return replace(aside, document=self.single, notes=notes)
         if self.store.remote and self.store.size(self.single) is not None:
             # It would have to be removed, and the request to remove it could arrive late and remove a newer one.
             raise CheckpointExistsError(
@@ -222,55 +180,19 @@ class Exchange(ExchangeFiles):
                 "(shardkeep.delete), save to another path, or pass a larger max_shard_size (a single file has at most "
                 f"{_SINGLE_LIMIT:,} bytes). Nothing was written"
             )
-        mark = {"format": "pt", MARK: "1", SAVE: draft.save_id}
-        names = self._shard_names(len(groups), draft.save_id)
-        return replace(plan, files=tuple(pack(n, arrays, g, mark) for n, g in zip(names, groups, strict=True)))
+        clean = plan.named(self.base)
+        is_free = not self.store.remote and not self._is_in_use(clean.names)
+        return clean if is_free else plan.named(f"{self.base}-{plan.draft.save_id}")
 
-    def _shard_names(self, count: int, save_id: str) -> list[str]:
-        """Hugging Face's names; if one of them is in use, and always in a bucket, names with the save's id."""
-        names = [shard_filename(self.base, i + 1, count) for i in range(count)]
-        if not self.store.remote:
-            running = self.store.children(self.store.saves)
-            live = {name for other in running for name in recorded_names(self.store, other)}
-            if not self.store.is_taken(names) and not live & set(names):
-                return names
-        return [shard_filename(f"{self.base}-{save_id}", i + 1, count) for i in range(count)]
-
-    def finish(self, turn: Turn, tree: Tree) -> Tree:
-        """Fill in the header of a single file, now that its manifest is known, and use its final name in the tree."""
-        if not self._is_single(turn):
-            return tree
-        (file,) = turn.plan.files
-        tree = replace(tree, files=(DataFile(self.single, tree.files[0].size, len(file.header)),))
-        if not self.store.remote:  # an object was uploaded with it
-            self.store.write_into(file.name, 0, self._header(turn, tree))
-            self.store.sync([file.name])
-        return tree
-
-    def complete(self, turn: Turn, file: FilePlan, written: WrittenFile) -> bytes:
-        """The header of a single file, made from its digests, where it cannot be filled in later."""
-        if not self._is_single(turn):
-            return file.header
-        tree = turn.plan.tree([written], turn.draft)
-        return self._header(turn, replace(tree, files=(DataFile(self.single, written.size, len(file.header)),)))
-
-    def _is_single(self, turn: Turn) -> bool:
-        return turn.plan.files[0].name == f"{self.store.control}/{turn.plan.save_id}.tmp"
-
-    def _header(self, turn: Turn, tree: Tree) -> bytes:
-        plan = turn.plan.files[0]
-        manifest = encode_manifest(Manifest(self.where, tree.save_id, {turn.draft.prefix: tree})).decode()
-        header = json.loads(plan.header[8:])
-        notes = {k: v for k, v in header.pop("__metadata__").items() if k in ("dtypes", OVER)}
-        metadata = {"format": "pt", SEAL: "0" * 32, MARK: manifest, **notes}
-        text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
-        assert len(text) <= len(plan.header) - 8, "the manifest does not fit into the header"
-        return seal(plan.header[:8] + text.ljust(len(plan.header) - 8))
+    def _is_in_use(self, names: Sequence[str]) -> bool:
+        running = self.store.children(self.store.saves)
+        live = {name for other in running for name in recorded_names(self.store, other)}
+        return self.store.is_taken(names) or bool(live & set(names))
 
     def names_of(self, tree: Tree) -> set[str]:
         return tree.names
 
-    def adopt(self, turn: Turn, tree: Tree, current: Manifest | None) -> Tree:
+    def adopt(self, prefix: str, tree: Tree, current: Manifest | None) -> Tree:
         return tree
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
@@ -278,24 +200,24 @@ class Exchange(ExchangeFiles):
             self.store.remove(names)
         return True
 
-    def put(self, turn: Turn, tree: Tree, current: Manifest | None) -> str:
-        if self._is_single(turn) and self.store.remote:
-            self._put_object(turn, tree)
+    def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
+        if plan.document and self.store.remote:
+            self._put_object(plan, tree)
             return self.single
-        if self._is_single(turn):
-            self.store.rename(turn.plan.files[0].name, self.single)
+        if plan.document:
+            self.store.rename(plan.names[0], self.single)
             return self.single
-        self.store.replace(self.index, _encode_index(turn.draft.prefix, tree, turn.plan.files))
+        self.store.replace(self.index, _encode_index(plan.draft.prefix, tree, plan.files))
         if not self.store.remote:
             self.store.remove([self.single])  # until now it was what is committed
             self.store.sync_directory("")
         return self.index
 
-    def _put_object(self, turn: Turn, tree: Tree) -> None:
+    def _put_object(self, plan: SavePlan, tree: Tree) -> None:
         """Commit a single file in a bucket. An existing index is replaced by one that names the file."""
-        (file,) = turn.plan.files
-        over = json.loads(file.header[8:])["__metadata__"][OVER] or None
-        if set(self.store.children(self.store.saves)) - {turn.plan.save_id}:
+        (file,) = plan.files
+        over = plan.notes[OVER] or None
+        if set(self.store.children(self.store.saves)) - {plan.draft.save_id}:
             self._fence_index()  # the index of another save may be on its way
         self.store.rename(file.name, self.single)
         weights = {"weight_map": {piece.name: self.single for piece in file.pieces}}
@@ -398,14 +320,6 @@ def parse_size(size: int | str) -> int:
     if size <= 0:
         raise ValueError(f"max_shard_size must be positive, not {size}")
     return size
-
-
-def _longest(plan: SavePlan, file: FilePlan, draft: Draft) -> bytes:
-    """The longest possible manifest: every number and digest at full length."""
-    wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
-    written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
-    tree = replace(plan, files=(wide,)).tree([written], draft)
-    return encode_manifest(Manifest("", plan.save_id, {draft.prefix: tree}))
 
 
 def _encode_index(prefix: str, tree: Tree, files: Sequence[FilePlan]) -> bytes:

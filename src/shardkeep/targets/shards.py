@@ -9,16 +9,13 @@ import numpy as np
 
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError, MissingDataError
 from shardkeep.foreign.safetensors import tree_of_safetensors
+from shardkeep.layouts.exchange import MARK, OVER, SAVE, SEAL
 from shardkeep.layouts.safetensors import decode_header, header_length
 from shardkeep.model.digests import check_seal, digest
 from shardkeep.model.document import check_name, decode_manifest, no_duplicates
 from shardkeep.model.manifest import DataFile, Manifest
 from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX
 from shardkeep.stores.base import Store
-
-# Always two marks, so that damage to one of them cannot make our file look like another program's.
-MARK, SEAL, SAVE = "shardkeep", "shardkeep_digest", "shardkeep_save"
-OVER = "shardkeep_over"  # in addition, in a bucket
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""The layouts that `format=` names.
+
+A layout from outside the package is registered under its own name, by which the manifest knows it too:
+
+    register("packed", lambda codec, limit, bucket: PackedLayout(codec))
+"""
+
+from collections.abc import Callable
+
+from shardkeep.layouts.base import Layout
+from shardkeep.layouts.codecs import CODECS, Codec
+from shardkeep.layouts.safetensors import SafetensorsLayout
+from shardkeep.layouts.zarr import ZarrLayout
+from shardkeep.model.document import add_format
+
+Make = Callable[[Codec, int | None, bool], Layout]  # codec, size limit of a file, whether it goes to a bucket
+_made: dict[str, Make] = {
+    "safetensors": lambda codec, limit, bucket: SafetensorsLayout(limit),
+    "zarr": lambda codec, limit, bucket: ZarrLayout(codec, limit, groups=bucket),
+}
+_made["tensorstore"] = _made["zarr"]  # the name on disk, and eFormer's
+
+
+def register(name: str, make: Make) -> None:
+    """Make a layout known as `name`: to `format=`, and to readers of manifests."""
+    _made[name] = make
+    add_format(name)
+
+
+def layout_named(name: str, compression: str | None = None, limit: int | None = None, bucket: bool = False) -> Layout:
+    """The layout for `format=` and `compression=`; `ValueError` if there is none.
+
+    Args:
+        name: `safetensors`, `zarr` (also called `tensorstore`), or one that was registered.
+        compression: None or `zstd`.
+        limit: The size limit of a file in bytes; None without one.
+        bucket: Whether the files go to a bucket.
+    """
+    if compression not in CODECS:
+        raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
+    if name not in _made:
+        names = " or ".join(repr(name) for name in _made if name != "tensorstore")
+        raise ValueError(f"format must be {names}, not {name!r}")
+    layout = _made[name](CODECS[compression], limit, bucket)
+    if layout.codec.name != compression:
+        raise ValueError(f"format={name!r} has no compression; use format='zarr'")
+    return layout

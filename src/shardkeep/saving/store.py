@@ -1,0 +1,239 @@
+"""Storing a snapshot: queue → plan → begin → write → sync → hand in → commit → report.
+
+The snapshot may be of a tree in memory (`save`) or of another checkpoint's arrays (`convert`). Whatever fails, the
+checkpoint is either the old one or the new one.
+"""
+
+import errno
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
+from shardkeep.layouts.base import SavePlan, plan_save
+from shardkeep.layouts.plan import Draft
+from shardkeep.model.manifest import Tree
+from shardkeep.model.metadata import encode_metadata
+from shardkeep.model.reports import SaveReport
+from shardkeep.model.tree import to_json
+from shardkeep.processes.agreement import compare
+from shardkeep.processes.operation import ALONE, Operation
+from shardkeep.runtime.collector import collector
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.priority import priority
+from shardkeep.runtime.progress import Bar, Progress
+from shardkeep.runtime.save_queue import QueueEntry
+from shardkeep.runtime.scopes import Resource, Scope
+from shardkeep.saving.parts import close, describe, hand_in, settle
+from shardkeep.saving.snapshot import NOTHING, Snapshot
+from shardkeep.saving.write import NewFiles, write_files
+from shardkeep.targets.base import Target
+from shardkeep.targets.cleanup import leave
+from shardkeep.targets.transaction import Transaction
+
+
+def store_snapshot(
+    target: Target,
+    snapshot: Snapshot,
+    draft: Draft,
+    *,
+    overwrite: bool,
+    verbose: bool = False,
+    check: Callable[[Tree], None] = lambda _: None,
+) -> SaveReport:
+    """Store a snapshot as this process alone, in the foreground.
+
+    Args:
+        target: Where it goes.
+        snapshot: The leaves and their data.
+        draft: What else is known of the new tree.
+        overwrite: Whether to replace the tree that is already there.
+        verbose: Whether to show a progress bar.
+        check: Called with the tree before it is committed; what it raises prevents the commit.
+    """
+    started = time.perf_counter()
+    with Scope(f"saving to {target.where}") as scope:
+        crew = Crew(target.store.concurrency, more=1)
+        job = SaveJob.prepare(target, draft, ALONE, scope, crew, started, overwrite=overwrite, check=check)
+        job.snapshot = snapshot
+        job.entry.enter()
+        return job.run_with_bar(verbose)
+
+
+@dataclass(eq=False)
+class SaveJob:
+    """One save, from the call to the commit. Its resources are released in the reverse order of `prepare`.
+
+    `checksums`: those of this process, to be added to those in the metadata. `check`: see `store_snapshot`.
+    """
+
+    target: Target
+    draft: Draft
+    operation: Operation
+    entry: QueueEntry
+    transaction: Transaction
+    opened: NewFiles
+    crew: Crew
+    started: float
+    overwrite: bool = False
+    checksums: Mapping[str, str] = field(default_factory=dict[str, str])
+    check: Callable[[Tree], None] = lambda _: None
+    snapshot: Snapshot = NOTHING
+    snapshot_seconds: float = 0.0
+    waits: bool = True  # for the lock, when cleaning up
+    is_tidy: bool = True  # there is nothing to clean up, or this process may not
+
+    @classmethod
+    def prepare(
+        cls,
+        target: Target,
+        draft: Draft,
+        operation: Operation,
+        scope: Scope,
+        crew: Crew,
+        started: float,
+        *,
+        memory: tuple[Resource, ...] = (),
+        overwrite: bool = False,
+        checksums: Mapping[str, str] | None = None,
+        check: Callable[[Tree], None] = lambda _: None,
+    ) -> "SaveJob":
+        """The job with its resources in a scope, `memory` among them: what holds the memory of the snapshot."""
+        job = cls(
+            target=target,
+            draft=draft,
+            operation=operation,
+            entry=QueueEntry(target.where, scope),
+            transaction=Transaction(target, operation.index),
+            opened=NewFiles(),
+            crew=crew,
+            started=started,
+            overwrite=overwrite,
+            checksums=checksums or {},
+            check=check,
+        )
+        # Threads end first: after that nothing uses the files, the memory or the names.
+        for resource in (job.entry, *memory, job, job.transaction, job.opened, job.crew):
+            scope.add(resource)
+        return job
+
+    def release(self) -> None:
+        """Forget the snapshot, and remove the control directory if need be."""
+        self.snapshot = NOTHING  # an error's traceback keeps this object alive; it must not keep the arrays
+        if not self.is_tidy:
+            leave(self.target, self.waits)
+            self.is_tidy = True
+
+    def run_with_bar(self, verbose: bool) -> SaveReport:
+        """The same as `run`, with a progress bar if `verbose`."""
+        if not verbose:
+            return self.run(lambda _: None)
+        with Bar(f"saving {self.target.where}", self.snapshot.nbytes) as progress:
+            return self.run(progress)
+
+    def run(self, progress: Progress) -> SaveReport:
+        """Write and commit, as soon as earlier saves to the target have ended."""
+        target, operation, transaction = self.target, self.operation, self.transaction
+        try:
+            self.entry.wait()
+            clock = [time.perf_counter()]
+            if operation.size > 1 or target.layout.gathers:
+                self._agree()
+            plan = self._reserve()
+            priority.yield_to_training()
+            written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
+            clock.append(time.perf_counter())
+            priority.yield_to_training()
+            target.store.sync([file.name for file in plan.files_of(operation.index)])
+            clock.append(time.perf_counter())
+            gathered = plan.layout.gathers  # then the checksums are in the metadata already
+            everyones, checksums = hand_in(operation, transaction, written, {} if gathered else self.checksums)
+            if checksums:
+                self.draft.metadata["checksum"].update(checksums)
+            if operation.leads:
+                with collector.paused():
+                    tree = plan.tree(everyones)
+                self.check(tree)
+                transaction.commit(tree)
+            total = close(operation, transaction, [sum(file.size for file in everyones), len(everyones)])
+            if not target.keeps_control:
+                leave(target)  # the last one to get here finds no other save running
+            self.is_tidy = True
+            clock.append(time.perf_counter())
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
+        phases = {"snapshot": self.snapshot_seconds, **phases}
+        seconds = self.snapshot_seconds + clock[-1] - clock[0]
+        return SaveReport(target.where, total[0], total[1], seconds, phases, sum(file.size for file in written))
+
+    def _agree(self) -> None:
+        """Make sure that all processes save the same, and tell each other what they need to plan it."""
+        operation = self.operation
+        compare(operation, self._asked())
+        if self.target.layout.gathers:  # files that reserve room for their manifest need the checksums first
+            for some in filter(None, operation.gather(dict(self.checksums))):
+                self.draft.metadata["checksum"].update(some)
+        self.snapshot = settle(operation, self.snapshot)
+
+    def _asked(self) -> Iterator[str]:
+        """The arguments that must be the same on every process, line by line."""
+        draft = self.draft
+        metadata = {key: value for key, value in draft.metadata.items() if key != "timestamp"}  # clocks differ
+        yield f"path {self.target.where}"
+        yield f"prefix {draft.prefix!r}"
+        yield f"format {self.target.layout.describe()}"
+        yield f"overwrite {self.overwrite}"
+        yield f"step {draft.step}"
+        yield f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}"
+        yield f"structure {json.dumps(to_json(draft.skeleton.root))}"
+        yield from describe(self.snapshot)
+
+    def _reserve(self) -> SavePlan:
+        """The plan, with names that the leader has reserved. Its files are the same on every process."""
+        layout, leaves, operation = self.target.layout, self.snapshot.leaves, self.operation
+        self.is_tidy = False
+        if operation.leads:
+            with collector.paused():
+                plan = plan_save(layout, leaves, self.draft)
+            plan = self.transaction.begin(plan, self.overwrite)
+            operation.share([plan.draft.save_id, plan.draft.created, plan.start])
+            return plan
+        save_id, created, start = operation.share()
+        draft = replace(self.draft, save_id=save_id, created=created)
+        with collector.paused():
+            plan = plan_save(layout, () if layout.gathers else leaves, draft).named(start)
+        self.transaction.follow(plan)
+        return plan
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the other processes before removing what was written, and raise the error as one of ours."""
+        said = self._in_our_words(error)
+        self.operation.fail(said)
+        told = isinstance(said, ShardkeepError) and said.told  # by the leader, unless this is the leader
+        self.transaction.leader_gave_up = told
+        self.is_tidy = isinstance(said, AccessError)  # without permission to write, nothing was written
+        # A lost leader may hold the lock; and a user who interrupts a save does not want to wait for it.
+        self.waits = self.operation.leads or told or isinstance(said, OSError)
+        if said is not error:
+            raise said from error
+
+    def _in_our_words(self, error: BaseException) -> BaseException:
+        """An error of another process, or of the operating system, or about a lost process, as one of ours."""
+        attempted = self.transaction.attempted  # then the error says whether it is committed
+        if isinstance(error, OSError) and not attempted and (elsewhere := self.operation.heard()) is not None:
+            return elsewhere
+        if isinstance(error, OSError) and not isinstance(error, ShardkeepError):
+            then = "Nothing was committed; what was there before is intact"
+            if error.errno == errno.ENOSPC:
+                free = self.target.store.free_bytes()
+                then = f"The save needs {self.snapshot.nbytes:,} bytes and {free:,} are free. {then}"
+            return storage_error(error, f"saving to {self.target.where}", then)
+        if isinstance(error, ProcessError) and not error.told:
+            told = ProcessError(f"{error}. {self.transaction.outcome()}")
+            told.record = error.record and {**error.record, "message": str(told)}
+            return told
+        return error
