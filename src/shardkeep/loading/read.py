@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.zarr import read_zarr
+from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
@@ -34,7 +34,7 @@ def read_targets(
 ) -> None:
     """Fill every target, by number of the leaf. Pieces are read in steps: memory beyond the targets fits the budget."""
     crew.run(
-        partial(_read_foreign, reader.store, target, target.leaf.origin.directory, progress)
+        partial(_read_foreign, reader.store, target, progress)
         for target in targets.values()
         if isinstance(target.leaf.origin, ForeignArray)
     )
@@ -60,9 +60,10 @@ def read_targets(
     )  # empty
 
 
-def _read_foreign(store: Store, target: Target, directory: str, progress: Progress) -> None:
+def _read_foreign(store: Store, target: Target, progress: Progress) -> None:
     """An array of another program, which has no pieces."""
-    target.arrays[:] = read_zarr(store, target.leaf, directory, target.regions)
+    array = open_array(store, target.leaf)
+    target.arrays[:] = [array.read(region) for region in target.regions]
     progress(sum(map(target.nbytes, range(len(target.regions)))))
 
 
