@@ -77,7 +77,9 @@ TESTED_ELSEWHERE = {
     "layouts.exchange": "targets/test_exchange.py",
     "model.summaries": "model/test_manifest.py",
     "processes.group": "processes/test_operation.py",
+    "stores.bucket.listing": "stores/bucket/test_store.py",
     "stores.bucket.objects": "stores/bucket/test_store.py",
+    "stores.local.locks": "stores/local/test_store.py",
     "targets.base": "targets/test_transaction.py",
     "targets.cleanup": "targets/test_transaction.py",
 }

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ def test_any_layout_is_read_whole_and_in_part(codec: str, order: str, separator:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("separator", [".", "/"])
 def test_what_is_in_a_bucket_is_fetched_and_then_decoded(codec: str, separator: str, store: LocalStore) -> None:
-    """To the reader a bucket is a store that says it is remote."""
+    """To the reader a bucket is a store without local paths."""
     path = write(store, DATA, (2, 3), codec, separator=separator)
-    store.remote = True
+    store.traits = replace(store.traits, has_paths=False)  # type: ignore[misc]
     assert_same(read(store, leaf(), Region((1, 2), (3, 5)))[0], DATA[1:4, 2:7].copy())
     check(store, leaf())
     (path / separator.join("22")).write_bytes(b"x")

@@ -218,7 +218,7 @@ class _Opened:
         if self._tensor is None:
             context = tensorstore.Context()
             place: dict[str, Any] = {"driver": "file", "path": self._store.locate(self._directory) + os.sep}
-            if self._store.remote:
+            if not self._store.traits.has_paths:
                 place = {"driver": "memory", "path": "array/"}
                 self._memory = tensorstore.KvStore.open(place, context=context).result()
                 self._fetch([ZARRAY])

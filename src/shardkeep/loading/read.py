@@ -41,7 +41,7 @@ def read_targets(
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
-    if not reader.mapped or reader.store.remote:
+    if not reader.mapped or reader.store.traits.costly_requests:
         fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
         alone = _fed_by_one(fetches)
     for step in plan_steps(fetches, limit):
@@ -94,14 +94,14 @@ def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Mapping[int,
         if piece.stored is None and piece.length:
             low, high, key = spans.get(piece.file, (piece.offset, 0, targets[fetch.leaf].leaf.key))
             spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
-            if reader.store.remote:
+            if reader.store.traits.costly_requests:
                 ranges = needed_blocks(fetch, targets[fetch.leaf].leaf)
                 needed.setdefault(piece.file, []).extend(
                     (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
                 )
     maps: Maps = {}
     for number, (low, high, key) in spans.items():
-        if high - low >= _MAP_FROM or reader.store.remote:
+        if high - low >= _MAP_FROM or reader.store.traits.costly_requests:
             mapping = reader.map(number, low, high, key, needed.get(number, ()))
             if mapping is not None:  # else it is read
                 maps[number] = mapping, low
@@ -177,7 +177,7 @@ def _tasks(units: Sequence[_Unit], reader: BlockReader, progress: Progress) -> l
     tasks: list[Task] = []
     size = 0
     files = len({unit.piece.file for unit in units})
-    overhead = _REQUEST * files // max(len(units), 1) if reader.store.remote else 4096
+    overhead = _REQUEST * files // max(len(units), 1) if reader.store.traits.costly_requests else 4096
     for unit in units:
         for first, last in unit.ranges:
             if last - first >= PART // BLOCK:

@@ -79,7 +79,7 @@ def _verify(
     with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
         checks = [_Check(store, tree, show) for tree in trees]
         with Scope(f"checking {place}") as scope:
-            crew = scope.add(Crew(store.concurrency))
+            crew = scope.add(Crew(store.traits.concurrency))
             for check in checks:
                 check.run(crew)
     problems = [problem for check in checks for problem in check.problems]

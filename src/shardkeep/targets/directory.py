@@ -154,7 +154,7 @@ class Directory:
     def names_of(self, tree: Tree) -> set[str]:
         if tree.format != "zarr":
             return {file.name for file in tree.files}
-        return tree.names if self.store.remote else publishing.names_of(tree)
+        return publishing.names_of(tree) if self.store.traits.editable else tree.names
 
     def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
         """Clean names for the first save that claims the prefix, names with the save's id for all others."""
@@ -169,7 +169,7 @@ class Directory:
         names, start, prefix = plan.names, plan.start, plan.draft.prefix
         claims = f"{self.store.control}/claims"
         name = f"{claims}/{hashed(prefix)}"
-        if not self.store.remote:
+        if not self.store.traits.late_requests:
             return self._is_free(names, current) and self.store.claim(name)
         # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
         # will be deleted, nor one that belonged to a tree of another prefix.
@@ -209,7 +209,7 @@ class Directory:
         if not tree.files[0].name.startswith(own_directory(prefix, tree.save_id) + "/"):
             return tree
         name = name_tree(self.where, prefix)
-        if self.store.remote:
+        if self.store.traits.late_requests:
             _warn_once(
                 "a bucket",
                 "%s will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
@@ -243,11 +243,12 @@ class Directory:
         # There is an index only if other programs can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index
-        if has_index and self.store.remote:  # note their versions: they are replaced only if nobody else does so now
+        if has_index and self.store.traits.late_requests:
+            # Note their versions: they are replaced only if nobody else does so now.
             for name in self.companions:
                 self.store.identity(name)
         self.store.replace(MANIFEST, encode_manifest(manifest))
-        if has_index and self.store.remote:
+        if has_index and self.store.traits.late_requests:
             self._update_companions(manifest)
         return MANIFEST
 
@@ -263,10 +264,10 @@ class Directory:
             log.warning("%s is saved, but %s is not up to date (%s)", self.where, publishing.indexes(), error)
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
-        if not self.store.remote and after is not None and self._is_published(after):
+        if self.store.traits.editable and after is not None and self._is_published(after):
             return publishing.retire(self.store, names, before, after)
         if names:
-            self.store.remove(names) if self.store.remote else publishing.remove(self.store, names)
+            publishing.remove(self.store, names) if self.store.traits.editable else self.store.remove(names)
         return True
 
     def _is_published(self, manifest: Manifest) -> bool:

@@ -17,7 +17,7 @@ from shardkeep.foreign.registry import COMPANIONS
 from shardkeep.layouts.zarr import GROUP, ZARRAY, ZGROUP, groups_above
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.priority import priority
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import EditableStore, Store, is_editable
 
 log = logging.getLogger("shardkeep")
 
@@ -119,6 +119,7 @@ def retire(store: Store, names: Collection[str], before: Manifest | None, after:
     remove(store, names)
     if not todo and not any(is_listed):
         return True
+    assert is_editable(store), "only there are trees published"
     try:
         _publish(store, todo, after)
         for name, document in documents:
@@ -179,7 +180,7 @@ def _is_our_group(store: Store, name: str) -> bool:
     return False
 
 
-def _publish(store: Store, trees: Sequence[Tree], manifest: Manifest) -> None:
+def _publish(store: EditableStore, trees: Sequence[Tree], manifest: Manifest) -> None:
     """Give these trees their clean names, durably, and make the groups above them."""
     links = [pair for tree in trees for pair in tree.clean_names.items()]
     try:
@@ -198,7 +199,7 @@ def _publish(store: Store, trees: Sequence[Tree], manifest: Manifest) -> None:
         store.sync([*(clean for clean, _ in links), *made])
 
 
-def _make_groups(store: Store, names: Iterable[str]) -> list[str]:
+def _make_groups(store: EditableStore, names: Iterable[str]) -> list[str]:
     """Make the groups that are missing, as links to a single file, and return their names."""
     made: list[str] = []
     for name in sorted(names, key=len):

@@ -184,8 +184,8 @@ class _Search:
             if len(names) > _MOST_KEPT:
                 self._found.pop(name, None)
 
-        if self.store.remote:
-            run_tasks([lambda name=name: read(name) for name in names], self.store.concurrency)
+        if self.store.traits.costly_requests:
+            run_tasks([lambda name=name: read(name) for name in names], self.store.traits.concurrency)
         else:
             for name in names:
                 read(name)
