@@ -26,7 +26,7 @@ from shardkeep.foreign.zarr import describe
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.model.digests import digest, seal
 from shardkeep.model.perprocess import PerProcessRows
-from shardkeep.runtime.memory import aligned_empty
+from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import Exchange

@@ -208,8 +208,8 @@ shutil.rmtree(room)
 def leaks(seconds: float = 5.0) -> list[str]:
     """What calls that are over still hold, once threads that are ending have ended."""
     from shardkeep.runtime import save_queue, scopes
+    from shardkeep.runtime.budget import budget
     from shardkeep.runtime.collector import collector
-    from shardkeep.runtime.memory import budget
     from shardkeep.saving import callbacks
     from shardkeep.stores.local import locks as local
 

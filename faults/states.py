@@ -18,8 +18,7 @@ import numpy as np
 import shardkeep
 from multiprocess.inside import arrays_of, mesh_over, values_of
 from shardkeep.cli.main import main
-from shardkeep.processes import operation as processes
-from shardkeep.runtime.memory import budget
+from shardkeep.runtime.budget import budget
 
 for _name in shardkeep.__all__:  # imported now: children are under fault, or another user
     getattr(shardkeep, _name)
@@ -127,7 +126,7 @@ def save_together(index: int, port: int, path: str, number: int, format: Any) ->
     place = f"127.0.0.1:{port}"
     jax.distributed.initialize(place, 2, index, coordinator_bind_address=place)
     tree = arrays_of(values_of(number), mesh_over((2, 2)), 1)
-    os.environ[processes.SILENCE] = "2"
+    os.environ["SHARDKEEP_PROCESS_SILENCE"] = "2"
     shardkeep.save(path, tree, format=format, overwrite=True)
 
 

@@ -21,7 +21,6 @@ from faults.spawner import Spawner
 from faults.sweep import Violation, left_overs
 from multiprocess.cluster import Outcome, run_cluster
 from servers.gcs import GCSServer
-from shardkeep.stores.bucket import leases
 
 _LEASE = 2.0  # seconds, in this process, which looks after what the others left
 _WORKERS = 3
@@ -160,17 +159,15 @@ def run(quick: bool) -> Iterator[Result]:
 @contextmanager
 def scene() -> Iterator[Callable[[Spawner | None, Point], None]]:
     """What checks one point: with a bucket of its own, and a short lease in this process."""
-    before = leases.LEASE, os.environ.get("STORAGE_EMULATOR_HOST")
+    before = dict(os.environ)
     numbers = itertools.count()
     with GCSServer() as server:
-        leases.LEASE, os.environ["STORAGE_EMULATOR_HOST"] = _LEASE, server.url
+        os.environ["SHARDKEEP_LEASE"], os.environ["STORAGE_EMULATOR_HOST"] = str(_LEASE), server.url
         try:
             yield lambda _, point: _check(point, server, next(numbers))
         finally:
-            leases.LEASE = before[0]
-            os.environ.pop("STORAGE_EMULATOR_HOST")
-            if before[1] is not None:
-                os.environ["STORAGE_EMULATOR_HOST"] = before[1]
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _check(point: Point, server: GCSServer, number: int) -> None:

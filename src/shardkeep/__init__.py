@@ -46,7 +46,7 @@ if _typing.TYPE_CHECKING:
     from shardkeep.model.nodes import OpaqueNode
     from shardkeep.model.perprocess import PerProcess
     from shardkeep.model.reports import Problem, SaveReport, VerifyReport
-    from shardkeep.runtime.memory import set_memory_budget
+    from shardkeep.runtime.budget import set_memory_budget
     from shardkeep.saving.pending import PendingSave
     from shardkeep.saving.save import save, save_async
 
@@ -141,7 +141,7 @@ _HOMES = {
     "load": "loading.load",
     "save": "saving.save",
     "save_async": "saving.save",
-    "set_memory_budget": "runtime.memory",
+    "set_memory_budget": "runtime.budget",
     "verify": "loading.verify",
 }
 

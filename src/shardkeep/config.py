@@ -1,1 +1,104 @@
-"""Every setting of the library: its default, the environment variable that changes it, and the reason for both."""
+"""Every setting of the library, in one place, with the reason for its value.
+
+The settings that users can change are environment variables, read by `read` when a call needs them, so that a program
+can set them at any time before the call. docs/configuration.md explains them.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Setting(NamedTuple, Generic[Value]):
+    """A setting that an environment variable changes.
+
+    Attributes:
+        variable: The name of the environment variable.
+        default: The value if the variable is not set.
+        parse: The value that a text stands for. Raises ValueError if it stands for none.
+        allowed: What the variable may contain, for the error message.
+        reason: Why the default is what it is.
+    """
+
+    variable: str
+    default: Value
+    parse: Callable[[str], Value]
+    allowed: str
+    reason: str
+
+
+def read(setting: Setting[Value]) -> Value:
+    """The current value of a setting. Raises ValueError if its variable contains something that is not allowed."""
+    text = os.environ.get(setting.variable)
+    if text is None:
+        return setting.default
+    try:
+        return setting.parse(text)
+    except ValueError:
+        raise ValueError(f"{setting.variable} must be {setting.allowed}, not {text!r}") from None
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:  # NaN too
+        raise ValueError
+    return seconds
+
+
+def _finite_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds == float("inf"):
+        raise ValueError
+    return seconds
+
+
+def _bytes(text: str) -> int | None:
+    if not text:
+        return None
+    nbytes = int(text)
+    if nbytes <= 0:
+        raise ValueError
+    return nbytes
+
+
+MEMORY_BUDGET = Setting[int | None](
+    "SHARDKEEP_MEMORY_BUDGET",
+    None,
+    _bytes,
+    "a number of bytes greater than 0",
+    "None stands for half of the memory that is free when the limit is first needed: a snapshot is as large as the "
+    "state, and the training loop needs memory too.",
+)
+LEASE = Setting(
+    "SHARDKEEP_LEASE",
+    60.0,
+    _finite_seconds,
+    "a finite number of seconds greater than 0",
+    "A lease is renewed every quarter of this time, so three renewals may fail before a save that is alive is taken "
+    "for dead; and the next save waits no longer than this for the lock of one that died.",
+)
+PROCESS_SILENCE = Setting(
+    "SHARDKEEP_PROCESS_SILENCE",
+    20.0,
+    _seconds,
+    "a number of seconds greater than 0",
+    "Heartbeats come every second. A process that compiles or collects garbage misses some, but hardly twenty.",
+)
+PROCESS_DEADLINE = Setting(
+    "SHARDKEEP_PROCESS_DEADLINE",
+    300.0,
+    _seconds,
+    "a number of seconds greater than 0",
+    "Processes of one job reach the same call within a step, but the first step may compile for minutes.",
+)
+DEBUG = Setting(
+    "SHARDKEEP_DEBUG",
+    False,
+    bool,
+    "anything; if it is not empty, tracebacks are printed",
+    "The message says what to do; the traceback is for whoever looks for a bug in shardkeep.",
+)
+
+SETTINGS = (MEMORY_BUDGET, LEASE, PROCESS_SILENCE, PROCESS_DEADLINE, DEBUG)

@@ -9,7 +9,6 @@ import pytest
 import shardkeep
 from buckets.fixtures import Place
 from cli.commands import DEAD, Run
-from shardkeep.stores.bucket import leases
 from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern, record
 
@@ -48,7 +47,7 @@ def test_every_command_takes_a_bucket(
         store.write_new("dead.safetensors", 3, [memoryview(b"abc")])
     assert run("clean", url, "--yes").code == 0
     assert "run/step_1/dead.safetensors" in place.names(), "its save may be alive"
-    monkeypatch.setattr(leases, "LEASE", 1.0)
+    monkeypatch.setenv("SHARDKEEP_LEASE", "1.0")
     time.sleep(2.5)  # the server counts whole seconds
     assert "dead.safetensors" in run("clean", url, "--yes").out
     assert "run/step_1/dead.safetensors" not in place.names()

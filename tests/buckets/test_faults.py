@@ -15,7 +15,7 @@ from buckets.fixtures import Both, Place
 from buckets.writers import Keeper, number_at, tree
 from servers.gcs import GCSServer
 from servers.proxy import Fault
-from shardkeep.stores.bucket import credentials, leases, objects
+from shardkeep.stores.bucket import credentials, objects
 from shardkeep.stores.bucket import store as cloud
 from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern
@@ -216,7 +216,7 @@ def test_a_manifest_in_doubt_keeps_its_data_until_the_lease_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The request got lost, it seems, so the save fails; then it arrives after all, and must find its data."""
-    monkeypatch.setattr(leases, "LEASE", 2.0)
+    monkeypatch.setenv("SHARDKEEP_LEASE", "2.0")
     with GCSServer() as server, Keeper(server.url) as keeper:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", keeper.url)
         path = "gs://bucket/run"

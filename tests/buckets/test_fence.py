@@ -16,7 +16,7 @@ from servers.gcs import GCSServer
 from servers.proxy import Fault, Proxy
 from shardkeep.catalog import find, new_target
 from shardkeep.converting.survey import survey
-from shardkeep.stores.bucket import credentials, leases, objects
+from shardkeep.stores.bucket import credentials, objects
 from shardkeep.stores.location import location, store_at
 from shardkeep.targets.cleanup import fence
 from shardkeep.targets.exchange import Exchange
@@ -156,7 +156,7 @@ def test_of_two_that_both_hold_the_lock_one_replaces_a_single_file(
     kept: tuple[Place, Keeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is alive, but its renewals of the lock do not arrive, nor does its file until the other has saved."""
-    monkeypatch.setattr(leases, "LEASE", 2.0)
+    monkeypatch.setenv("SHARDKEEP_LEASE", "2.0")
     place, keeper = kept
     path = f"{place.url}/model.safetensors"
     shardkeep.save(path, tree(1))

@@ -25,7 +25,7 @@ from shardkeep.eformer.gathering import (
     reshard,
     to_host,
 )
-from shardkeep.runtime.memory import Claim
+from shardkeep.runtime.budget import Claim
 from shardkeep.runtime.scopes import Scope
 from support import Point, assert_same, bits, mesh_of
 

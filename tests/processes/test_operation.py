@@ -15,6 +15,7 @@ import pytest
 from jax._src import distributed
 
 from multiprocess.service import everywhere, groups, pausable
+from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE
 from shardkeep.errors import CheckpointExistsError, ProcessError
 from shardkeep.processes import group
 from shardkeep.processes import operation as processes
@@ -25,7 +26,7 @@ from shardkeep.processes.operation import ALONE, Operation, join
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_BEAT", 0.05)
-    monkeypatch.setenv(group.DEADLINE, "20")
+    monkeypatch.setenv(PROCESS_DEADLINE.variable, "20")
 
 
 def member(monkeypatch: pytest.MonkeyPatch, one: Group) -> None:
@@ -86,7 +87,7 @@ def test_the_first_error_of_a_process_is_the_one_that_others_hear(three: list[Gr
 
 
 def test_an_operation_may_say_later_what_it_does(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(group.DEADLINE, "0.3")
+    monkeypatch.setenv(PROCESS_DEADLINE.variable, "0.3")
 
     def work(operation: Operation) -> object:
         operation.specify("saving to /here/lonely")
@@ -143,7 +144,7 @@ def test_what_others_met_is_heard_without_waiting(three: list[Group]) -> None:
 
 
 def test_those_who_never_call_are_named(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(group.DEADLINE, "0.3")
+    monkeypatch.setenv(PROCESS_DEADLINE.variable, "0.3")
     (error,) = everywhere(three[:1], lambda o: o.gather(1), "saving to lonely")
     assert isinstance(error, ProcessError)
     assert "processes 1, 2 did not make this call within 0.3 s" in str(error)
@@ -152,7 +153,7 @@ def test_those_who_never_call_are_named(three: list[Group], monkeypatch: pytest.
 
 
 def test_a_late_one_is_told_that_it_was_given_up(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(group.DEADLINE, "0.3")
+    monkeypatch.setenv(PROCESS_DEADLINE.variable, "0.3")
 
     def work(operation: Operation) -> object:
         operation.gather(1)
@@ -176,7 +177,7 @@ def test_a_late_one_is_told_that_it_was_given_up(three: list[Group], monkeypatch
 
 def test_silence_is_death_and_slowness_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with groups(2) as two:
-        monkeypatch.setenv(group.SILENCE, "0.6")
+        monkeypatch.setenv(PROCESS_SILENCE.variable, "0.6")
 
         def slow(operation: Operation) -> object:
             if operation.index == 1:
@@ -241,7 +242,7 @@ def test_records_of_errors_are_json(three: list[Group]) -> None:
     everywhere([three[0], three[2]], lambda o: None)
 
 
-@pytest.mark.parametrize("variable", [group.SILENCE, group.DEADLINE])
+@pytest.mark.parametrize("variable", [PROCESS_SILENCE.variable, PROCESS_DEADLINE.variable])
 @pytest.mark.parametrize("text", ["soon", "", "0", "-1", "nan"])
 def test_a_limit_that_is_no_time_is_refused_by_all(
     three: list[Group], monkeypatch: pytest.MonkeyPatch, variable: str, text: str
@@ -258,19 +259,19 @@ def test_a_process_is_given_up_after_the_silence_that_was_set(monkeypatch: pytes
         two[1]._over.set()
         two[1]._alive.join()
         for silence in ("0.4", "1.5"):
-            monkeypatch.setenv(group.SILENCE, silence)
+            monkeypatch.setenv(PROCESS_SILENCE.variable, silence)
             started = time.monotonic()
             leader, _ = everywhere(two, lambda o: o.gather(1) if o.leads else None)
             assert isinstance(leader, ProcessError)
             assert f"process 1 has sent no heartbeat for {silence} s" in str(leader)
             assert "has not released the GIL" in str(leader)
-            assert group.SILENCE in str(leader)
+            assert PROCESS_SILENCE.variable in str(leader)
             assert float(silence) < time.monotonic() - started < float(silence) + 5
 
 
 def test_one_that_takes_part_and_never_gives_a_sign_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that dies at its very first call."""
-    monkeypatch.setenv(group.SILENCE, "0.4")
+    monkeypatch.setenv(PROCESS_SILENCE.variable, "0.4")
     with groups(2) as two:
         silent = Group(two[1].client, 1, 2)
         two[1]._over.set()
@@ -285,7 +286,7 @@ def test_time_in_which_this_process_was_stopped_is_nobodys_silence(
     three: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All processes of a job may be stopped and continued together."""
-    monkeypatch.setenv(group.SILENCE, "2")
+    monkeypatch.setenv(PROCESS_SILENCE.variable, "2")
     watch = group.Watch(three[0], "saving to x", silence=2.0, deadline=2.0)
     began = time.monotonic()
     while time.monotonic() - began < 1:
@@ -297,7 +298,7 @@ def test_time_in_which_this_process_was_stopped_is_nobodys_silence(
 
 def test_a_stopped_service_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call waits as long as was set, the next ones do not; what could not be said is said later."""
-    monkeypatch.setenv(group.SILENCE, "1.5")
+    monkeypatch.setenv(PROCESS_SILENCE.variable, "1.5")
     before = threading.active_count()
     with pausable() as (one, stop, go_on):
         with Operation("saving to x", one) as operation:

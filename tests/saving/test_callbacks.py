@@ -18,7 +18,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 
 import shardkeep
 from shardkeep.eformer.manager import AsyncCheckpointManager
-from shardkeep.runtime.memory import budget
+from shardkeep.runtime.budget import budget
 from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.saving.callbacks import Callback, _entered, is_inside_callback

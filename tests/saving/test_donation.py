@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.runtime.memory import Shard
+from shardkeep.runtime.hostmemory import Shard
 from shardkeep.saving import donation
 from shardkeep.saving.donation import Donations, donations
 from shardkeep.stores.location import location, store_at

@@ -19,7 +19,7 @@ import pytest
 
 import shardkeep
 from faults.spawner import MODES, Pause, shim
-from shardkeep.runtime.memory import budget
+from shardkeep.runtime.budget import budget
 from shardkeep.runtime.save_queue import QueueEntry, _queue
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.pending import BackgroundSave, PendingSave
@@ -365,11 +365,11 @@ class TestMemoryBudget:
         assert budget.used == 0
 
     def test_the_budget_comes_from_the_environment(self, program: Program) -> None:
-        process = program.start("from shardkeep.runtime.memory import budget; print(budget.limit)")
+        process = program.start("from shardkeep.runtime.budget import budget; print(budget.limit)")
         assert int(process.communicate(timeout=40)[0]) > 1 << 20
         os.environ["SHARDKEEP_MEMORY_BUDGET"] = "12345"
         try:
-            process = program.start("from shardkeep.runtime.memory import budget; print(budget.limit)")
+            process = program.start("from shardkeep.runtime.budget import budget; print(budget.limit)")
             assert process.communicate(timeout=40)[0] == "12345\n"
         finally:
             del os.environ["SHARDKEEP_MEMORY_BUDGET"]

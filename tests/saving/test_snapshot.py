@@ -1,8 +1,5 @@
-"""The snapshot: canaries for what it relies on in JAX, what it copies, and the memory it may hold."""
+"""The snapshot: canaries for what it relies on in JAX, and what it copies."""
 
-import logging
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import shardkeep
 from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.tree import flatten
 from shardkeep.runtime.crew import Crew
-from shardkeep.runtime.memory import Claim, MemoryBudget, aligned_empty, available_memory
+from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import snapshot as staging
 from shardkeep.saving.donation import Staging
@@ -143,98 +140,6 @@ class TestSnapshot:
         snapshot = _snapshot({"key": jax.random.key(3)})
         assert isinstance(snapshot.leaves[0].origin, PrngKeys)
         assert np.array_equal(snapshot.shards[0].data, jax.random.key_data(jax.random.key(3)))
-
-
-class TestMemory:
-    @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4096, 1_000_003, (2 << 20) - 1, 2 << 20, (3 << 20) + 7])
-    def test_aligned_memory_is_aligned_writable_and_of_the_size_asked_for(self, nbytes: int) -> None:
-        memory = aligned_empty(nbytes)
-        assert memory.shape == (nbytes,)
-        assert nbytes == 0 or memory.ctypes.data % 64 == 0
-        memory[:] = 7
-        assert memory.flags.writeable
-        assert (memory == 7).all()
-
-    def test_two_pieces_of_memory_do_not_overlap(self) -> None:
-        a, b = aligned_empty(1000), aligned_empty(1000)
-        a[:], b[:] = 1, 2
-        assert (a == 1).all()
-
-    def test_available_memory_is_that_of_the_machine_or_the_container(self) -> None:
-        text = Path("/proc/meminfo").read_text()
-        total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal"))
-        assert 64 << 20 <= available_memory() <= total
-
-
-class TestBudget:
-    def test_what_fits_is_taken_at_once_and_what_does_not_waits(self, caplog: pytest.LogCaptureFixture) -> None:
-        budget = MemoryBudget()
-        budget.set(100)
-        scope = Scope("a test")
-        first, second = Claim(budget, scope), Claim(budget, scope)
-        first.take(60, "the first")
-        second.take(40, "the second")
-        taken = threading.Event()
-
-        def take() -> None:
-            Claim(budget, Scope("a test")).take(50, "the third")
-            taken.set()
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        time.sleep(0.05)
-        assert not taken.is_set()
-        second.release()
-        time.sleep(0.05)
-        assert not taken.is_set()
-        first.release()
-        first.release()
-        thread.join(5)
-        assert taken.is_set()
-        waits = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert waits == ["the third is waiting for memory: earlier saves hold 100 of the budget of 100 bytes"]
-
-    def test_more_than_the_budget_goes_alone(self) -> None:
-        budget = MemoryBudget()
-        budget.set(100)
-        all_of_it = Claim(budget, Scope("a test"))
-        all_of_it.take(1000, "all")
-        all_of_it.release()
-        assert budget.used == 0
-
-    def test_a_larger_budget_wakes_those_who_wait(self) -> None:
-        budget = MemoryBudget()
-        budget.set(100)
-        Claim(budget, Scope("a test")).take(100, "first")
-        thread = threading.Thread(target=lambda: Claim(budget, Scope("a test")).take(100, "second"))
-        thread.start()
-        time.sleep(0.02)
-        budget.set(1000)
-        thread.join(5)
-        assert not thread.is_alive()
-
-    @pytest.mark.parametrize("nbytes", [0, -1])
-    def test_a_budget_must_be_positive(self, nbytes: int) -> None:
-        with pytest.raises(ValueError, match="must be positive"):
-            shardkeep.set_memory_budget(nbytes)
-
-    def test_the_default_is_half_of_what_is_free(self) -> None:
-        budget = MemoryBudget()
-        budget.set(5)
-        budget.set(None)
-        assert 0.2 < budget.limit / available_memory() < 0.8
-
-    def test_a_small_budget_bounds_a_load_and_changes_nothing_in_it(self, tmp_path: Path) -> None:
-        tree = {"w": jnp.arange(1 << 19, dtype=jnp.float32), "b": [np.arange(1000 * i) for i in range(5)]}
-        shardkeep.save(tmp_path / "run", tree)
-        shardkeep.set_memory_budget(1)
-        try:
-            for mmap in (True, False):
-                loaded = shardkeep.load(tmp_path / "run", mmap=mmap)  # type: ignore[arg-type]
-                assert np.array_equal(np.asarray(loaded["w"]), np.asarray(tree["w"]))
-                assert all(np.array_equal(a, b) for a, b in zip(loaded["b"], tree["b"], strict=True))
-        finally:
-            shardkeep.set_memory_budget(None)
 
 
 @pytest.mark.parametrize("devices", [range(8), [3, 1, 7, 5, 0, 2, 4, 6]])

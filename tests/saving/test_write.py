@@ -24,7 +24,7 @@ from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import BLOCK, digest
 from shardkeep.model.tree import Skeleton
 from shardkeep.runtime.crew import Crew
-from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, lay_out
+from shardkeep.runtime.hostmemory import PAGE, Shard, aligned_empty, lay_out
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import write as writing
 from shardkeep.saving.snapshot import Snapshot

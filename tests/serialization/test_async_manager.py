@@ -26,7 +26,7 @@ import shardkeep
 from dtypes import JAX
 from shardkeep import PendingSave
 from shardkeep.runtime import progress
-from shardkeep.runtime.memory import Claim, budget
+from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.scopes import Scope
 from shardkeep.serialization import AsyncCheckpointManager
 from support import Dense, Keyed, Point, Unkeyed, assert_same, bits, mesh_of, run_python

@@ -6,7 +6,6 @@ import pytest
 
 from buckets.fixtures import Place, _alone, place  # noqa: F401
 from shardkeep.stores.base import is_editable
-from shardkeep.stores.bucket import leases
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.stores.location import Location, location, store_at
 from stores.conformance import EditableStoreTests, Make, StoreTests
@@ -21,7 +20,7 @@ class TestLocalStore(EditableStoreTests):
 class TestBucketStore(StoreTests):
     @pytest.fixture
     def make(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> Make:
-        monkeypatch.setattr(leases, "LEASE", 2.0)
+        monkeypatch.setenv("SHARDKEEP_LEASE", "2")
         return lambda: store_at(location(place.url))
 
 

@@ -19,7 +19,6 @@ from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from shardkeep.catalog import find
 from shardkeep.stores.base import Store
-from shardkeep.stores.bucket import leases
 from shardkeep.stores.location import location, store_at
 from shardkeep.targets.running import explain_unfinished, now, record_lines, recorded_names, unfinished_saves
 from support import FORMATS, hold
@@ -183,7 +182,7 @@ def test_a_probe_changes_nothing_and_needs_no_right_to_write(spawner: Spawner) -
 
 def test_in_a_bucket_too(watched: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a save that died cannot be told from one that is running until its lease is over."""
-    monkeypatch.setattr(leases, "LEASE", 2.0)
+    monkeypatch.setenv("SHARDKEEP_LEASE", "2.0")
     path = f"{watched.url}/run"
     watched.inject("delay", "PUT", "leaf3", times=10, seconds=60)
     with Writer.hire() as writer:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardkeep.cli.parser import BROKEN_PIPE, ERROR, INTERRUPTED, make_parser
+from shardkeep.config import DEBUG, read
 from shardkeep.errors import ShardkeepError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from shardkeep.converting.usage import UsageError
 
     output = Output(arguments.json)
-    debug = arguments.debug or bool(os.environ.get("SHARDKEEP_DEBUG"))
+    debug = arguments.debug or read(DEBUG)
     try:
         code = _COMMANDS[arguments.command](arguments, output)
         sys.stdout.flush()

@@ -28,7 +28,7 @@ from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, 
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
-from shardkeep.runtime.memory import Shard
+from shardkeep.runtime.hostmemory import Shard
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Mapping

@@ -14,7 +14,8 @@ from shardkeep.loading.moving import move, stays_numpy, take_rows
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader
-from shardkeep.runtime.memory import Claim, available_memory, budget
+from shardkeep.runtime.budget import Claim, budget
+from shardkeep.runtime.hostmemory import available_memory
 from shardkeep.runtime.progress import Bar
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.snapshot import is_prng_dtype

@@ -21,7 +21,7 @@ from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.memory import PAGE, file_order
+from shardkeep.runtime.hostmemory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
 FILE_LIMIT = 8 << 30

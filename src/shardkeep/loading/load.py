@@ -25,9 +25,9 @@ from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.collectives import send_from_leader
 from shardkeep.processes.operation import ALONE, LEADER, Operation, join
+from shardkeep.runtime.budget import budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
-from shardkeep.runtime.memory import budget
 from shardkeep.runtime.progress import Bar
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import CONTROL, Store

@@ -11,7 +11,7 @@ from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.runtime.crew import Crew, Task
-from shardkeep.runtime.memory import ALIGN, Slabs, address_of
+from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Mapping as MappedFile
 from shardkeep.stores.base import Store

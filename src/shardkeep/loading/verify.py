@@ -15,7 +15,7 @@ from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.runtime.crew import Crew, Task
-from shardkeep.runtime.memory import aligned_empty
+from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store

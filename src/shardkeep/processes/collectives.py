@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from shardkeep.errors import ProcessError
 from shardkeep.model.arrays import Array, Region, common_slices
 from shardkeep.processes.assignment import share_out
-from shardkeep.runtime.memory import aligned_empty
+from shardkeep.runtime.hostmemory import aligned_empty
 
 _SENT = 64 << 20  # bytes that go through one collective
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import threading
 import time
 import weakref
@@ -11,14 +10,13 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE
 from shardkeep.errors import ProcessError
 from shardkeep.jaxapi import delete_keys, get_key, list_keys, service_error, set_key
 from shardkeep.runtime.calls import Calls, Unanswered
 
 LEADER = 0
 ROOT = "shardkeep"  # the start of all keys
-SILENCE, DEADLINE = "SHARDKEEP_PROCESS_SILENCE", "SHARDKEEP_PROCESS_DEADLINE"
-DEFAULTS = {SILENCE: 20.0, DEADLINE: 300.0}
 _BEAT = 1.0
 _LAST_WORDS = 2.0  # seconds: the time limit for final messages
 _KEPT, _KEPT_SECONDS = 64, 5.0  # how many finished operations keep their keys, and how long, for late processes
@@ -32,7 +30,7 @@ class Group:
 
     def __init__(self, client: Any, index: int, size: int) -> None:
         self.client, self.index, self.size = client, index, size
-        self.patience = DEFAULTS[SILENCE]
+        self.patience = PROCESS_SILENCE.default
         self.forked = False
         self.unsaid: deque[tuple[str, str]] = deque()  # messages to be sent as soon as the service answers again
         self._calls = Calls("shardkeep-calls")
@@ -90,7 +88,7 @@ class Group:
         except Unanswered as error:
             raise ProcessError(
                 f"JAX's coordination service has not answered for {error.seconds:.0f} s: process {LEADER}, which "
-                f"usually runs it, has died or is stopped ({SILENCE} sets the time limit)"
+                f"usually runs it, has died or is stopped ({PROCESS_SILENCE.variable} sets the time limit)"
             ) from error
         except service_error() as error:
             raise ProcessError(
@@ -187,24 +185,10 @@ class Watch:
         return None
 
 
-def seconds_of(variable: str) -> float:
-    """The value of an environment variable in seconds, or its default."""
-    text = os.environ.get(variable)
-    if text is None:
-        return DEFAULTS[variable]
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{variable} must be a number of seconds greater than 0, not {text!r}")
-    return seconds
-
-
 def _silent(process: int, seconds: float) -> str:
     return (
         f"process {process} has sent no heartbeat for {seconds:g} s: it has died, is stopped, or has not released "
-        f"the GIL, as in a long call into C ({SILENCE} sets the time limit)"
+        f"the GIL, as in a long call into C ({PROCESS_SILENCE.variable} sets the time limit)"
     )
 
 
@@ -218,7 +202,7 @@ def _absent(processes: list[int], what: str, deadline: float) -> ProcessError:
     names = ", ".join(map(str, processes))
     error = ProcessError(
         f"{what}: process{'es' if len(processes) > 1 else ''} {names} did not make this call within {deadline:g} s. "
-        f"Every process must make it, not only process {LEADER} ({DEADLINE} sets the time limit)"
+        f"Every process must make it, not only process {LEADER} ({PROCESS_DEADLINE.variable} sets the time limit)"
     )
     error.record = {
         "process": processes[0],

@@ -20,9 +20,10 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
 from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
 from shardkeep.jaxapi import Membership, membership, present_client
-from shardkeep.processes.group import DEADLINE, LEADER, SILENCE, Group, Watch, doing, seconds_of
+from shardkeep.processes.group import LEADER, Group, Watch, doing
 
 _PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
 
@@ -60,7 +61,7 @@ class Operation:
         self._keys, self.over = group.next_keys(), False
         while not self.leads and group.was_given_up(self._keys, self.index, self.what):
             self._keys = group.next_keys()
-        self._silence, self._deadline = seconds_of(SILENCE), seconds_of(DEADLINE)
+        self._silence, self._deadline = read(PROCESS_SILENCE), read(PROCESS_DEADLINE)
         group.patience = self._silence
         group.enter(self, self.what, self._keys)
 
@@ -170,7 +171,7 @@ class Operation:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not self.over:
             self.fail(error)
-        self.close()
+        self.over = True
 
     def __del__(self) -> None:
         # Interrupted before it was entered as a context: the other processes must not wait for it.

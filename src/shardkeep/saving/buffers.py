@@ -16,7 +16,7 @@ import jax
 
 from shardkeep.jaxapi import COMPUTING, file_in_jax, frames_of, traceback_of
 from shardkeep.model.arrays import Array
-from shardkeep.runtime.memory import PAGE, Shard, address_of
+from shardkeep.runtime.hostmemory import PAGE, Shard, address_of
 
 _LARGE = 1 << 20  # memory of XLA this large almost never starts on a page boundary; smaller blocks sometimes do
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep

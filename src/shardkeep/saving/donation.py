@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from shardkeep.model.arrays import Array
+from shardkeep.runtime.budget import budget
 from shardkeep.runtime.crew import Crew, Task
-from shardkeep.runtime.memory import PAGE, Shard, aligned_empty, budget, lay_out, release_freed
+from shardkeep.runtime.hostmemory import PAGE, Shard, aligned_empty, lay_out, release_freed
 
 _COPY_FROM = 64 << 20  # below this size, allocating new memory is fast enough
 _WATCHED = 4

@@ -22,9 +22,9 @@ from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Leaf, flatten
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import Operation, join
+from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
-from shardkeep.runtime.memory import Claim, budget
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Bar
 from shardkeep.runtime.scopes import Resource, Scope

@@ -30,7 +30,7 @@ from shardkeep.processes.assignment import share_out
 from shardkeep.processes.collectives import gather_array, gather_bytes, gather_lengths
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.forks import refuse_without_jax
-from shardkeep.runtime.memory import Shard
+from shardkeep.runtime.hostmemory import Shard
 from shardkeep.saving.buffers import shards_of
 from shardkeep.saving.donation import Staging
 

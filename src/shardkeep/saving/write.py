@@ -16,7 +16,7 @@ from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task
-from shardkeep.runtime.memory import PAGE, Shard, address_of, aligned_empty
+from shardkeep.runtime.hostmemory import PAGE, Shard, address_of, aligned_empty
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot

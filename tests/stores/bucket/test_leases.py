@@ -17,7 +17,6 @@ import pytest
 import shardkeep
 from buckets.fixtures import Place, gcs_server, make_place, s3_server
 from buckets.writers import Keeper, Writer, number_at, tree, until
-from shardkeep.stores.bucket import leases
 from shardkeep.stores.bucket import store as cloud
 from support import hold
 
@@ -196,7 +195,7 @@ def ended() -> Ended:
     Writers go through a proxy of their own, which keeps requests back or makes them late; this process does not.
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(leases, "LEASE", 2.0)
+        patch.setenv("SHARDKEEP_LEASE", "2.0")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         for made in (make_place("gs"), make_place("s3")):
             for name, value in made.environment().items():

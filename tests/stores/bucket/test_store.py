@@ -196,7 +196,7 @@ class TestLeases:
 
     def test_no_two_renewals_are_the_same(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         """S3 tells states apart by their bytes: without that a renewed record could be taken over."""
-        monkeypatch.setattr(leases, "LEASE", 0.4)
+        monkeypatch.setenv("SHARDKEEP_LEASE", "0.4")
         held = hold(store_of(place), "record", b"[]")
         seen: dict[bytes, float] = {}
         deadline = time.monotonic() + 5
@@ -209,7 +209,7 @@ class TestLeases:
     def test_a_held_record_is_not_taken_over_and_a_dead_one_is(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leases, "LEASE", 1.0)
+        monkeypatch.setenv("SHARDKEEP_LEASE", "1.0")
         live = hold(store_of(place), "live", b'["a"]')
         dead = hold(store_of(place), "dead", b'["b"]')
         dead.release()
@@ -234,7 +234,7 @@ class TestLeases:
         assert place.names() == {}
 
     def test_who_was_taken_for_dead_replaces_nothing(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(leases, "LEASE", 1.0)
+        monkeypatch.setenv("SHARDKEEP_LEASE", "1.0")
         store, other = store_of(place), store_of(place)
         place.put("manifest.json", b"old")
         put(store, f"{store.control}/aside.tmp", b"new")
@@ -278,7 +278,7 @@ class TestLeases:
         assert place.names() == {}
 
     def test_a_lock_that_is_renewed_is_not_taken_over(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(leases, "LEASE", 0.8)
+        monkeypatch.setenv("SHARDKEEP_LEASE", "0.8")
         with store_of(place).lock(10), ThreadPoolExecutor(1) as pool:
             entering = pool.submit(_enter, place, [], 2)
             with pytest.raises(ConflictError, match=r"timed out waiting for the lock .*\.shardkeep/lock"):
@@ -286,7 +286,7 @@ class TestLeases:
         assert place.names() == {}
 
     def test_who_lost_the_lock_does_not_remove_it(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(leases, "LEASE", 0.5)
+        monkeypatch.setenv("SHARDKEEP_LEASE", "0.5")
         monkeypatch.setattr(leases.Lease, "_renew_often", lambda self: None)  # as if stopped
         first = store_of(place)
         entered, leave = threading.Event(), threading.Event()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkeep.runtime.memory import PAGE, aligned_empty
+from shardkeep.runtime.hostmemory import PAGE, aligned_empty
 from shardkeep.stores.local.mapping import file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 from support import bits, cached_pages, pattern

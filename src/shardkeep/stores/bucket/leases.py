@@ -11,12 +11,11 @@ from typing import Any
 import obstore
 from obstore.exceptions import BaseError
 
+from shardkeep.config import LEASE
 from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.scopes import Latch
 from shardkeep.stores.bucket.credentials import Clients
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
-
-LEASE = float(os.environ.get("SHARDKEEP_LEASE", "60"))  # seconds
 
 log = logging.getLogger("shardkeep")
 
@@ -68,7 +67,7 @@ class Lease:
         return self._owner + b', "renewed": %d' % self._count + self._end + b"}\n" + lines
 
     def _renew_often(self) -> None:
-        while not self._over.wait(LEASE / 4):
+        while not self._over.wait(self._store.lease / 4):
             try:
                 self._put(self._lines)
             except ConflictError:  # `confirm` reports it
@@ -86,8 +85,8 @@ class Lease:
             except REFUSED as error:
                 raise ConflictError(
                     f"{self._store.locate(self._name)} was taken over: this save did not renew its lease for "
-                    f"{LEASE:g} s, so another program assumed that it had died. Nothing was committed. If the program "
-                    "was only suspended, save again; a longer lease can be set with SHARDKEEP_LEASE"
+                    f"{self._store.lease:g} s, so another program assumed that it had died. Nothing was committed. If "
+                    f"the program was only suspended, save again; a longer lease can be set with {LEASE.variable}"
                 ) from error
             self._lines, self._renewed = lines, began
 
@@ -131,7 +130,7 @@ class Lease:
         """Stop renewing the object and remove it."""
         self.release()
         # After a longer time another program may have taken it over, and will remove it.
-        if self._count and time.monotonic() - self._renewed < LEASE:
+        if self._count and time.monotonic() - self._renewed < self._store.lease:
             # After an interrupted put it is not known whether the object is ours, so it is read first.
             self._store.remove_own(self._name, self._owner, sure=self._version is not None)
 

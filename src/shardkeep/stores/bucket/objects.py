@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
+from shardkeep.config import LEASE, read
 from shardkeep.errors import StorageError
 from shardkeep.stores.bucket.credentials import PATIENCE, Bucket, Clients, explain, is_final, status_of, was_cut
 
@@ -28,6 +29,7 @@ class Objects:
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self.url = f"{bucket.url}/{prefix}".rstrip("/")
         self.bucket, self._prefix = bucket, prefix
+        self.lease = read(LEASE)  # seconds; the same for all that one call does
         self._cached: tuple[int, Clients] | None = None
 
     def locate(self, name: str) -> str:

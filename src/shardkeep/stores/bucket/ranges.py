@@ -9,7 +9,7 @@ import numpy as np
 import obstore
 
 from shardkeep.errors import IntegrityError, StorageError
-from shardkeep.runtime.memory import aligned_empty
+from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.stores.bucket.objects import Objects
 
 GAP = 64 << 10  # reading this many bytes too much is cheaper than another request

@@ -2,8 +2,8 @@
 
 An object appears atomically, so data is put once, under unused names. Conditional puts and leases replace file locks:
 the lock and the records of running saves are objects that their owner renews. An object that was not renewed for
-`LEASE` seconds, by the clock of the server, belongs to a dead process. The manifest is put on the condition that it is
-still the version that was read.
+`SHARDKEEP_LEASE` seconds, by the clock of the server, belongs to a dead process. The manifest is put on the condition
+that it is still the version that was read.
 
 A request may arrive long after its sender was declared dead. Deletes cannot have conditions, so a deleted name is never
 used again. Everything else is put on a condition that no longer holds by then.
@@ -24,7 +24,6 @@ from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
 from shardkeep.stores.base import Traits
-from shardkeep.stores.bucket import leases
 from shardkeep.stores.bucket.credentials import Bucket, is_final
 from shardkeep.stores.bucket.leases import Lease, is_dead
 from shardkeep.stores.bucket.listing import FEW, Listing
@@ -180,7 +179,7 @@ class BucketStore(Objects):
     def _commit(self, name: str, data: list[memoryview], telling: int | None = None) -> None:
         """Put a document on the condition that it is still the version that was read."""
         self._writes = True
-        self._confirm(leases.LEASE / 2)
+        self._confirm(self.lease / 2)
         failures: list[Exception] = []
         mode: Any = (self._versions[name] or "create") if name in self._versions else "overwrite"
         self._forget(name)
@@ -223,9 +222,9 @@ class BucketStore(Objects):
         if self._in_doubt:
             raise StorageError(
                 f"{self.url}: a commit may still take effect, so its objects are kept until the lease of "
-                f"{leases.LEASE:g} s has expired"
+                f"{self.lease:g} s has expired"
             )
-        self._confirm(leases.LEASE / 2)  # once declared dead, this process must not remove anything
+        self._confirm(self.lease / 2)  # once declared dead, this process must not remove anything
         for name in wanted:
             self._forget(name)
         if self.bucket.scheme == "gs":  # Google Cloud Storage has no bulk delete
@@ -315,7 +314,7 @@ class BucketStore(Objects):
         try:
             meta, data = self.get(name)
             now = self.call(obstore.head, f"{self.control}/lock")["last_modified"]
-            if (now - meta["last_modified"]).total_seconds() <= leases.LEASE and not is_dead(data):
+            if (now - meta["last_modified"]).total_seconds() <= self.lease and not is_dead(data):
                 return None
             held.take(data.partition(b"\n")[2], version_of(meta))
         except (FileNotFoundError, *REFUSED):
@@ -328,7 +327,7 @@ class BucketStore(Objects):
             meta, data = self.get(name)
         except FileNotFoundError:
             return False
-        return not is_dead(data) and time.time() - meta["last_modified"].timestamp() <= leases.LEASE
+        return not is_dead(data) and time.time() - meta["last_modified"].timestamp() <= self.lease
 
     def watch(self, lease: Lease) -> None:
         """Commit nothing from now on unless this lease is still ours."""
@@ -374,10 +373,10 @@ class _Lock:
                 version = version_of(self._store.call(obstore.head, self._name))
                 if version != seen[0]:
                     seen = (version, time.monotonic())
-                if time.monotonic() - seen[1] > leases.LEASE and self._try(version):
+                if time.monotonic() - seen[1] > self._store.lease and self._try(version):
                     break
             now = time.monotonic()
-            if now > deadline and now - seen[1] < leases.LEASE / 2:  # else the lock may soon expire
+            if now > deadline and now - seen[1] < self._store.lease / 2:  # else the lock may soon expire
                 raise ConflictError(
                     f"timed out waiting for the lock {self._place}, which another program holds. End that program if "
                     "it hangs; the lock of a dead program expires by itself"

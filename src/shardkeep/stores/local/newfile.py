@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from shardkeep.model.arrays import Array
-from shardkeep.runtime.memory import PAGE
+from shardkeep.runtime.hostmemory import PAGE
 from shardkeep.stores.local.descriptors import Descriptor, write_at
 
 DIRECT = (

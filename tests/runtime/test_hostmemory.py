@@ -1,13 +1,14 @@
 """Host memory, aligned as JAX likes it."""
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.runtime.memory import Slabs, aligned_empty, release_freed
+from shardkeep.runtime.hostmemory import Slabs, aligned_empty, available_memory, release_freed
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 1000, (2 << 20) - 1, 2 << 20, 5 << 20])
@@ -46,3 +47,25 @@ def test_what_the_c_library_keeps_of_freed_memory_is_given_back() -> None:
     del pieces[::2]
     assert release_freed() > 50 << 20
     assert all(piece.all() for piece in pieces)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4096, 1_000_003, (2 << 20) - 1, 2 << 20, (3 << 20) + 7])
+def test_aligned_memory_is_aligned_writable_and_of_the_size_asked_for(nbytes: int) -> None:
+    memory = aligned_empty(nbytes)
+    assert memory.shape == (nbytes,)
+    assert nbytes == 0 or memory.ctypes.data % 64 == 0
+    memory[:] = 7
+    assert memory.flags.writeable
+    assert (memory == 7).all()
+
+
+def test_two_pieces_of_memory_do_not_overlap() -> None:
+    a, b = aligned_empty(1000), aligned_empty(1000)
+    a[:], b[:] = 1, 2
+    assert (a == 1).all()
+
+
+def test_available_memory_is_that_of_the_machine_or_the_container() -> None:
+    text = Path("/proc/meminfo").read_text()
+    total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal"))
+    assert 64 << 20 <= available_memory() <= total

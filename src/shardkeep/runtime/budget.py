@@ -1,0 +1,142 @@
+"""The memory budget: how much host memory pending saves and running loads may hold in total."""
+
+import logging
+import os
+import threading
+from typing import Protocol
+
+from shardkeep.config import MEMORY_BUDGET, read
+from shardkeep.runtime.hostmemory import available_memory
+from shardkeep.runtime.scopes import LOOK, Bell, Scope, is_nested, sweep
+
+log = logging.getLogger("shardkeep")
+
+
+class IdleMemory(Protocol):
+    """Memory that nobody needs now, but that would be faster to use again than new memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def drop(self) -> None:
+        """Release it."""
+        ...
+
+
+class MemoryBudget:
+    """The number of bytes that pending snapshots and running loads may hold in total.
+
+    Idle memory may fill what is left of it. It goes when something else is claimed that does not use it.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[IdleMemory] = []
+        self._limit: int | None = None  # None means the default
+        self._default: int | None = None
+        self._claims: dict[Claim, int] = {}
+        self._lock = threading.RLock()
+        self._changed = Bell()
+
+    @property
+    def limit(self) -> int:
+        if self._limit is not None:
+            return self._limit
+        nbytes = read(MEMORY_BUDGET)
+        if nbytes is not None:
+            return nbytes
+        if self._default is None:
+            self._default = available_memory() // 2
+        return self._default
+
+    @property
+    def used(self) -> int:
+        return sum(tuple(self._claims.values()))
+
+    def set(self, nbytes: int | None) -> None:
+        if nbytes is not None and nbytes <= 0:
+            raise ValueError(f"the memory budget must be positive, got {nbytes}")
+        self._limit, self._default = nbytes, None
+        self._drop_idle()
+        self._changed.ring()
+
+    def add_idle(self, idle: IdleMemory) -> None:
+        """Count what a holder of idle memory has."""
+        self._idle.append(idle)
+
+    def _drop_idle(self) -> None:
+        """Drop the idle memory that does not fit beside what is claimed."""
+        for idle in self._idle:
+            if idle.nbytes and self.used + idle.nbytes > self.limit:
+                idle.drop()
+
+    def take(self, claim: "Claim", nbytes: int, what: str, uses_idle: bool = False) -> None:
+        """Wait until `nbytes` fit. A request larger than the whole budget waits until nothing else is held."""
+        nested = is_nested(claim.scope)  # then the interrupted call cannot release memory before this one returns
+        said = False
+        with self._changed.waiting() as wait:
+            while True:
+                with self._lock:
+                    if nested or self._fits(nbytes):
+                        self._claims[claim] = nbytes
+                        if not uses_idle:
+                            self._drop_idle()
+                        return
+                if not said:
+                    said = True
+                    log.warning(
+                        "%s is waiting for memory: earlier saves hold %s of the budget of %s bytes",
+                        what,
+                        f"{self.used:,}",
+                        f"{self.limit:,}",
+                    )
+                wait(LOOK)
+                sweep()
+
+    def give_back(self, claim: "Claim") -> None:
+        self._claims.pop(claim, None)
+        self._changed.ring()
+
+    def _fits(self, nbytes: int) -> bool:
+        used = self.used
+        return used == 0 or used + nbytes <= self.limit
+
+    def start_over(self) -> None:
+        """Reset in a forked child, which holds nothing."""
+        self._claims, self._lock, self._changed = {}, threading.RLock(), Bell()
+
+
+class Claim:
+    """The share of the budget that one call holds."""
+
+    def __init__(self, budget: MemoryBudget, scope: Scope) -> None:
+        self._budget, self.scope = budget, scope
+
+    def take(self, nbytes: int, what: str, uses_idle: bool = False) -> None:
+        """Wait until `nbytes` fit. `uses_idle`: idle memory will be used for it."""
+        self._budget.take(self, nbytes, what, uses_idle)
+
+    def release(self) -> None:
+        self._budget.give_back(self)
+
+
+budget = MemoryBudget()
+os.register_at_fork(after_in_child=budget.start_over)
+
+
+def set_memory_budget(nbytes: int | None) -> None:
+    """Limit the host memory that pending saves and running loads hold in total.
+
+    A `save_async` that would exceed the limit waits for earlier saves and logs a warning. A single save larger than the
+    limit runs on its own.
+
+    Args:
+        nbytes: The limit in bytes. None restores the default: `SHARDKEEP_MEMORY_BUDGET` bytes if that variable is set,
+            else half of the memory that is available to the machine or container when the limit is first needed.
+
+    Raises:
+        ValueError: If `nbytes` is zero or negative.
+
+    >>> set_memory_budget(8 << 30)
+    >>> set_memory_budget(None)
+    """
+    budget.set(nbytes)
