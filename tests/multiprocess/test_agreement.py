@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "path": ("path = root / 'elsewhere'", ["path", "/x", "/elsewhere"]),
     "prefix": ("more['prefix'] = 'b'", ["prefix", "''", "'b'"]),
     "metadata": ("more['metadata'] = {'epoch': 2}", ["metadata", '"epoch": 1', '"epoch": 2']),
+    "a time in metadata": ("more['metadata']['timestamp'] = 'later'", ["metadata", '"timestamp"']),
     "overwrite": ("more['overwrite'] = True", ["overwrite", "False", "True"]),
     "format": ("more['format'] = 'tensorstore'", ["format", "safetensors", "zarr"]),
     "step": ("more['step'] = 8", ["step None", "step 8"]),

@@ -196,7 +196,7 @@ def _scratch_directory(target: Target) -> str:
 
 
 def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) -> dict[str, Any]:
-    """The metadata, without what the eFormer API recorded for arrays that were left out or changed."""
+    """The metadata, without what was recorded for arrays that were left out or changed."""
     metadata = dict(tree.metadata)
     if not {"checksum", "array_metadata"} <= metadata.keys():
         return metadata

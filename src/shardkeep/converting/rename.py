@@ -13,7 +13,7 @@ from shardkeep.model.nodes import Child, Node
 from shardkeep.model.tree import Path, Skeleton, flatten, split_key
 
 _SHOWN = 8
-_BY_NAME = ("checksum", "array_metadata")  # metadata that the eFormer API records for each array
+_BY_NAME = ("checksum", "array_metadata")  # metadata with an entry for each array
 
 
 def subtrees(trees: Mapping[str, Tree], key: str) -> dict[str, Tree]:

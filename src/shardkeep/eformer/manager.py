@@ -302,6 +302,7 @@ class AsyncCheckpointManager(CheckpointLoader):
             prefix=prefix,
             metadata=describe_arrays(arrays, check_metadata(metadata), self.enable_validation),
             checksums=checksums_of_parts(arrays) if self.enable_validation else {},
+            differing=("timestamp",),  # the clocks of processes differ
             overwrite=True,
             indexed=indexed,
             on_commit=None if callback is None else lambda: callback(path),

@@ -18,7 +18,7 @@ _made: dict[str, Make] = {
     "safetensors": lambda codec, limit, bucket: SafetensorsLayout(limit),
     "zarr": lambda codec, limit, bucket: ZarrLayout(codec, limit, groups=bucket),
 }
-_made["tensorstore"] = _made["zarr"]  # the name on disk, and eFormer's
+_made["tensorstore"] = _made["zarr"]  # the name on disk
 
 
 def register(name: str, make: Make) -> None:

@@ -48,7 +48,7 @@ _EXTENDED = frozenset(
 
 @dataclass(frozen=True)
 class ZarrLayout:
-    """One directory per leaf, readable by TensorStore, zarr and eFormer.
+    """One directory per leaf, readable by TensorStore and zarr.
 
     Args:
         codec: How chunks are stored.

@@ -38,7 +38,7 @@ class Mismatch:
 
 def missing_leaf(path: Path, is_array: bool) -> Mismatch:
     """A leaf of the template that the checkpoint does not have."""
-    # Programs written for eFormer look for these words, and for those about shapes.
+    # Programs of others look for these words, and for those about shapes.
     text = f"Missing {'array' if is_array else 'value'} for key {name_leaf(path)!r}"
     return Mismatch(path, text, missing=True, is_array=is_array)
 

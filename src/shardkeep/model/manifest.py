@@ -60,7 +60,7 @@ class Tree:
     metadata: Mapping[str, Any]
     created: str
     compression: str | None = None
-    indexed: bool = True  # whether the index that eFormer reads may list it
+    indexed: bool = True  # whether indexes for other programs may list it
     published: bool = False  # whether its files also have clean names, without the save's id, for other programs
     step: int | None = None  # the training step, if the save recorded one
 

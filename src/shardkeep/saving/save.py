@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,9 +150,9 @@ def save_async(
 class SaveRequest:
     """The arguments of a save.
 
-    `indexed`: eFormer's index may list the tree. `on_commit` is called after the commit; calls of saves with the same
-    `order` start in the order in which the saves were called. `checksums`: those of this process, to be added to those
-    in the metadata. `copy`: copy every array.
+    `indexed`: indexes for other programs may list the tree. `on_commit` is called after the commit; calls of saves with
+    the same `order` start in the order in which the saves were called. `checksums`: those of this process, to be added
+    to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array.
     """
 
     target: Target
@@ -165,6 +165,7 @@ class SaveRequest:
     order: object = None
     verbose: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
+    differing: Collection[str] = ()
     copy: bool = False
     step: int | None = None
 
@@ -260,6 +261,7 @@ def _prepare(
         memory=memory,
         overwrite=request.overwrite,
         checksums=request.checksums,
+        differing=request.differing,
     )
     return job, leaves
 

@@ -8,7 +8,7 @@ import errno
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
@@ -66,7 +66,8 @@ def store_snapshot(
 class SaveJob:
     """One save, from the call to the commit. Its resources are released in the reverse order of `prepare`.
 
-    `checksums`: those of this process, to be added to those in the metadata. `check`: see `store_snapshot`.
+    `checksums`: those of this process, to be added to those in the metadata. `differing`: the keys of the metadata in
+    which processes may differ; the leader's values are saved. `check`: see `store_snapshot`.
     """
 
     target: Target
@@ -79,6 +80,7 @@ class SaveJob:
     started: float
     overwrite: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
+    differing: Collection[str] = ()
     check: Callable[[Tree], None] = lambda _: None
     snapshot: Snapshot = NOTHING
     snapshot_seconds: float = 0.0
@@ -98,6 +100,7 @@ class SaveJob:
         memory: tuple[Resource, ...] = (),
         overwrite: bool = False,
         checksums: Mapping[str, str] | None = None,
+        differing: Collection[str] = (),
         check: Callable[[Tree], None] = lambda _: None,
     ) -> "SaveJob":
         """The job with its resources in a scope, `memory` among them: what holds the memory of the snapshot."""
@@ -112,6 +115,7 @@ class SaveJob:
             started=started,
             overwrite=overwrite,
             checksums=checksums or {},
+            differing=differing,
             check=check,
         )
         # Threads end first: after that nothing uses the files, the memory or the names.
@@ -182,7 +186,7 @@ class SaveJob:
     def _asked(self) -> Iterator[str]:
         """The arguments that must be the same on every process, line by line."""
         draft = self.draft
-        metadata = {key: value for key, value in draft.metadata.items() if key != "timestamp"}  # clocks differ
+        metadata = {key: value for key, value in draft.metadata.items() if key not in self.differing}
         yield f"path {self.target.where}"
         yield f"prefix {draft.prefix!r}"
         yield f"format {self.target.layout.describe()}"
