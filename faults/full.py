@@ -16,7 +16,7 @@ from faults.result import Result
 from faults.spawner import Fault, Outcome, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import Violation, left_overs
-from shardkeep.stores.local.store import sync_file_system
+from shardkeep.stores.local.descriptors import sync_file_system
 
 _SIZE = 32 << 20
 _SLACK = 128 << 10  # directories that grew, a journal's leavings

@@ -27,6 +27,7 @@ from shardkeep.loading.blocks import BlockReader
 from shardkeep.model.digests import digest, seal
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.runtime.memory import aligned_empty
+from shardkeep.stores.local.store import LocalStore
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import Exchange
 from support import Dense, Keyed, Point
@@ -81,7 +82,7 @@ class MemoryStore:
 
     def __init__(self, files: Files) -> None:
         self.url, self.control, self.saves = "memory", ".shardkeep", ".shardkeep/saves"
-        self.remote, self.mappable, self.concurrency, self.object_limit = False, False, None, None
+        self.mappable, self.traits = False, LocalStore.traits
         self._files = files
 
     def locate(self, name: str) -> str:

@@ -211,7 +211,7 @@ def leaks(seconds: float = 5.0) -> list[str]:
     from shardkeep.runtime.collector import collector
     from shardkeep.runtime.memory import budget
     from shardkeep.saving import callbacks
-    from shardkeep.stores.local import store as local
+    from shardkeep.stores.local import locks as local
 
     def look() -> list[str]:
         found = [f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("shardkeep-")]

@@ -63,7 +63,7 @@ def new_target(
     if not place.is_url and os.path.lexists(place.text) and not os.path.isdir(place.text):
         raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
     store = store_at(place)
-    return Directory(store, layout_named(format, compression, store.object_limit, store.remote))
+    return Directory(store, layout_named(format, compression, store.traits.object_limit, not store.traits.editable))
 
 
 def open_checkpoint(place: Location) -> tuple[Store, Manifest]:

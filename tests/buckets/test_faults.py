@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def test_uploads_in_parts_go_on_after_a_fault(both: Both, monkeypatch: pytest.Mo
     """Parts are smaller here; the last request, whose answer may get lost, is the one that makes an object of them."""
     monkeypatch.setattr(cloud, "LARGE", 1 << 20)
     monkeypatch.setattr(cloud, "_PART", 5 << 20)
-    monkeypatch.setattr(cloud.BucketStore, "object_limit", 1 << 20)
+    monkeypatch.setattr(cloud.BucketStore, "traits", replace(cloud.BucketStore.traits, object_limit=1 << 20))
     values = {name: pattern(np.uint8, (6 << 20,), seed) for seed, name in enumerate("ab")}
 
     parts = {"begin": "uploads", "part": "partNumber=2", "end": "uploadId"}

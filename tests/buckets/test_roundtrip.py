@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
@@ -201,7 +202,7 @@ def test_any_shard_names_them_all(place: Place) -> None:
 
 def test_arrays_above_the_size_of_an_object(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays are cut into objects; shards of exchange files, which are not, go up in parts."""
-    monkeypatch.setattr(BucketStore, "object_limit", 4 << 20)
+    monkeypatch.setattr(BucketStore, "traits", replace(BucketStore.traits, object_limit=4 << 20))
     monkeypatch.setattr(cloud, "LARGE", 8 << 20)
     monkeypatch.setattr(cloud, "_PART", 5 << 20)
     tree = {"big": pattern(np.uint8, (11 << 20,)), "small": np.arange(5)}

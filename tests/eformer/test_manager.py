@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
-from shardkeep.eformer.manager import AsyncCheckpointManager, as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.eformer.loader import as_dict, checked_chunk_size, refuse_unsaid_layout
+from shardkeep.eformer.manager import AsyncCheckpointManager
 from shardkeep.model.tree import flatten
 from support import Point, assert_same, mesh_of
 

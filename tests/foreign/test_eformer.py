@@ -15,7 +15,8 @@ import pytest
 
 import shardkeep
 import shardkeep.serialization
-from shardkeep.foreign.eformer import INDEX, METADATA, Index, index_documents, read_eformer, read_index
+from shardkeep.foreign.base import Listing
+from shardkeep.foreign.eformer import INDEX, METADATA, EformerIndex, EformerReader
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.tree import join_key
 from shardkeep.stores.local.store import LocalStore
@@ -36,6 +37,11 @@ def put_array(store: LocalStore, name: str, data: np.ndarray = DATA) -> None:
     described |= {"compressor": None, "fill_value": None, "filters": None}
     (directory / ".zarray").write_text(json.dumps(described))
     (directory / ".".join("0" * data.ndim)).write_bytes(data.tobytes())
+
+
+def read_eformer(store: LocalStore, search: bool) -> Manifest | None:
+    """What the reader finds; beside a manifest of ours in which nothing is committed, it does not search."""
+    return EformerReader().detect(store, [*store.children(""), *(() if search else ("manifest.json",))])
 
 
 def put_json(store: LocalStore, name: str, document: Any) -> None:
@@ -277,7 +283,7 @@ def test_a_structure_that_is_none_is_refused_by_name(what: str, structured: Loca
 
 
 def documents(store: LocalStore) -> tuple[Any, Any]:
-    found = index_documents(shardkeep.inspect(store.url))
+    found = EformerIndex().documents(shardkeep.inspect(store.url))
     assert list(found) == [METADATA, INDEX], "the index is written last"
     index, metadata = (None if text is None else json.loads(text) for text in (found[INDEX], found[METADATA]))
     return index, metadata
@@ -359,21 +365,23 @@ def test_metadata_that_is_not_json_becomes_text(store: LocalStore) -> None:
     save(store, {"w": DATA}, metadata={"loss": 1.5})
     manifest = shardkeep.inspect(store.url)
     tree = dataclasses.replace(manifest.tree(), metadata={"loss": float("nan"), "all": [float("-inf"), 2.0]})
-    document = index_documents(dataclasses.replace(manifest, trees={"": tree}))[METADATA]
+    document = EformerIndex().documents(dataclasses.replace(manifest, trees={"": tree}))[METADATA]
     assert json.loads(document) == {"loss": "nan", "all": ["-inf", 2.0]}
 
 
 def test_what_an_index_lists_is_known_whoever_wrote_it(store: LocalStore) -> None:
-    assert read_index(store) is None
+    assert EformerIndex().read_index(store) is None
     put_array(store, "b")
     put_array(store, "m/w")
     put_json(store, INDEX, index_of("b", m=["m/w"]))
-    assert read_index(store) == Index(None, frozenset(("b", "m/w")))
+    assert EformerIndex().read_index(store) == Listing(None, frozenset(("b", "m/w")))
     save(store, {"w": DATA}, "n")
-    assert read_index(store) == Index(shardkeep.inspect(store.url).save_id, frozenset(("b", "m/w", "n/w")))
+    assert EformerIndex().read_index(store) == Listing(
+        shardkeep.inspect(store.url).save_id, frozenset(("b", "m/w", "n/w"))
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"arrays": 3}', '{"prefixes": []}', '{"arrays": [{}]}'])
 def test_an_index_that_is_none_may_list_anything(text: str, store: LocalStore) -> None:
     Path(store.locate(INDEX)).write_text(text)
-    assert read_index(store) == Index(None, None)
+    assert EformerIndex().read_index(store) == Listing(None, None)

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep.foreign.zarr import ZarrArray, check_zarr, describe, file_names, read_zarr
+from shardkeep.foreign.zarr import ZarrArray, ZarrReader, describe, file_names
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.stores.local.store import LocalStore
@@ -68,14 +69,15 @@ def leaf(shape: tuple[int, ...] = DATA.shape, dtype: Any = "float32") -> StoredA
     return StoredArray(("enc", "w"), ArraySpec(shape, np.dtype(dtype)), (), ForeignArray("w"))
 
 
-def check(store: LocalStore, described: StoredArray) -> None:
-    check_zarr(store, described, "w")
-
-
 def read(store: LocalStore, described: StoredArray, *regions: Region) -> list[Any]:
     assert described.shape is not None
     wanted = regions or (Region.whole(described.shape),)
-    return read_zarr(store, described, "w", wanted)
+    reader = ZarrReader(store, described)
+    return [reader.read(region) for region in wanted]
+
+
+def check(store: LocalStore, described: StoredArray) -> None:
+    ZarrReader(store, described).check()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -94,9 +96,9 @@ def test_any_layout_is_read_whole_and_in_part(codec: str, order: str, separator:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("separator", [".", "/"])
 def test_what_is_in_a_bucket_is_fetched_and_then_decoded(codec: str, separator: str, store: LocalStore) -> None:
-    """To the reader a bucket is a store that says it is remote."""
+    """To the reader a bucket is a store without local paths."""
     path = write(store, DATA, (2, 3), codec, separator=separator)
-    store.remote = True
+    store.traits = replace(store.traits, has_paths=False)  # type: ignore[misc]
     assert_same(read(store, leaf(), Region((1, 2), (3, 5)))[0], DATA[1:4, 2:7].copy())
     check(store, leaf())
     (path / separator.join("22")).write_bytes(b"x")
@@ -379,7 +381,7 @@ def test_a_dtype_that_numpy_cannot_parse_is_refused_by_name(dtype: str, store: L
         describe(store, "w")
 
 
-@pytest.mark.parametrize("look", ["file_names", "read_zarr", "check_zarr"])
+@pytest.mark.parametrize("look", ["file_names", "read", "check"])
 def test_more_chunks_than_any_disk_holds_are_refused(look: str, store: LocalStore) -> None:
     """With fewer (2**30, say) nothing is raised: names are made for minutes, until memory runs out."""
     change(write(store, np.ones(1, np.uint8), (1,)), shape=[2**60])
@@ -389,7 +391,7 @@ def test_more_chunks_than_any_disk_holds_are_refused(look: str, store: LocalStor
             assert file_names(store, "w", describe(store, "w")) == ["w/.zarray", "w/0"]
     else:
         with pytest.raises(shardkeep.IntegrityError, match="w"):
-            check(store, described) if look == "check_zarr" else read(store, described, Region((0,), (2**60,)))
+            check(store, described) if look == "check" else read(store, described, Region((0,), (2**60,)))
 
 
 @pytest.mark.parametrize("linked", ["chunk", "directory of chunks"])

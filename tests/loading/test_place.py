@@ -91,30 +91,17 @@ class TestReading:
         for shard in found["w"].addressable_shards:
             assert_same(np.asarray(shard.data), np.arange(64, dtype=np.float32).reshape(8, 8)[shard.index].copy())
 
-    def test_check_sees_stored_data_and_callback_what_they_become_and_neither_sees_values(
-        self, store: LocalStore
-    ) -> None:
+    def test_treatment_is_for_arrays_and_has_the_function_of_each(self, store: LocalStore) -> None:
         seen: list[Any] = []
+
+        def treat(value: Any, leaf: Any, function: Any) -> Any:
+            seen.append((leaf.key, value.dtype))
+            return function(value) + 1 if leaf.key == "w" else function(value)
+
         tree = saved(store, {"k": jax.random.key(3), "n": 7, "w": jnp.ones(2)})
-        found = read(
-            store,
-            tree,
-            check=lambda leaf, value: seen.append(("check", leaf.key, value.dtype)),
-            callback=lambda value, leaf: seen.append(("callback", leaf.key, value.dtype)) or value,
-        )
-        assert [(what, key) for what, key, _ in seen] == [(w, k) for k in "kw" for w in ("check", "callback")]
-        assert seen[0][2] == jnp.uint32
-        assert seen[1][2] == jax.random.key(0).dtype
-        assert_same(found, {"k": jax.random.key(3), "n": 7, "w": jnp.ones(2)})
-
-    def test_what_check_raises_keeps_the_array_from_everyone_else(self, store: LocalStore) -> None:
-        def refuse(leaf: Any, value: Any) -> None:
-            raise shardkeep.IntegrityError(f"leaf {leaf.key!r}")
-
-        seen: list[Any] = []
-        with pytest.raises(shardkeep.IntegrityError, match="leaf 'w'"):
-            read(store, saved(store, {"w": jnp.ones(2)}), check=refuse, callback=lambda v, leaf: seen.append(v))
-        assert seen == []
+        found = read(store, tree, shardings={"w": lambda array: array * 5}, treat=treat)
+        assert seen == [("k", jax.random.key(0).dtype), ("w", jnp.float32)]
+        assert_same(found, {"k": jax.random.key(3), "n": 7, "w": jnp.full(2, 6.0)})
 
     def test_foreign_byte_order_comes_back_unless_another_dtype_is_asked_for(self, store: LocalStore) -> None:
         tree = saved(store, {"b": np.arange(3, dtype=">i4")})

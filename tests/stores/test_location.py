@@ -462,3 +462,73 @@ def test_every_reader_says_where_none_may_come_from() -> None:
     for read in (shardkeep.load, shardkeep.abstract, shardkeep.inspect, shardkeep.verify, shardkeep.delete):
         with pytest.raises(TypeError, match=rf"{read.__name__}\(path\): None is not .*; latest\(\) returns None"):
             read(None)
+
+
+class Bytes:
+    def __fspath__(self) -> bytes:
+        return b"/r\xc3\xa9/\xff"
+
+
+def located(path: Any) -> bytes:
+    """A path as bytes: what is no Unicode could not be put in a report."""
+    found = location(path).text
+    assert isinstance(found, str)
+    return os.fsencode(found)
+
+
+class TestLocation:
+    @pytest.mark.parametrize(
+        ("path", "expected"),
+        [
+            ("/a/b", "/a/b"),
+            ("/a//b/./c/../", "/a/b"),
+            (Path("/a/b"), "/a/b"),
+            ("file:///a%20b/%C3%A9%25", "/a b/é%"),
+            ("file://localhost/a", "/a"),
+            ("/a%20b", "/a%20b"),
+            ("/a#1?x=2", "/a#1?x=2"),
+            ("/a/~b", "/a/~b"),
+            pytest.param(Bytes(), b"/r\xc3\xa9/\xff", id="bytes"),
+            ("file:///r%C3%A9/%FF", b"/r\xc3\xa9/\xff"),
+            ("file:///a%3F%23\t", "/a?#\t"),
+        ],
+    )
+    def test_a_path_in_any_form_is_absolute_text(self, path: Any, expected: Any) -> None:
+        assert located(path) == os.fsencode(expected)
+
+    def test_a_relative_path_begins_here_and_a_tilde_at_home(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", "/somewhere")
+        assert located("run") == located(Path("x/../run")) == bytes(tmp_path / "run")
+        assert located("~/run") == located(Path("~/run")) == b"/somewhere/run"
+        assert located("file:///~/run") == b"/~/run"
+
+    @pytest.mark.parametrize("path", ["https://x/y", "FILE:///x", "x://"])
+    def test_a_place_that_is_not_known_is_refused_by_name_with_those_that_are(self, path: str) -> None:
+        with pytest.raises(ValueError, match=f"'{path}': unknown URL scheme; use a local path, file://"):
+            location(path)
+
+    def test_a_file_url_of_another_machine_is_refused_with_what_to_write(self) -> None:
+        with pytest.raises(ValueError, match=r"names the host 'tmp'; write file:///path for a local path"):
+            location("file://tmp/run")
+
+    @given(st.lists(st.binary(min_size=1, max_size=4), min_size=1, max_size=3))
+    def test_a_path_is_found_again_from_its_text(self, parts: list[bytes]) -> None:
+        raw = b"/" + b"/".join(part.replace(b"/", b"x").replace(b"\0", b"y") for part in parts)
+        assert located(os.fsdecode(raw)) == os.path.abspath(raw)
+
+    def test_a_path_is_found_again_from_its_url(self) -> None:
+        path = Path(os.fsdecode(b"/runs/\xff"))
+        assert located(path.as_uri()) == bytes(path)
+
+    @pytest.mark.parametrize("url", ["file:///runs/a#1", "file:///runs/a?1"])
+    def test_no_part_of_a_url_is_ignored(self, url: str) -> None:
+        with pytest.raises(ValueError, match=r"has a query or a fragment; write \? as %3F"):
+            location(url)
+
+    @pytest.mark.parametrize("url", ["file:///a%00b", "file://", "file://localhost"])
+    def test_a_url_without_a_path_or_with_a_nul_in_it_is_no_path(self, url: str) -> None:
+        with pytest.raises(ValueError, match=f"not a path: '{url}'"):
+            location(url)

@@ -55,8 +55,8 @@ def describe_format(found: Found) -> str:
     if found.kind in ("exchange", "safetensors"):
         foreign = " (foreign)" if found.kind == "safetensors" else ""
         return f"safetensors {counted(files, 'file')}{foreign}"
-    if found.kind == "eformer":
-        return "eformer"
+    if found.kind != "directory":
+        return found.kind
     return ", ".join(dict.fromkeys(format_of(tree) for tree in trees)) or "empty"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ConflictError
-from shardkeep.foreign.zarr import describe
+from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.plan import Target, plan_read
 from shardkeep.loading.read import read_targets
@@ -109,7 +109,7 @@ def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Re
     """
     itemsize = leaf.spec.dtype.itemsize
     if isinstance(leaf.origin, ForeignArray):
-        cells = _zarr_bands(leaf.spec, describe(opened.store, leaf.origin.directory).chunks, limit)
+        cells = _bands(leaf.spec, open_array(opened.store, leaf).chunks, limit)
         return [cell for cell in cells if cell.size]
     found: list[Region] = []
     for piece in leaf.pieces:
@@ -117,7 +117,7 @@ def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Re
     return [region for region in found if region.size]
 
 
-def _zarr_bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
+def _bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
     """Rows of chunks as long as they stay within the limit, else single chunks."""
     shape = spec.shape
     if not shape or spec.nbytes <= limit:

@@ -15,8 +15,8 @@ from shardkeep.errors import (
     NewerFormatError,
     ShardkeepError,
 )
-from shardkeep.foreign.eformer import INDEX as EFORMER_INDEX
-from shardkeep.foreign.zarr import ZARRAY
+from shardkeep.foreign.registry import is_recognized, name_reader
+from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.local.store import LocalStore
@@ -27,7 +27,6 @@ from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.running import recorded_names, unfinished_saves
 
 State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
-Kind = Literal["directory", "exchange", "eformer", "safetensors"]
 
 _DEEPEST = 64
 
@@ -39,7 +38,7 @@ class Found:
     path: str
     name: str
     state: State
-    kind: Kind
+    kind: str  # directory, exchange, safetensors (another program's), or the name of a foreign reader
     target: Target | None = None
     manifest: Manifest | None = None
     problem: str | None = None
@@ -132,7 +131,7 @@ class _Walk:
             self.has_arrays = True
             return
         taken: set[str] = set()
-        if not {MANIFEST, CONTROL, EFORMER_INDEX}.isdisjoint(inside):
+        if not {MANIFEST, CONTROL}.isdisjoint(inside) or is_recognized(inside):
             found = look(where, name or ".")
             if not found.absent:
                 yield found
@@ -182,12 +181,13 @@ def look(where: Location, name: str, unindexed: bool = False) -> Found:
     """The checkpoint at one place. A problem with it is a state, not an error."""
     target: Target | None = None
     manifest: Manifest | None = None
-    kind: Kind = "exchange" if where.name.endswith(SUFFIX) else "directory"
+    kind = "exchange" if where.name.endswith(SUFFIX) else "directory"
     try:
         target = find(where)
         manifest = target.read()
         if all(tree.format == "foreign" for tree in manifest.trees.values()):
-            kind = "safetensors" if isinstance(target, Exchange) else "eformer"
+            exchange = isinstance(target, Exchange)
+            kind = "safetensors" if exchange else name_reader(target.store.children(""), manifest)
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
         absent = isinstance(error, CheckpointNotFoundError)

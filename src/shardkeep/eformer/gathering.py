@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from shardkeep.loading.adapt import apply_function, cast_array
 from shardkeep.loading.moving import move, stays_numpy, take_rows
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader
-from shardkeep.runtime.memory import Claim, budget
+from shardkeep.runtime.memory import Claim, available_memory, budget
 from shardkeep.runtime.progress import Bar
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.snapshot import is_prng_dtype
@@ -226,3 +227,55 @@ def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Shar
 
 def _everywhere() -> NamedSharding:
     return NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec())
+
+
+def estimate_available_memory() -> int:
+    """The bytes of memory that are free: on the host, in its container, or on the device with the least."""
+    found = [available_memory()]
+    for device in jax.local_devices():
+        stats: Any = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            found.append(int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)))
+    return max(min(found), 0)
+
+
+def read_process_array(
+    key: str,
+    shard_fns: Any,
+    mismatch_allowed: bool,
+    manager: Any,
+    callback: Any = None,
+    dtype: Any = None,
+) -> tuple[str, Any, int]:
+    """Read one array and apply its shard function, a callback and a cast, in that order.
+
+    Args:
+        key: The name of the array.
+        shard_fns: Functions or shardings by dotted key. None or empty: none.
+        mismatch_allowed: Whether an array may have no function. If False, that is a `KeyError`.
+        manager: Anything with `get_tensor(key)`, such as a safetensors file handle.
+        callback: Called as `callback(array, key)`; its result is used.
+        dtype: The dtype to cast to; see `AsyncCheckpointManager.load`.
+
+    Returns:
+        The key, the array, and 1 if there was no function for it, else 0.
+    """
+    array = manager.get_tensor(key)
+    missing = 0
+    if shard_fns:
+        functions = {
+            ".".join(leaf.path): leaf.value
+            for leaf in flatten(shard_fns, is_leaf=lambda x: callable(x) or isinstance(x, Sharding))[1]
+        }
+        function = functions.get(key)
+        if function is None and not mismatch_allowed:
+            raise KeyError(f"no shard function for {key!r}; shard_fns has {', '.join(functions)}")
+        if function is None:
+            missing = 1
+        else:
+            array = reshard(array, function) if isinstance(function, Sharding) else apply_function(function, array)
+    if callback is not None:
+        array = callback(array, key)
+    if dtype is not None:
+        array = cast_array(array, parse_dtype(dtype), key)
+    return key, array, missing

@@ -1,11 +1,7 @@
 """AsyncCheckpointManager: eFormer's documented manager on shardkeep's one save path and one load path."""
 
 import logging
-import os
-import re
 import threading
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,26 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkeep.catalog import missing_first, new_target, open_checkpoint
+from shardkeep.catalog import new_target
 from shardkeep.eformer.gathering import apply_gather_functions, move_tree
-from shardkeep.eformer.metadata import checker, checksums_of_parts, compute_checksum, describe_arrays, metadata_of
-from shardkeep.eformer.paths import LoadPath
-from shardkeep.errors import CallbackError, PrefixError, ShardingError
-from shardkeep.foreign.eformer import INDEX
-from shardkeep.loading.load import load_request
-from shardkeep.loading.select import Request
-from shardkeep.loading.shardings import Rules
-from shardkeep.model.arrays import parse_dtype
-from shardkeep.model.leaves import StoredLeaf
-from shardkeep.model.manifest import Tree
+from shardkeep.eformer.loader import CheckpointLoader
+from shardkeep.eformer.metadata import checksums_of_parts, describe_arrays
+from shardkeep.errors import CallbackError, PrefixError
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
-from shardkeep.model.reports import rate_of
-from shardkeep.model.tree import Skeleton, flatten, nest
+from shardkeep.model.tree import flatten
 from shardkeep.processes.operation import Operation, join
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
-from shardkeep.stores.location import Location, any_path_text, location, name_path
+from shardkeep.stores.location import any_path_text, name_path
 from shardkeep.targets.base import Target
 
 if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
@@ -42,10 +30,8 @@ if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
 
 log = logging.getLogger("shardkeep")
 
-Callback = Callable[[Any, str], Any]
 
-
-class AsyncCheckpointManager:
+class AsyncCheckpointManager(CheckpointLoader):
     """Saves and loads trees with the API that eFormer documents.
 
     Every argument is also an attribute; setting it affects later calls. Use the manager as a context manager, or call
@@ -81,12 +67,9 @@ class AsyncCheckpointManager:
         enable_compression: bool = False,
         use_tensorstore: bool = True,
     ) -> None:
+        super().__init__(verbose, gcs_bucket, gcs_credentials_path, enable_validation)
         self.enable = enable
         self.float_dtype = float_dtype
-        self.verbose = verbose
-        self.gcs_bucket = gcs_bucket
-        self.gcs_credentials_path = gcs_credentials_path
-        self.enable_validation = enable_validation
         self.enable_compression = enable_compression
         self.use_tensorstore = use_tensorstore
         self._global_manager: GlobalAsyncCheckpointManager | None = None
@@ -215,196 +198,6 @@ class AsyncCheckpointManager:
             self._tell("saved", run_save(request, operation))
         return path
 
-    def load(
-        self,
-        path: Any,
-        mesh: Mesh | None,
-        shardings: Any = None,
-        mismatch_allowed: bool = True,
-        callback: Callback | None = None,
-        partition_rules: Rules | None = None,
-        dtype: Any = None,
-        validate: bool | None = None,
-        prefix_filter: str | None = None,
-        prefix: str | None = None,
-        use_async: bool = True,
-        chunk_size: int | None = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a tree as nested dicts with string keys, and its metadata.
-
-        Args:
-            path: A checkpoint directory, a Hugging Face folder, a safetensors file with or without its suffix, an index
-                or a shard of one, or the `tensorstore_index.json` of a directory.
-            mesh: The mesh to place arrays on. None: the default device. A mesh with several axes needs
-                `partition_rules` or `shardings`.
-            shardings: A PyTree, or a dict with dotted keys, of shardings, `PartitionSpec`s or functions.
-            mismatch_allowed: Whether arrays that no rule matches are replicated, with a warning. If False, they are a
-                `ValueError`.
-            callback: Called as `callback(array, key)` for each array, with its dotted key; its result is returned.
-            partition_rules: Pairs of a regular expression and a `PartitionSpec`; the first that matches the key, joined
-                with `/`, wins. Rules come before `shardings`.
-            dtype: The dtype to cast arrays of its kind to: a float dtype casts floats, an integer dtype integers.
-            validate: Whether to check the recorded SHA-256 of each array. None: the manager's setting. False skips all
-                checks, the digests too.
-            prefix_filter: Deprecated; use `prefix`.
-            prefix: The tree to load, if the directory has several.
-            use_async: Whether to read several arrays at once.
-            chunk_size: The most arrays to read at once. None: no limit but the memory budget.
-
-        Returns:
-            The tree, and the `CheckpointMetadata` as a dict, with the user's metadata under `custom_metadata`.
-        """
-        if prefix_filter is not None:
-            warnings.warn("prefix_filter is deprecated; use prefix", DeprecationWarning, stacklevel=2)
-            prefix = prefix_filter if prefix is None else prefix
-        call = "load(path, mesh)"
-        with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
-            request = Request(
-                prefix=prefix,
-                mesh=mesh,
-                rules=partition_rules,
-                shardings=shardings,
-                dtype=None if dtype is None else parse_dtype(dtype),
-                strict_rules=not mismatch_allowed,
-                follow_saved=False,
-                all_jax=True,
-                in_flight=checked_chunk_size(chunk_size) if use_async else 1,
-                callback=_by_name(callback),
-                verbose=self.verbose,
-            )
-            refuse_unsaid_layout(mesh, partition_rules, shardings)
-            return self._load_dict(place, request, validate, operation)
-
-    def load_pytree(
-        self,
-        path: Any,
-        mesh: Mesh | None,
-        *,
-        prefix: str,
-        shardings: Any = None,
-        partition_rules: Rules | None = None,
-        dtype: Any = None,
-        template: Any = None,
-        strict_shapes: bool = True,
-        callback: Callback | None = None,
-        chunk_size: int | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Load a tree in its own structure, or the template's, and the `extras` it was saved with.
-
-        Args:
-            path: The directory.
-            mesh: See `load`. Without rules or shardings, arrays are replicated on it.
-            prefix: The tree to load.
-            shardings: See `load`.
-            partition_rules: See `load`. Keys begin with the prefix.
-            dtype: See `load`.
-            template: A PyTree of arrays or `jax.ShapeDtypeStruct`s whose structure, float dtypes and shardings the
-                result has.
-            strict_shapes: Whether a shape that differs from the template's is a `ValueError`, and a missing leaf a
-                `KeyError`. If False, arrays of the same size are reshaped, and others come from the template, with a
-                warning.
-            callback: See `load`.
-            chunk_size: See `load`.
-
-        Returns:
-            The tree, and the extras.
-        """
-        call = "load_pytree(path, mesh)"
-        with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
-            request = Request(
-                template=template,
-                prefix=prefix,
-                mesh=mesh,
-                rules=partition_rules,
-                shardings=shardings,
-                dtype=None if dtype is None else parse_dtype(dtype),
-                strict_shapes=strict_shapes,
-                follow_saved=False,
-                prefix_first=True,
-                all_jax=True,
-                in_flight=checked_chunk_size(chunk_size),
-                callback=_by_name(callback),
-                verbose=self.verbose,
-            )
-            skeleton, leaves, tree = self._load(place, request, None, operation)
-        return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
-
-    def load_tree_parallel(
-        self,
-        path: Any,
-        shardings: Any = None,
-        mismatch_allowed: bool = True,
-        callback: Callback | None = None,
-        dtype: Any = None,
-        validate: bool | None = None,
-        prefix_filter: str | None = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a tree with several threads, as nested dicts with string keys, and its metadata.
-
-        Args:
-            path: See `load`.
-            shardings: See `load`.
-            mismatch_allowed: See `load`.
-            callback: See `load`.
-            dtype: See `load`.
-            validate: See `load`.
-            prefix_filter: Load only the leaves whose key is this or below it; or, if several trees share the directory,
-                the tree with this prefix.
-
-        Returns:
-            The tree, and the `CheckpointMetadata` as a dict.
-        """
-        call = "load_tree_parallel(path)"
-        with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
-            name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
-            prefix = None if name is None else self._prefix_named(place, name)
-            request = Request(
-                prefix=prefix,
-                include=None if name is None or prefix is not None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
-                shardings=shardings,
-                dtype=None if dtype is None else parse_dtype(dtype),
-                strict_rules=not mismatch_allowed,
-                follow_saved=False,
-                all_jax=True,
-                callback=_by_name(callback),
-                verbose=self.verbose,
-            )
-            return self._load_dict(place, request, validate, operation)
-
-    @staticmethod
-    def compute_checksum(array: Any) -> str:
-        """The SHA-256 of an array's bytes in C order, as hexadecimal digits.
-
-        Args:
-            array: A JAX or NumPy array.
-        """
-        return compute_checksum(array)
-
-    @staticmethod
-    def is_tensorstore(path: Any) -> bool:
-        """Whether there is a checkpoint in the TensorStore format at `path`. Never raises.
-
-        Args:
-            path: The directory, or the index file in it.
-        """
-        try:
-            _, manifest = open_checkpoint(location(AsyncCheckpointManager.safe_loadpath(path)))
-        except (OSError, ValueError):
-            return False
-        return any(tree.format == "zarr" or tree.has_foreign_arrays for tree in manifest.trees.values())
-
-    @staticmethod
-    def safe_loadpath(path: Any) -> "LoadPath":
-        """The path without the name of the index file, as an object with `/`, `str()` and `exists()`.
-
-        Args:
-            path: The directory, or the index file in it.
-        """
-        text = any_path_text(path, "safe_loadpath(path)")
-        if text == INDEX:
-            return LoadPath(".")
-        return LoadPath(text[: -len(INDEX)].rstrip("/") or "/" if text.endswith("/" + INDEX) else text)
-
     @property
     def global_manager(self) -> "GlobalAsyncCheckpointManager":
         """A JAX `GlobalAsyncCheckpointManager`, always the same one."""
@@ -469,28 +262,11 @@ class AsyncCheckpointManager:
             self._tell("saved", earlier.report)
         return PendingSave(save)
 
-    def _tell(self, what: str, report: object) -> None:
-        if self.verbose:
-            log.warning("%s %s", what, report)
-
     def _is_off(self, path: Any, call: str) -> bool:
         if self.enable is not False:
             return False
         log.warning("saving is disabled (enable=False): nothing was written to %s", any_path_text(path, call))
         return True
-
-    def _located(self, path: Any, call: str = "") -> Location:
-        text = str(self.safe_loadpath(any_path_text(path, call)))
-        if self.gcs_bucket is not None and text and "://" not in text and not os.path.isabs(text):
-            text = f"gs://{self.gcs_bucket}/{text}"
-        place = location(text)
-        return replace(place, key_file=self.gcs_credentials_path) if place.scheme == "gs" else place
-
-    def _prefix_named(self, place: Location, name: str) -> str | None:
-        """`name` as a prefix, if it is one and a load without it would be ambiguous."""
-        trees = open_checkpoint(place)[1].trees
-        prefix = name.replace("/", ".")
-        return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
 
     def _target(self, path: Any, directory: bool) -> Target:
         format = "zarr" if self.use_tensorstore else "safetensors"
@@ -532,56 +308,6 @@ class AsyncCheckpointManager:
             order=self,
             verbose=self.verbose,
         )
-
-    def _load_dict(
-        self, place: Location, request: Request, validate: bool | None, operation: Operation
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        skeleton, leaves, tree = self._load(place, request, validate, operation)
-        return as_dict(skeleton, leaves), metadata_of(tree)
-
-    def _load(
-        self, place: Location, request: Request, validate: bool | None, operation: Operation
-    ) -> tuple[Skeleton, list[Any], Tree]:
-        started = time.perf_counter()
-        skeleton, leaves, tree = load_request(place, self._validated(place, request, validate), operation)
-        seconds = time.perf_counter() - started
-        rate = rate_of(tree.nbytes, seconds)
-        self._tell("loaded", f"{place}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
-        return skeleton, leaves, tree
-
-    def _validated(self, place: Location, request: Request, validate: bool | None) -> Request:
-        """The request with the checks that `validate` asks for."""
-        if validate is False:
-            return replace(request, verify=False)
-        if not (self.enable_validation if validate is None else validate):
-            return request
-        _, manifest = open_checkpoint(place)
-        return replace(request, check=checker(manifest, manifest.tree(request.prefix), validate is True))
-
-
-def as_dict(skeleton: Skeleton, leaves: list[Any]) -> dict[str, Any]:
-    """Leaves as nested dicts with string keys."""
-    return nest(list(zip(skeleton.paths(), leaves, strict=True)))
-
-
-def refuse_unsaid_layout(mesh: Mesh | None, rules: Rules | None, shardings: Any) -> None:
-    """A mesh with several axes does not say which of them shards what."""
-    if mesh is not None and len(mesh.axis_names) > 1 and not rules and shardings is None:
-        raise ShardingError(
-            f"the mesh has the axes {', '.join(map(str, mesh.axis_names))}: pass partition_rules= or shardings= to say "
-            "how arrays are sharded over them"
-        )
-
-
-def checked_chunk_size(chunk_size: int | None) -> int | None:
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
-    return chunk_size
-
-
-def _by_name(callback: Callback | None) -> Callable[[Any, StoredLeaf], Any] | None:
-    """A callback on (array, dotted key) as a callback on (array, leaf)."""
-    return None if callback is None else lambda array, leaf: callback(array, ".".join(leaf.path))
 
 
 def follow_save(manager: AsyncCheckpointManager, request: SaveRequest, operation: Operation) -> PendingSave:

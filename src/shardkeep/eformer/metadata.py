@@ -218,8 +218,9 @@ def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredL
     def check(leaf: StoredLeaf, value: Any) -> None:
         if leaf.path not in checksums:
             return
+        data = jax.random.key_data(value) if is_prng_dtype(value.dtype) else value
         # Another process may see what this one does not; the digests of what was read have been checked anyway.
-        parts = [(_part(value, region or Region.whole(value.shape)), sha) for region, sha in checksums[leaf.path]]
+        parts = [(_part(data, region or Region.whole(data.shape)), sha) for region, sha in checksums[leaf.path]]
         if all(part is None or compute_checksum(part) == checksum for part, checksum in parts):
             return
         text = f"leaf {leaf.key!r} does not match the checksum recorded for it"

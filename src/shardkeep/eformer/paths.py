@@ -1,7 +1,11 @@
-"""The path objects of eFormer's API."""
+"""Paths in eFormer's API: path objects, names of files in them, Google Cloud Storage."""
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
+from shardkeep.foreign.eformer import INDEX
+from shardkeep.model.naming import base_of_shard
 from shardkeep.stores.location import Location, any_path_text, anywhere, exists
 
 
@@ -27,3 +31,53 @@ class LoadPath:
     def exists(self) -> bool:
         """Whether there is a file or directory at the path."""
         return exists(anywhere(self.text))
+
+
+def without_index(path: str) -> str:
+    """The path of a checkpoint, given its own or that of the index in it.
+
+    >>> without_index(f"run/step_1/{INDEX}"), without_index(INDEX), without_index("run/step_1")
+    ('run/step_1', '.', 'run/step_1')
+    """
+    if path == INDEX:
+        return "."
+    return path[: -len(INDEX)].rstrip("/") or "/" if path.endswith("/" + INDEX) else path
+
+
+def derive_base_prefix_from_path(path_str: Any) -> str:
+    """What the file names of a model begin with.
+
+    Args:
+        path_str: A safetensors file, its index, or one of its shards.
+
+    >>> derive_base_prefix_from_path("/x/model-00001-of-00004.safetensors")
+    '/x/model'
+    """
+    return base_of_shard(any_path_text(path_str, "derive_base_prefix_from_path(path_str)"))
+
+
+def is_gcs_path(path: Any) -> bool:
+    """Whether a path is in Google Cloud Storage.
+
+    Args:
+        path: A string or path object.
+
+    >>> is_gcs_path("gs://bucket/x"), is_gcs_path("/x")
+    (True, False)
+    """
+    return str(path).startswith("gs://")
+
+
+def parse_gcs_path(gcs_path: Any) -> tuple[str, str]:
+    """The bucket and the name in it. Anything but a `gs://` path is a `ValueError`.
+
+    Args:
+        gcs_path: A string or path object.
+
+    >>> parse_gcs_path("gs://bucket/a/b")
+    ('bucket', 'a/b')
+    """
+    match = re.fullmatch(r"gs://([^/]+)(?:/(.*))?", str(gcs_path), re.DOTALL)
+    if match is None:
+        raise ValueError(f"not a Google Cloud Storage path (gs://bucket/name): {str(gcs_path)!r}")
+    return match[1], match[2] or ""

@@ -11,14 +11,14 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError
+from shardkeep.foreign.base import Listing
 from shardkeep.foreign.pickles import Record, decode_pickle, is_plain_within, plain_value
-from shardkeep.foreign.zarr import ZARRAY, describe, file_names
-from shardkeep.layouts.zarr import zarr_dtype
+from shardkeep.foreign.zarr import KIND, ZarrReader, describe, file_names, has_zarr_arrays
+from shardkeep.layouts.zarr import ZARRAY, zarr_dtype
 from shardkeep.model.digests import digest
 from shardkeep.model.document import check_name, no_duplicates
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf, StoredValue
@@ -40,13 +40,26 @@ _FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without 
 _FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
-def read_eformer(store: Store, search: bool) -> Manifest | None:
-    """Another program's checkpoint in a directory, described as a Manifest; None if there is none.
+class EformerReader:
+    """Reads checkpoints of eFormer, and zarr arrays without an index; a `ForeignReader`."""
 
-    Args:
-        store: The directory or bucket prefix.
-        search: Whether to search for zarr arrays if there is no index.
-    """
+    name: str = "eformer"
+    kind: str = KIND
+
+    def recognizes(self, names: Collection[str]) -> bool:
+        return INDEX in names
+
+    def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
+        # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
+        ours = MANIFEST in names or store.control in names
+        return None if ours and INDEX not in names else _detect(store, search=not ours)
+
+    def open(self, store: Store, leaf: StoredArray) -> ZarrReader:
+        return ZarrReader(store, leaf)
+
+
+def _detect(store: Store, search: bool) -> Manifest | None:
+    """The checkpoint in a directory. `search`: whether to search for zarr arrays if there is no index."""
     index = _read_json(store, INDEX)
     if index is None:
         return _discover(store) if search else None
@@ -122,7 +135,7 @@ def _tree(
             leaves.append(StoredValue(path, place.value))
             continue
         array = describe(store, place)
-        leaves.append(StoredArray(path, array.spec, (), ForeignArray(place)))
+        leaves.append(StoredArray(path, array.spec, (), ForeignArray(place, KIND)))
         files += [DataFile(name, store.size(name) or 0) for name in file_names(store, place, array)]
     return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
 
@@ -277,55 +290,41 @@ def _read_json(store: Store, name: str) -> dict[str, Any] | None:
     return data
 
 
-@dataclass(frozen=True)
-class Index:
-    """What `tensorstore_index.json` says: the save that wrote it, if we did, and the directories of its arrays.
+class EformerIndex:
+    """The index that lets eFormer read our trees, and the metadata that it expects; a `Companions`."""
 
-    `arrays` is None if the index cannot be parsed.
-    """
+    program: str = "eFormer"
+    index: str = INDEX
+    names: Sequence[str] = (INDEX, METADATA)
 
-    save_id: str | None
-    arrays: frozenset[str] | None
+    def read_index(self, store: Store) -> Listing | None:
+        if store.size(INDEX) is None:
+            return None
+        try:
+            index = _read_json(store, INDEX) or {}
+            entries = [*index.get("arrays", ()), *(e for listed in index.get("prefixes", {}).values() for e in listed)]
+            save_id = index.get(_MARK)
+            arrays = frozenset(str(entry["path"]) for entry in entries)
+            return Listing(save_id if isinstance(save_id, str) else None, arrays)
+        except (IntegrityError, TypeError, AttributeError, KeyError):
+            return Listing(None, None)
 
-
-def read_index(store: Store) -> Index | None:
-    """The index in a directory, ours or eFormer's; None if there is none."""
-    if store.size(INDEX) is None:
-        return None
-    try:
-        index = _read_json(store, INDEX) or {}
-        entries = [*index.get("arrays", ()), *(e for listed in index.get("prefixes", {}).values() for e in listed)]
-        save_id = index.get(_MARK)
-        return Index(save_id if isinstance(save_id, str) else None, frozenset(str(entry["path"]) for entry in entries))
-    except (IntegrityError, TypeError, AttributeError, KeyError):
-        return Index(None, None)
-
-
-def index_documents(manifest: Manifest, empty: bool = False) -> dict[str, bytes | None]:
-    """The files for eFormer that go with a manifest, in the order in which they must be written.
-
-    Args:
-        manifest: What is committed.
-        empty: If eFormer can read none of the trees, return an index without arrays instead of none.
-
-    Returns:
-        The content of each file by name; None for a file that must not exist.
-    """
-    trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
-    if not trees and not empty:
-        return {METADATA: None, INDEX: None}
-    index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
-    index["prefixes"] = {p: entries for p, entries in trees.items() if p}
-    if "" in trees or not trees:
-        index["arrays"] = trees.get("", [])
-    newest = next((tree for tree in manifest.trees.values() if tree.save_id == manifest.save_id), None)
-    metadata = {} if newest is None else untagged(dict(newest.metadata))
-    return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
+    def documents(self, manifest: Manifest, empty: bool = False) -> dict[str, bytes | None]:
+        trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
+        if not trees and not empty:
+            return {METADATA: None, INDEX: None}
+        index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
+        index["prefixes"] = {p: entries for p, entries in trees.items() if p}
+        if "" in trees or not trees:
+            index["arrays"] = trees.get("", [])
+        newest = next((tree for tree in manifest.trees.values() if tree.save_id == manifest.save_id), None)
+        metadata = {} if newest is None else untagged(dict(newest.metadata))
+        return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
 
 
 def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
     """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
-    if not tree.indexed or not (tree.format == "zarr" or tree.has_foreign_arrays):
+    if not tree.indexed or not has_zarr_arrays(tree):
         return None
     directory = prefix_directory(prefix)
     if directory != prefix.replace(".", "/"):

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +21,11 @@ from shardkeep.errors import IntegrityError, MissingDataError, missing_of
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.model.document import no_duplicates
-from shardkeep.model.leaves import StoredArray
+from shardkeep.model.leaves import ForeignArray, StoredArray
+from shardkeep.model.manifest import Tree
 from shardkeep.stores.base import Store
 
+KIND = "zarr"  # of these arrays in manifests
 _MANY = 10_000  # above this number, chunks are listed instead of looked up one by one
 _MOST = 1 << 20  # limit on the names in the listing of one array
 
@@ -110,88 +112,135 @@ def _dtype(name: Any) -> np.dtype[Any]:
     return dtype_from_name(name)
 
 
-def read_zarr(store: Store, leaf: StoredArray, directory: str, regions: Sequence[Region]) -> list[Array]:
-    """Regions of another program's zarr array in `directory`."""
-    array = _described(store, leaf, directory)
-    needed = {name for region in regions for name in _check_chunks(store, leaf.key, directory, array, region)}
-    with _naming(store, leaf.key, directory):
-        opened = _open(store, directory, needed)
-        return [_read(opened, array, region) for region in regions]
+def has_zarr_arrays(tree: Tree) -> bool:
+    """Whether the arrays of a tree, or some of them, are zarr arrays: ours or another program's."""
+    return tree.format == "zarr" or any(leaf.kind == KIND for leaf in tree.arrays)
 
 
-def check_zarr(store: Store, leaf: StoredArray, directory: str) -> None:
-    """Raise `IntegrityError` unless another program's array can be read: a valid `.zarray` and all chunks complete."""
-    array = _described(store, leaf, directory)
-    whole = Region.whole(array.spec.shape)
-    _check_chunks(store, leaf.key, directory, array, whole)
-    with _naming(store, leaf.key, directory):
-        _open(store, directory, ())  # TensorStore checks the rest of .zarray
-        if array.compressor in (None, "zstd"):
-            return
-        for name, start in array.each_chunk(whole):  # reading one element decodes its chunk
-            _read(_open(store, directory, (name,)), array, Region(start, (1,) * len(start)))
+class ZarrReader:
+    """Reads a zarr array of another program; an `ArrayReader`."""
+
+    def __init__(self, store: Store, leaf: StoredArray) -> None:
+        """Read `.zarray`. `IntegrityError` if it is missing or damaged."""
+        assert isinstance(leaf.origin, ForeignArray)
+        self._store, self._leaf, self._directory = store, leaf, leaf.origin.directory
+        self._array = describe(store, self._directory)
+        self._opened: _Opened | None = None
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return self._array.chunks
+
+    def read(self, region: Region) -> Array:
+        self._compare()
+        names = self._check_chunks(region)
+        with self._naming():
+            if self._opened is None:
+                self._opened = _Opened(self._store, self._directory)
+            return self._opened.read(self._array, region, names)
+
+    def check(self) -> None:
+        self._compare()
+        whole = Region.whole(self._array.spec.shape)
+        self._check_chunks(whole)
+        with self._naming():
+            opened = _Opened(self._store, self._directory)
+            opened.open()  # TensorStore checks the rest of .zarray
+            if self._array.compressor in (None, "zstd"):
+                return
+            for name, start in self._array.each_chunk(whole):  # reading one element decodes its chunk
+                one = _Opened(self._store, self._directory)
+                one.read(self._array, Region(start, (1,) * len(start)), [name])
+
+    def find_damage(self, sizes: Mapping[str, int]) -> str | None:
+        array, key, where = self._array, self._leaf.key, self._store.locate(self._directory)
+        whole = Region.whole(array.spec.shape)
+        count = array.chunk_count(whole)
+        if count > len(sizes):  # it may claim more chunks than any disk holds
+            return f"leaf {key!r}: chunks are missing in {where}"
+        chunks = [sizes.get(_join(self._directory, name)) for name in array.chunk_names(whole)]
+        if None in chunks:
+            return f"leaf {key!r}: {missing_of(chunks.count(None), count)}"
+        if array.compressor is None and any(size != array.chunk_bytes for size in chunks):
+            return f"leaf {key!r}: a chunk in {where} is truncated"
+        return None
+
+    def _compare(self) -> None:
+        """Refuse another array than the one that the manifest describes."""
+        found, leaf = self._array.spec, self._leaf
+        if found != leaf.spec:
+            where = self._store.locate(_join(self._directory, ZARRAY))
+            described = f"{found.dtype.name}{list(found.shape)}"
+            problem = f"{where} describes {described}, but the manifest says {leaf.dtype}{list(leaf.shape)}"
+            raise IntegrityError(problem, leaf=leaf.key, file=where)
+
+    def _check_chunks(self, region: Region) -> list[str]:
+        """The names of the chunks of a region, after checking that each exists and has the right size."""
+        store, key, array, directory = self._store, self._leaf.key, self._array, self._directory
+        names = _chunks_there(store, directory, array, region)
+        count = array.chunk_count(region)
+        if len(names) < count:
+            there = set(names)
+            missing = next(name for name, _ in array.each_chunk(region) if name not in there)
+            example = ": " if count - len(names) == 1 else ", for example "
+            where = store.locate(_join(directory, missing))
+            problem = f"{missing_of(count - len(names), count)}{example}{where}"
+            raise MissingDataError(
+                f"{problem}. The save that wrote it never finished, or files were lost", leaf=key, file=where
+            )
+        for name in names:
+            _check_chunk(store, _join(directory, name), array, key)
+        return names
+
+    @contextmanager
+    def _naming(self) -> Generator[None]:
+        """Turn TensorStore's errors into `IntegrityError`s that name the leaf."""
+        try:
+            yield
+        except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
+            where = self._store.locate(self._directory)
+            problem = f"TensorStore cannot read {where}: {error}"
+            raise IntegrityError(problem, leaf=self._leaf.key, file=where) from error
 
 
-@contextmanager
-def _naming(store: Store, key: str, directory: str) -> Generator[None]:
-    """Turn TensorStore's errors into `IntegrityError`s that name the leaf."""
-    try:
-        yield
-    except (ValueError, MemoryError, OverflowError, NotImplementedError) as error:
-        where = store.locate(directory)
-        raise IntegrityError(f"TensorStore cannot read {where}: {error}", leaf=key, file=where) from error
+class _Opened:
+    """An array that TensorStore has opened. In a bucket our own client fetches its chunks, each once."""
 
+    def __init__(self, store: Store, directory: str) -> None:
+        self._store, self._directory = store, directory
+        self._tensor: Any = None
+        self._memory: Any = None
+        self._fetched: set[str] = set()
 
-def _open(store: Store, directory: str, chunks: Iterable[str]) -> Any:
-    """Open an array with TensorStore to read these of its chunks."""
-    import tensorstore  # slow to import, and our own checkpoints do not need it
+    def open(self) -> Any:
+        import tensorstore  # slow to import, and our own checkpoints do not need it
 
-    context = tensorstore.Context()
-    place: dict[str, Any] = {"driver": "file", "path": store.locate(directory) + os.sep}
-    if store.remote:  # our own client fetches the objects, TensorStore only decodes them
-        place = {"driver": "memory", "path": "array/"}
-        memory = tensorstore.KvStore.open(place, context=context).result()
-        for name in (ZARRAY, *sorted(chunks)):
-            memory.write(name, store.read(_join(directory, name))).result()
-    spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
-    return tensorstore.open(spec, read=True, context=context).result()
+        if self._tensor is None:
+            context = tensorstore.Context()
+            place: dict[str, Any] = {"driver": "file", "path": self._store.locate(self._directory) + os.sep}
+            if not self._store.traits.has_paths:
+                place = {"driver": "memory", "path": "array/"}
+                self._memory = tensorstore.KvStore.open(place, context=context).result()
+                self._fetch([ZARRAY])
+            spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
+            self._tensor = tensorstore.open(spec, read=True, context=context).result()
+        return self._tensor
 
+    def read(self, array: ZarrArray, region: Region, chunks: Iterable[str]) -> Array:
+        """Read a region, which lies in these chunks, into a new array."""
+        tensor, dtype = self.open(), array.spec.dtype
+        if self._memory is not None:
+            self._fetch(sorted(chunks))
+        # Without enough memory for a chunk or the result, TensorStore aborts the process. NumPy raises an error first.
+        np.empty(max(array.chunk_bytes, region.size * dtype.itemsize), np.uint8)
+        data: Any = tensor[region.slices].read(order="C").result()
+        return np.array(data, dtype=dtype, order="C", copy=True)
 
-def _read(opened: Any, array: ZarrArray, region: Region) -> Array:
-    """Read a region into a new array."""
-    dtype = array.spec.dtype
-    # Without enough memory for a chunk or the result, TensorStore aborts the process. NumPy raises an error first.
-    np.empty(max(array.chunk_bytes, region.size * dtype.itemsize), np.uint8)
-    data: Any = opened[region.slices].read(order="C").result()
-    return np.array(data, dtype=dtype, order="C", copy=True)
-
-
-def _described(store: Store, leaf: StoredArray, directory: str) -> ZarrArray:
-    array = describe(store, directory)
-    if array.spec != leaf.spec:
-        where = store.locate(_join(directory, ZARRAY))
-        found = f"{array.spec.dtype.name}{list(array.spec.shape)}"
-        problem = f"{where} describes {found}, but the manifest says {leaf.dtype}{list(leaf.shape)}"
-        raise IntegrityError(problem, leaf=leaf.key, file=where)
-    return array
-
-
-def _check_chunks(store: Store, key: str, directory: str, array: ZarrArray, region: Region) -> list[str]:
-    """The names of the chunks of a region, after checking that each exists and has the right size."""
-    names = _chunks_there(store, directory, array, region)
-    count = array.chunk_count(region)
-    if len(names) < count:
-        there = set(names)
-        missing = next(name for name, _ in array.each_chunk(region) if name not in there)
-        example = ": " if count - len(names) == 1 else ", for example "
-        where = store.locate(_join(directory, missing))
-        problem = f"{missing_of(count - len(names), count)}{example}{where}"
-        raise MissingDataError(
-            f"{problem}. The save that wrote it never finished, or files were lost", leaf=key, file=where
-        )
-    for name in names:
-        _check_chunk(store, _join(directory, name), array, key)
-    return names
+    def _fetch(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._fetched:
+                self._memory.write(name, self._store.read(_join(self._directory, name))).result()
+                self._fetched.add(name)
 
 
 def _check_chunk(store: Store, name: str, array: ZarrArray, key: str) -> None:

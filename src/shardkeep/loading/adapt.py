@@ -1,7 +1,8 @@
-"""The last steps for each leaf: check, PRNG keys, function, callback, cast, byte order, kind of the template."""
+"""The last steps for each leaf: PRNG keys, function, cast, byte order, kind of the template."""
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,23 +23,25 @@ log = logging.getLogger("shardkeep")
 
 
 def adapt(w: Wanted, value: Any, request: Request) -> Any:
-    """The last steps for one leaf: check, PRNG keys, function, callback, cast, byte order, kind of the template."""
+    """The last steps for one leaf: PRNG keys, function, cast, byte order, kind of the template."""
     origin = w.stored.origin if isinstance(w.stored, StoredArray) else None
     if isinstance(origin, PerProcessRows):
         return _decode(w, origin, value)
-    if origin is not None and request.check is not None:
-        request.check(w.stored, value)
     if isinstance(origin, PrngKeys):
         value = _as_keys(value, origin.impl, w.stored.key)
-    if w.place.function is not None:
+    if origin is not None and request.treat is not None:
+        value = request.treat(value, w.stored, partial(apply_function, w.place.function or _unchanged))
+    elif w.place.function is not None:
         value = apply_function(w.place.function, value)
-    if origin is not None and request.callback is not None:
-        value = request.callback(value, w.stored)
     if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and not isinstance(origin, PrngKeys):
         value = cast_array(value, w.dtype, w.stored.key)
     if isinstance(value, np.ndarray):
         value = _settled(w, origin, value)
     return value if w.like is None else _like(w.like, value, w.stored.key)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _decode(w: Wanted, rows: PerProcessRows, data: Array) -> Any:

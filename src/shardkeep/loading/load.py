@@ -282,7 +282,7 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
     """
     if os.path.basename(store.control) != CONTROL:
         return False
-    return store.remote or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
+    return store.traits.late_requests or (request.verify and tree.format != "foreign") or store.size(MANIFEST) is None
 
 
 def read_leaves(
@@ -293,13 +293,13 @@ def read_leaves(
     step = request.in_flight or (1 if read_once else max(len(wanted), 1))
     if read_once:
         compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
-    mapped = store.remote or (request.mmap and store.mappable)
+    mapped = store.traits.costly_requests or (request.mmap and store.mappable)
     reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
     total = sum(w.stored.nbytes for w in wanted)
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
     values: list[Any] = []
     with Scope(f"loading {store.url}") as scope, bar as progress:
-        crew = scope.add(Crew(store.concurrency))
+        crew = scope.add(Crew(store.traits.concurrency))
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
             with collector.paused():

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.zarr import read_zarr
+from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
@@ -34,14 +34,14 @@ def read_targets(
 ) -> None:
     """Fill every target, by number of the leaf. Pieces are read in steps: memory beyond the targets fits the budget."""
     crew.run(
-        partial(_read_foreign, reader.store, target, target.leaf.origin.directory, progress)
+        partial(_read_foreign, reader.store, target, progress)
         for target in targets.values()
         if isinstance(target.leaf.origin, ForeignArray)
     )
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
-    if not reader.mapped or reader.store.remote:
+    if not reader.mapped or reader.store.traits.costly_requests:
         fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
         alone = _fed_by_one(fetches)
     for step in plan_steps(fetches, limit):
@@ -60,9 +60,10 @@ def read_targets(
     )  # empty
 
 
-def _read_foreign(store: Store, target: Target, directory: str, progress: Progress) -> None:
+def _read_foreign(store: Store, target: Target, progress: Progress) -> None:
     """An array of another program, which has no pieces."""
-    target.arrays[:] = read_zarr(store, target.leaf, directory, target.regions)
+    array = open_array(store, target.leaf)
+    target.arrays[:] = [array.read(region) for region in target.regions]
     progress(sum(map(target.nbytes, range(len(target.regions)))))
 
 
@@ -93,14 +94,14 @@ def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Mapping[int,
         if piece.stored is None and piece.length:
             low, high, key = spans.get(piece.file, (piece.offset, 0, targets[fetch.leaf].leaf.key))
             spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
-            if reader.store.remote:
+            if reader.store.traits.costly_requests:
                 ranges = needed_blocks(fetch, targets[fetch.leaf].leaf)
                 needed.setdefault(piece.file, []).extend(
                     (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
                 )
     maps: Maps = {}
     for number, (low, high, key) in spans.items():
-        if high - low >= _MAP_FROM or reader.store.remote:
+        if high - low >= _MAP_FROM or reader.store.traits.costly_requests:
             mapping = reader.map(number, low, high, key, needed.get(number, ()))
             if mapping is not None:  # else it is read
                 maps[number] = mapping, low
@@ -176,7 +177,7 @@ def _tasks(units: Sequence[_Unit], reader: BlockReader, progress: Progress) -> l
     tasks: list[Task] = []
     size = 0
     files = len({unit.piece.file for unit in units})
-    overhead = _REQUEST * files // max(len(units), 1) if reader.store.remote else 4096
+    overhead = _REQUEST * files // max(len(units), 1) if reader.store.traits.costly_requests else 4096
     for unit in units:
         for first, last in unit.ranges:
             if last - first >= PART // BLOCK:

@@ -30,6 +30,10 @@ _SHOWN = 5
 _SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
 
 
+# Called with an array, what is stored of it, and the function that `shardings` has for it; returns what is loaded.
+Treatment = Callable[[Any, StoredLeaf, Callable[[Any], Any]], Any]
+
+
 @dataclass(frozen=True)
 class Request:
     """What a caller asks of a load, with every argument checked."""
@@ -45,15 +49,13 @@ class Request:
     mmap: bool = True
     strict_shapes: bool = True
     strict_rules: bool = False
-    follow_saved: bool = True  # on a mesh without rules: use the layout each array was saved with
     prefix_first: bool = False  # match rules against keys that begin with the prefix
     all_jax: bool = False  # load NumPy leaves as JAX arrays too
     in_flight: int | None = None  # how many arrays are read at once
     verbose: bool = False  # show a progress bar
     per_process: str = "own"  # of each PerProcess leaf: this process's value, or "all" in a list
     read_once: bool = False  # of several processes only the first reads, and sends the data to the others
-    check: Callable[[StoredLeaf, Any], None] | None = None  # called with each array first
-    callback: Callable[[Any, StoredLeaf], Any] | None = None  # called with each placed array, in saved order
+    treat: Treatment | None = None  # what to do with each placed array, in saved order
 
 
 @dataclass(slots=True)
@@ -361,7 +363,6 @@ def choose_places(wanted: Sequence[Wanted], prefix: str, request: Request) -> No
         rules=request.rules,
         shardings=request.shardings,
         strict=request.strict_rules,
-        follow_saved=request.follow_saved,
         prefix=prefix,
         prefix_first=request.prefix_first,
     )

@@ -57,7 +57,6 @@ def resolve_shardings(
     rules: Rules | None = None,
     shardings: Any = None,
     strict: bool = False,
-    follow_saved: bool = True,
     prefix: str = "",
     prefix_first: bool = False,
 ) -> list[Place]:
@@ -84,7 +83,7 @@ def resolve_shardings(
             places.append(Place())
             continue
         spec = PartitionSpec()
-        if follow_saved and not rules and named is None:
+        if not rules and named is None:
             spec = _saved_spec(leaf, mesh)
             if not leaf.optional:
                 replicated.compare(leaf, spec)

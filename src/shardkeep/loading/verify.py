@@ -8,7 +8,7 @@ import numpy as np
 
 from shardkeep.catalog import find, open_checkpoint
 from shardkeep.errors import IntegrityError, damage_of
-from shardkeep.foreign.zarr import check_zarr
+from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.model.digests import BLOCK, block_count, digest
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
@@ -79,7 +79,7 @@ def _verify(
     with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
         checks = [_Check(store, tree, show) for tree in trees]
         with Scope(f"checking {place}") as scope:
-            crew = scope.add(Crew(store.concurrency))
+            crew = scope.add(Crew(store.traits.concurrency))
             for check in checks:
                 check.run(crew)
     problems = [problem for check in checks for problem in check.problems]
@@ -173,7 +173,7 @@ class _Check:
     def _check_foreign(self, leaf: StoredArray, directory: str) -> None:
         """An array of another program has no digests, but its chunks must be there and have their sizes."""
         try:
-            check_zarr(self._reader.store, leaf, directory)
+            open_array(self._reader.store, leaf).check()
         except (IntegrityError, OSError) as error:
             self._report(leaf.key, self._reader.store.locate(directory), error)
 

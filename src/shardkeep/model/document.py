@@ -42,7 +42,7 @@ _STEPS = 1 << 63  # recorded steps are below
 
 _FORMATS = {"safetensors": "safetensors", "tensorstore": "zarr", "foreign": "foreign"}  # on disk → for people
 _NAMES_ON_DISK = {name: on_disk for on_disk, name in _FORMATS.items()}
-_ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows, ForeignArray))
+_ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
 _START = b'{"shardkeep":'
 _ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
 _MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
@@ -261,13 +261,14 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
         raise ValueError(f"leaf {data['key']!r} is not at this place in the structure")
     if data["kind"] == "value":
         return StoredValue(path, decode(data["value"]))
-    if data["kind"] not in _ARRAYS:
+    is_foreign = data["kind"] not in _ARRAYS
+    if is_foreign and not (isinstance(data["kind"], str) and "directory" in data):
         raise ValueError(f"unknown kind of leaf {data['kind']!r}")
     shape = tuple(map(_integer, data["shape"]))
     spec = _spec(shape, data["dtype"])
     pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
-    if data["kind"] == ForeignArray.kind:
-        return StoredArray(path, spec, (), ForeignArray(check_name(data["directory"])))
+    if is_foreign:
+        return StoredArray(path, spec, (), ForeignArray(check_name(data["directory"]), data["kind"]))
     if not is_partition(shape, [piece.region for piece in pieces]):
         raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
     return StoredArray(path, spec, pieces, _decode_origin(data, spec))

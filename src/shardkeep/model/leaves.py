@@ -57,10 +57,13 @@ class PrngKeys:
 @final
 @record
 class ForeignArray:
-    """The origin of a zarr array that another program wrote. It stays where it is, and has no pieces."""
+    """The origin of an array that another program wrote. It stays where it is, and has no pieces.
+
+    The kind says which reader in `foreign/registry.py` reads it; `directory` is its place in the checkpoint.
+    """
 
     directory: str
-    kind: ClassVar = "zarr"
+    kind: str = "zarr"
 
 
 Origin: TypeAlias = JaxArray | NumpyArray | PrngKeys | PerProcessRows | ForeignArray

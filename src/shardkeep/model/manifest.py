@@ -9,7 +9,7 @@ from typing import Any
 
 from shardkeep.errors import PrefixError, counted
 from shardkeep.model.keys import KeyTable
-from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
+from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.naming import clean_name
 from shardkeep.model.records import record
 from shardkeep.model.summaries import MOST_SHOWN, cut, rows_of
@@ -73,11 +73,6 @@ class Tree:
     def arrays(self) -> list[StoredArray]:
         """Its leaves that are arrays."""
         return [leaf for leaf in self.leaves if isinstance(leaf, StoredArray)]
-
-    @property
-    def has_foreign_arrays(self) -> bool:
-        """Whether it has arrays that another program wrote and that stay where they are."""
-        return any(isinstance(leaf.origin, ForeignArray) for leaf in self.arrays)
 
     @cached_property
     def clean_names(self) -> dict[str, str]:

@@ -176,7 +176,7 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
     with Scope(what) as outer:
         with Scope(what) as scope:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
-            crew = Crew(request.target.store.concurrency, more=1)
+            crew = Crew(request.target.store.traits.concurrency, more=1)
             job, leaves = _prepare(request, operation, scope, crew)
             _take_snapshot(job, leaves)
             callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
@@ -196,7 +196,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
     what = f"saving to {target.where}"
     operation.specify(what)
     with Scope(what) as outer, Scope(what) as scope:
-        crew = Crew(target.store.concurrency, background=True)
+        crew = Crew(target.store.traits.concurrency, background=True)
         claim, staging = Claim(budget, scope), Staging(crew, request.copy)
         job, leaves = _prepare(request, operation, scope, crew, claim, staging)
         if operation.size == 1 and not request.overwrite:  # otherwise one process may see what another does not see

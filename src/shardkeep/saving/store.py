@@ -55,7 +55,7 @@ def store_snapshot(
     """
     started = time.perf_counter()
     with Scope(f"saving to {target.where}") as scope:
-        crew = Crew(target.store.concurrency, more=1)
+        crew = Crew(target.store.traits.concurrency, more=1)
         job = SaveJob.prepare(target, draft, ALONE, scope, crew, started, overwrite=overwrite, check=check)
         job.snapshot = snapshot
         job.entry.enter()

@@ -20,7 +20,7 @@ from shardkeep.runtime.memory import PAGE, Shard, address_of, aligned_empty
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot
-from shardkeep.stores.base import NewFile, Store
+from shardkeep.stores.base import NewFile, Store, is_editable
 
 _LARGE = 4 << 20  # files from this size on are tasks of their own, and larger ones several tasks
 _ALIGNED = 1 << 20  # the same, if they are in memory as they will be on the disk
@@ -60,7 +60,7 @@ def write_files(
             continue
         batch.append(writer)
         cost += _FILE_COST + writer.nbytes
-        if cost >= _BATCH or store.remote:
+        if cost >= _BATCH or store.traits.costly_requests:
             tasks.append(partial(_write_all, batch))
             batch, cost = [], 0
     if tasks:
@@ -99,13 +99,14 @@ class _FileWriter:
         self.loose_digest = digest(plan.header)  # of the bytes that the digests of pieces do not cover
         self.digests: list[list[str]] = [[""] * block_count(piece.nbytes) for piece in plan.pieces]
         large = self.nbytes >= (_LARGE if self._memory is None else _ALIGNED)
-        self.parts = _split(plan) if large and plan.size is not None and not store.remote else []
+        self.parts = _split(plan) if large and plan.size is not None and store.traits.editable else []
         self.file: NewFile | None = None
         self._left = len(self.parts)
         self._lock = threading.Lock()
 
     def write_whole(self) -> None:
-        if self._store.object_limit is not None and self.nbytes > 2 * self._store.object_limit:
+        limit = self._store.traits.object_limit
+        if limit is not None and self.nbytes > 2 * limit:
             self.write_large()
             return
         everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
@@ -221,6 +222,7 @@ class _FileWriter:
         """The file, opened by the first part and closed by the last, so that few are open at a time."""
         with self._lock:
             if self.file is None:
+                assert is_editable(self._store), "only its files are written in parts"
                 new = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
                 self.file = self._opened.add(new)
                 if not self._save.document:  # else it is written last

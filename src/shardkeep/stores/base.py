@@ -2,13 +2,41 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
 from shardkeep.runtime.scopes import Scope
 
 CONTROL = ".shardkeep"  # the name of the control directory of a checkpoint directory
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a save or a load has to know about a store to choose its way.
+
+    Args:
+        editable: Files are written in parts, in any order, and can have a second name: the store is an
+            `EditableStore`. If not, a file is put as a whole and has one name.
+        has_directories: The place is a directory, which can be moved away or removed while it is used.
+        has_paths: `locate` gives paths that other libraries can open.
+        costly_requests: Each access costs a round trip: accesses are few, planned beforehand, and made concurrently.
+        late_requests: A request may take effect long after its sender was given up. So a name is never used again
+            after it was removed, documents are replaced and not removed, and dead saves are fenced off.
+        expiring_locks: A process that died counts as alive until its lease has expired.
+        concurrency: How many concurrent requests are useful; None: as many as there are processors.
+        object_limit: The size of file to aim at; None: no limit.
+    """
+
+    editable: bool
+    has_directories: bool
+    has_paths: bool
+    costly_requests: bool
+    late_requests: bool
+    expiring_locks: bool
+    concurrency: int | None = None
+    object_limit: int | None = None
 
 
 class StoredFile(AbstractContextManager["StoredFile"], Protocol):
@@ -81,31 +109,17 @@ class Held(Protocol):
         ...
 
 
-class Store(Protocol):
-    """A directory or a bucket prefix that holds one checkpoint."""
+class Files(Protocol):
+    """The files of a store."""
 
     url: str
-    control: str  # the directory in it for the lock, the claims and the records of running saves
-    saves: str  # the directory of those records
+
+    @property
+    def traits(self) -> Traits: ...
 
     @property
     def mappable(self) -> bool:
         """Whether files may be mapped: nobody can change them in place unnoticed."""
-        ...
-
-    @property
-    def remote(self) -> bool:
-        """Whether files are objects in a bucket: uploaded in one piece, never changed, each request slow."""
-        ...
-
-    @property
-    def concurrency(self) -> int | None:
-        """How many concurrent requests are useful; None: as many as there are processors."""
-        ...
-
-    @property
-    def object_limit(self) -> int | None:
-        """The maximum size of a file; None: no limit."""
         ...
 
     def locate(self, name: str) -> str:
@@ -134,10 +148,6 @@ class Store(Protocol):
 
     def open(self, name: str) -> StoredFile: ...
 
-    def create(self, name: str, size: int, aligned: bool = False) -> NewFile:
-        """Begin a file of `size` bytes that must not exist yet. `aligned`: parts of it come by `write_aligned`."""
-        ...
-
     def write_new(self, name: str, total: int, buffers: Iterable["memoryview"]) -> NewFile | None:
         """Write a file of `total` bytes that must not exist yet. If a file is returned, the caller closes it later."""
         ...
@@ -154,27 +164,12 @@ class Store(Protocol):
         """Remove files, and directories that become empty. Missing files are not an error."""
         ...
 
-    def write_into(self, name: str, offset: int, data: bytes) -> None:
-        """Change bytes of a file that is not committed yet."""
-        ...
-
     def rename(self, name: str, new: str) -> None:
         """Give a finished file its final name, replacing an existing one, durably."""
         ...
 
-    def link(self, name: str, new: str) -> None:
-        """Make `new` a second name of a file, replacing any file of that name; a copy where links are impossible.
-
-        Neither the file nor what was called `new` is ever written to. Only local stores have this.
-        """
-        ...
-
     def sync_directory(self, name: str) -> None:
         """Make removals from a directory survive a power cut."""
-        ...
-
-    def remove_control(self) -> None:
-        """Remove the control directory. Call it with the lock held and no save running."""
         ...
 
     def remove_if_empty(self) -> None:
@@ -197,6 +192,17 @@ class Store(Protocol):
         """Whether one of the names is in use, or needs a directory where there is a file."""
         ...
 
+    def free_bytes(self) -> int | None:
+        """Free space in bytes, or None if it is unknown."""
+        ...
+
+
+class Coordination(Protocol):
+    """How the writers of a store keep out of each other's way, and what they leave for each other."""
+
+    control: str  # the directory in it for the lock, the claims and the records of running saves
+    saves: str  # the directory of those records
+
     def lock(self, seconds: float) -> AbstractContextManager[None]:
         """Exclude all other writers, creating the place if needed; `ConflictError` after `seconds`."""
         ...
@@ -217,6 +223,29 @@ class Store(Protocol):
         """Create `name` exclusively and permanently: True for the one caller that did."""
         ...
 
-    def free_bytes(self) -> int | None:
-        """Free space in bytes, or None if it is unknown."""
+    def remove_control(self) -> None:
+        """Remove the control directory. Call it with the lock held and no save running."""
         ...
+
+
+class Store(Files, Coordination, Protocol):
+    """A directory or a bucket prefix that holds one checkpoint."""
+
+
+class EditableStore(Store, Protocol):
+    """A store whose files can be written in parts and have several names."""
+
+    def create(self, name: str, size: int, aligned: bool = False) -> NewFile:
+        """Begin a file of `size` bytes that must not exist yet. `aligned`: parts of it come by `write_aligned`."""
+        ...
+
+    def link(self, name: str, new: str) -> None:
+        """Make `new` a second name of a file, replacing any file of that name; a copy where links are impossible.
+
+        Neither the file nor what was called `new` is ever written to.
+        """
+        ...
+
+
+def is_editable(store: Store) -> TypeGuard[EditableStore]:
+    return store.traits.editable

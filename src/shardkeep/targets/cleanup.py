@@ -70,7 +70,7 @@ def clean_up(target: Target, current: Manifest | None) -> Manifest | None:
     with Scope(f"cleaning up at {target.where}") as scope:
         found = left_overs(target, current, scope)
         names = found.names
-        if store.remote and any(not name.startswith(f"{store.control}/") for name in names):
+        if store.traits.late_requests and any(not name.startswith(f"{store.control}/") for name in names):
             current = fence(target)
             needed = names_in(target, current)  # a dead save may have been committed
             names = [name for name in names if name not in needed]
@@ -93,7 +93,7 @@ def fence(target: Target, save_id: str | None = None) -> Manifest | None:
     exchange file that is already on its way is not stopped; it needs none of the objects that a clean-up removes.
     """
     store = target.store
-    if not store.remote:
+    if not store.traits.late_requests:
         return target.read_if_any()
     for left in reversed(range(TRIES)):
         try:
@@ -141,7 +141,7 @@ def delete(target: Target) -> None:
         names = sorted(names_in(target, manifest))
         # Recorded, so that the next save or delete completes a delete that was interrupted.
         held = scope.add(store.hold(f"{store.saves}/{DELETE}"))
-        held.take(record_lines(names if store.remote else [*names, *target.companions], now()))
+        held.take(record_lines(names if store.traits.late_requests else [*names, *target.companions], now()))
         store.remove([*target.documents, *target.companions])  # both before the files that they list
         store.sync_directory("")
         target.retire(names, manifest, None)
@@ -157,7 +157,7 @@ def leave(target: Target, waits: bool = True) -> None:
         waits: Whether to wait for the lock. If not, nothing is done while another process holds it.
     """
     store = target.store
-    if store.remote:  # there are no directories, and claimed names may still be written to
+    if store.traits.late_requests:  # there are no directories, and claimed names may still be written to
         return
     try:
         if not store.children(store.control):

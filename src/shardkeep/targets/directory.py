@@ -14,8 +14,8 @@ from shardkeep.errors import (
     IncompleteCheckpointError,
     IntegrityError,
 )
-from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_eformer
 from shardkeep.foreign.recognize import has_our_data, name_foreign
+from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
 from shardkeep.layouts.base import Layout, SavePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
@@ -42,7 +42,7 @@ class Directory:
     store: Store
     layout: Layout = field(default_factory=SafetensorsLayout)
     documents: Sequence[str] = (MANIFEST,)
-    companions: Sequence[str] = (INDEX, METADATA)
+    companions: Sequence[str] = tuple(name for companions in COMPANIONS for name in companions.names)
     keeps_control: bool = True
 
     @property
@@ -51,7 +51,11 @@ class Directory:
 
     def read_if_any(self) -> Manifest | None:
         """What is committed. A manifest without trees says that nothing is, and stands for one that is not there."""
-        return self._or_eformer(self.read_manifest())
+        found = self.read_manifest()
+        if found is not None and found.trees:
+            return found
+        inside = self.store.children("")
+        return detect(self.store, inside) if not {MANIFEST, self.store.control}.issuperset(inside) else None
 
     read_again = read_if_any
 
@@ -72,14 +76,6 @@ class Directory:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
         return self.store.control in inside or has_our_data(inside)
 
-    def _or_eformer(self, found: Manifest | None) -> Manifest | None:
-        if found is not None and found.trees:
-            return found
-        inside = self.store.children("")
-        # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
-        ours = MANIFEST in inside or self.store.control in inside
-        return None if not inside or (ours and INDEX not in inside) else read_eformer(self.store, search=not ours)
-
     def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
         inside = self.store.children("")
         if not inside:
@@ -91,7 +87,8 @@ class Directory:
                 "directory. Nothing was written"
             )
         # Without an index, another program's arrays are found only if nothing of ours is there.
-        if {self.store.control, MANIFEST, INDEX} & set(inside) or (overwrite and not prefix):
+        ours = not {self.store.control, MANIFEST}.isdisjoint(inside)
+        if ours or (overwrite and not prefix) or is_recognized(inside):
             return
         with suppress(CheckpointNotFoundError):
             if self.read_if_any() is not None:
@@ -157,7 +154,7 @@ class Directory:
     def names_of(self, tree: Tree) -> set[str]:
         if tree.format != "zarr":
             return {file.name for file in tree.files}
-        return tree.names if self.store.remote else publishing.names_of(tree)
+        return publishing.names_of(tree) if self.store.traits.editable else tree.names
 
     def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
         """Clean names for the first save that claims the prefix, names with the save's id for all others."""
@@ -172,7 +169,7 @@ class Directory:
         names, start, prefix = plan.names, plan.start, plan.draft.prefix
         claims = f"{self.store.control}/claims"
         name = f"{claims}/{hashed(prefix)}"
-        if not self.store.remote:
+        if not self.store.traits.late_requests:
             return self._is_free(names, current) and self.store.claim(name)
         # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
         # will be deleted, nor one that belonged to a tree of another prefix.
@@ -212,13 +209,14 @@ class Directory:
         if not tree.files[0].name.startswith(own_directory(prefix, tree.save_id) + "/"):
             return tree
         name = name_tree(self.where, prefix)
-        if self.store.remote:
+        if self.store.traits.late_requests:
             _warn_once(
                 "a bucket",
-                "eFormer will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
+                "%s will not see the new tree at %s. In a bucket the names of an overwritten tree are never "
                 "reused, so %s leaves the new one out. Save each step to its own path to have it listed",
+                publishing.programs(),
                 name,
-                INDEX,
+                publishing.indexes(),
             )
             return tree
         trees = dict(current.trees) if current else {}
@@ -231,49 +229,52 @@ class Directory:
             return published
         _warn_once(
             name,
-            "eFormer will not see the new tree at %s, and %s leaves it out: it needs the name %s, which is in use for "
+            "%s will not see the new tree at %s, and %s leaves it out: it needs the name %s, which is in use for "
             "something else. Save to another directory or under another prefix to have it listed",
+            publishing.programs(),
             name,
-            INDEX,
+            publishing.indexes(),
             self.store.locate(obstacle),
         )
         return tree
 
     def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
         manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), plan.draft.prefix: tree})
-        # There is an index only if eFormer can read one of the trees, or could until now.
+        # There is an index only if other programs can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index
-        if has_index and self.store.remote:  # note their versions: they are replaced only if nobody else does so now
+        if has_index and self.store.traits.late_requests:
+            # Note their versions: they are replaced only if nobody else does so now.
             for name in self.companions:
                 self.store.identity(name)
         self.store.replace(MANIFEST, encode_manifest(manifest))
-        if has_index and self.store.remote:
-            self._update_index(manifest)
+        if has_index and self.store.traits.late_requests:
+            self._update_companions(manifest)
         return MANIFEST
 
-    def _update_index(self, manifest: Manifest) -> None:
-        """Write eFormer's index in a bucket. Errors are only logged: shardkeep itself never reads the index."""
+    def _update_companions(self, manifest: Manifest) -> None:
+        """Write what other programs read in a bucket. Errors are only logged: shardkeep itself never reads it."""
         try:
             # A late request to delete the index could hit a newer one, so an empty index is written instead.
-            for name, document in index_documents(manifest, empty=True).items():
-                assert document is not None
-                self.store.replace(name, document)
+            for companions in COMPANIONS:
+                for name, document in companions.documents(manifest, empty=True).items():
+                    assert document is not None
+                    self.store.replace(name, document)
         except OSError as error:
-            log.warning("%s is saved, but %s is not up to date (%s)", self.where, INDEX, error)
+            log.warning("%s is saved, but %s is not up to date (%s)", self.where, publishing.indexes(), error)
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
-        if not self.store.remote and after is not None and self._is_published(after):
+        if self.store.traits.editable and after is not None and self._is_published(after):
             return publishing.retire(self.store, names, before, after)
         if names:
-            self.store.remove(names) if self.store.remote else publishing.remove(self.store, names)
+            publishing.remove(self.store, names) if self.store.traits.editable else self.store.remove(names)
         return True
 
     def _is_published(self, manifest: Manifest) -> bool:
         """Whether other programs find, or found, something of a manifest that is ours."""
         inside = self.store.children("")
         is_for_others = any(tree.format != "safetensors" for tree in manifest.trees.values())
-        return MANIFEST in inside and (is_for_others or INDEX in inside)
+        return MANIFEST in inside and (is_for_others or any(companions.index in inside for companions in COMPANIONS))
 
 
 def _warn_once(what: str, message: str, *arguments: object) -> None:

@@ -64,7 +64,7 @@ class Exchange(ExchangeFiles):
 
     @property
     def layout(self) -> ExchangeLayout:
-        return ExchangeLayout(self.shard_size, _SINGLE_LIMIT if self.store.remote else None, self.where)
+        return ExchangeLayout(self.shard_size, None if self.store.traits.editable else _SINGLE_LIMIT, self.where)
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Exchange(ExchangeFiles):
                 if before[0] is not None:
                     single, over = read_single(self)
                     # The file may come from a put that arrived after its save was given up: then the index counts.
-                    late = over is not None and before[1] is not None and self.store.remote
+                    late = over is not None and before[1] is not None and self.store.traits.late_requests
                     return reading(self) if late and self._index_id() not in (None, over) else single
                 if before[1] is not None and (found := reading(self)) is not None:
                     return found
@@ -170,10 +170,10 @@ class Exchange(ExchangeFiles):
                 f"tree; save prefix {prefix!r} to another path, or to a directory"
             )
         if plan.names == [SINGLE_END]:
-            notes = {OVER: self._index_id() or ""} if self.store.remote else {}
+            notes = {OVER: self._index_id() or ""} if self.store.traits.late_requests else {}
             aside = plan.named(f"{self.store.control}/{plan.draft.save_id}")
             return replace(aside, document=self.single, notes=notes)
-        if self.store.remote and self.store.size(self.single) is not None:
+        if self.store.traits.late_requests and self.store.size(self.single) is not None:
             # It would have to be removed, and the request to remove it could arrive late and remove a newer one.
             raise CheckpointExistsError(
                 f"{self.where} is a single file, which several files cannot replace in a bucket: delete it first "
@@ -181,7 +181,7 @@ class Exchange(ExchangeFiles):
                 f"{_SINGLE_LIMIT:,} bytes). Nothing was written"
             )
         clean = plan.named(self.base)
-        is_free = not self.store.remote and not self._is_in_use(clean.names)
+        is_free = not self.store.traits.late_requests and not self._is_in_use(clean.names)
         return clean if is_free else plan.named(f"{self.base}-{plan.draft.save_id}")
 
     def _is_in_use(self, names: Sequence[str]) -> bool:
@@ -201,14 +201,14 @@ class Exchange(ExchangeFiles):
         return True
 
     def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
-        if plan.document and self.store.remote:
+        if plan.document and self.store.traits.late_requests:
             self._put_object(plan, tree)
             return self.single
         if plan.document:
             self.store.rename(plan.names[0], self.single)
             return self.single
         self.store.replace(self.index, _encode_index(plan.draft.prefix, tree, plan.files))
-        if not self.store.remote:
+        if not self.store.traits.late_requests:
             self.store.remove([self.single])  # until now it was what is committed
             self.store.sync_directory("")
         return self.index

@@ -1,22 +1,23 @@
-"""What other programs find in a local checkpoint directory: clean names, zarr groups and eFormer's index.
+"""What other programs find in a local checkpoint directory: clean names, zarr groups and their own index.
 
-eFormer and zarr look for an array under its key, as in `model/layers/0/w`. Only the first tree of a prefix is stored
-under such clean names. Later trees are stored in a directory named after the save, and published: after the commit,
-every file gets its clean name as a second name, by a hard link. The manifest already says so. Clean names therefore
-always have an owner, and the next save or clean-up completes a publication that was interrupted. eFormer's index is
-removed before the first name changes and written after the last one, so that it never lists parts of two trees.
+They look for an array under its key, as in `model/layers/0/w`. Only the first tree of a prefix is stored under such
+clean names. Later trees are stored in a directory named after the save, and published: after the commit, every file
+gets its clean name as a second name, by a hard link. The manifest already says so. Clean names therefore always have an
+owner, and the next save or clean-up completes a publication that was interrupted. An index is removed before the first
+name changes and written after the last one, so that it never lists parts of two trees.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.eformer import INDEX, METADATA, index_documents, read_index
+from shardkeep.foreign.base import Companions, Listing
+from shardkeep.foreign.registry import COMPANIONS
 from shardkeep.layouts.zarr import GROUP, ZARRAY, ZGROUP, groups_above
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.priority import priority
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import EditableStore, Store, is_editable
 
 log = logging.getLogger("shardkeep")
 
@@ -99,24 +100,29 @@ def retire(store: Store, names: Collection[str], before: Manifest | None, after:
     Returns:
         Whether all of it was done.
     """
-    names = set(names) - {INDEX, METADATA}  # what is committed decides about these
-    index = read_index(store)
-    # An index that another program wrote says nothing about our trees: only the tree saved now is linked then.
-    is_current = before is not None and index is not None and index.save_id in (None, before.save_id)
-    known = {p: tree.save_id for p, tree in before.trees.items()} if before is not None and is_current else {}
+    names = {name for name in names if not any(name in companions.names for companions in COMPANIONS)}
+    listings = [(companions, companions.read_index(store)) for companions in COMPANIONS]
+    known = _published(before, [listing for _, listing in listings])
     todo = [tree for p, tree in after.trees.items() if known.get(p) != tree.save_id]
-    documents = index_documents(after)
     changed = parents([*names, *(clean for tree in todo for clean in tree.clean_names)])
-    is_listed = index is not None and (index.arrays is None or not changed.isdisjoint(index.arrays))
-    if is_listed or (index is not None and index.save_id is not None and documents[INDEX] is None):
-        store.remove([name for name in (METADATA, INDEX) if name == INDEX or documents[name] is None])
+    is_listed = [_lists(listing, changed) for _, listing in listings]
+    outdated: list[str] = []
+    documents: list[tuple[str, bytes | None]] = []
+    for (companions, listing), lists in zip(listings, is_listed, strict=True):
+        new = companions.documents(after)
+        documents += new.items()
+        if lists or (listing is not None and listing.save_id is not None and new[companions.index] is None):
+            outdated += [name for name, document in new.items() if name == companions.index or document is None]
+    if outdated:
+        store.remove(outdated)
         store.sync_directory("")
     remove(store, names)
-    if not todo and not is_listed:
+    if not todo and not any(is_listed):
         return True
+    assert is_editable(store), "only there are trees published"
     try:
         _publish(store, todo, after)
-        for name, document in documents.items():
+        for name, document in documents:
             if document is not None:
                 store.replace(name, document)
     except (OSError, IntegrityError) as error:
@@ -124,11 +130,41 @@ def retire(store: Store, names: Collection[str], before: Manifest | None, after:
             "%s is saved, but %s and the names it lists are not up to date (%s). The next save to it, or "
             "`shardkeep clean`, will try again",
             store.url,
-            INDEX,
+            indexes(),
             error,
         )
         return False
     return True
+
+
+def _published(before: Manifest | None, listings: Sequence[Listing | None]) -> dict[str, str]:
+    """By prefix, the save whose tree has its clean names already, as far as every index shows it.
+
+    An index that another program wrote says nothing about our trees: only the tree saved now is linked then.
+    """
+    if before is None:
+        return {}
+    current = (listing is not None and listing.save_id in (None, before.save_id) for listing in listings)
+    return {p: tree.save_id for p, tree in before.trees.items()} if all(current) else {}
+
+
+def _lists(listing: Listing | None, directories: Collection[str]) -> bool:
+    """Whether an index lists, or may list, an array in one of these directories."""
+    return listing is not None and (listing.arrays is None or not listing.arrays.isdisjoint(directories))
+
+
+def programs() -> str:
+    """The programs that read what is published, for messages."""
+    return _named(lambda companions: companions.program)
+
+
+def indexes() -> str:
+    """The names of the documents that list it, for messages."""
+    return _named(lambda companions: companions.index)
+
+
+def _named(name: Callable[[Companions], str]) -> str:
+    return " and ".join(map(name, COMPANIONS))
 
 
 def remove(store: Store, names: Iterable[str]) -> None:
@@ -144,7 +180,7 @@ def _is_our_group(store: Store, name: str) -> bool:
     return False
 
 
-def _publish(store: Store, trees: Sequence[Tree], manifest: Manifest) -> None:
+def _publish(store: EditableStore, trees: Sequence[Tree], manifest: Manifest) -> None:
     """Give these trees their clean names, durably, and make the groups above them."""
     links = [pair for tree in trees for pair in tree.clean_names.items()]
     try:
@@ -163,7 +199,7 @@ def _publish(store: Store, trees: Sequence[Tree], manifest: Manifest) -> None:
         store.sync([*(clean for clean, _ in links), *made])
 
 
-def _make_groups(store: Store, names: Iterable[str]) -> list[str]:
+def _make_groups(store: EditableStore, names: Iterable[str]) -> list[str]:
     """Make the groups that are missing, as links to a single file, and return their names."""
     made: list[str] = []
     for name in sorted(names, key=len):

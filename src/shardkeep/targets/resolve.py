@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError, NewerFormatError
 from shardkeep.foreign.recognize import name_foreign
+from shardkeep.foreign.registry import is_recognized
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL, Store
@@ -95,7 +96,8 @@ def _look_at_documents(place: Location) -> Found:
 
 def _look_inside(target: Target, inside: Sequence[str]) -> Found:
     """The checkpoint of a target, if one of its documents is among the names in its directory."""
-    if isinstance(target, Directory) and {*target.documents, *target.companions}.isdisjoint(inside):
+    documents = {*target.documents, *target.companions}
+    if isinstance(target, Directory) and documents.isdisjoint(inside) and not is_recognized(inside):
         raise CheckpointNotFoundError(f"no checkpoint at {target.where}")
     return Found(target, target.read())
 
@@ -182,8 +184,8 @@ class _Search:
             if len(names) > _MOST_KEPT:
                 self._found.pop(name, None)
 
-        if self.store.remote:
-            run_tasks([lambda name=name: read(name) for name in names], self.store.concurrency)
+        if self.store.traits.costly_requests:
+            run_tasks([lambda name=name: read(name) for name in names], self.store.traits.concurrency)
         else:
             for name in names:
                 read(name)

@@ -118,7 +118,7 @@ class Transaction:
         store = self.target.store
         follows = self.attempted and self.writer != LEADER
         try:
-            if follows and (store.remote or not self.leader_gave_up):
+            if follows and (store.traits.late_requests or not self.leader_gave_up):
                 self._held.release()  # the leader may still commit, and may hold the lock for any time
                 self._closed = True
                 return
@@ -172,7 +172,7 @@ class Transaction:
                 f"another save changed {self.name} while this one was running; "
                 "the other one is in place and untouched, this one was not committed"
             )
-        if not store.remote and tree.save_id not in store.children(store.saves):
+        if store.traits.has_directories and tree.save_id not in store.children(store.saves):
             raise StorageError(
                 f"saving {self.name}: the directory was removed or renamed while this save was running. "
                 "Nothing was committed"
@@ -182,7 +182,7 @@ class Transaction:
         old = sorted(target.names_of(replaced) - target.names_of(tree)) if replaced else []
         # In a bucket this is done even if there are no names: a process that takes the record over after this, and then
         # fences, does so after the document was read. So a put on condition of that document finds all files in place.
-        if old or store.remote:
+        if old or store.traits.late_requests:
             self.note(old)
         return old
 
@@ -203,7 +203,7 @@ class Transaction:
         target, prefix = self.target, self.plan.draft.prefix
         trees = {**(current.trees if current else {}), prefix: tree}
         # In a bucket the names of documents are used again, so documents are replaced and never removed.
-        documents = () if target.store.remote or document is None else target.documents
+        documents = () if target.store.traits.late_requests or document is None else target.documents
         try:
             if unneeded := {*old, *documents} - {document}:
                 unneeded -= target.names_of(tree) | names_in(target, current, but=prefix)
@@ -245,7 +245,7 @@ class Transaction:
         No lock is taken: a leader that died or was stopped during the commit may hold it.
         """
         store, save_id = self.target.store, self.plan.draft.save_id
-        if store.remote:
+        if store.traits.late_requests:
             fence(self.target, save_id)
             final = not self.target.layout.gathers  # the put of a single exchange file may already be on its way
         else:
@@ -277,7 +277,7 @@ def refuse_existing(target: Target, prefix: str) -> None:
 
 def _damage_or_refuse(target: Target, prefix: str, existing: Tree) -> str:
     """What is damaged in the tree of a prefix; `CheckpointExistsError` if it is complete."""
-    damage = find_damage(target.store, [existing], described=not target.store.remote)
+    damage = find_damage(target.store, [existing], described=not target.store.traits.costly_requests)
     if damage is None:
         what = f"a tree with prefix {prefix!r}" if prefix else "a checkpoint"
         raise CheckpointExistsError(f"{target.where} already holds {what}; pass overwrite=True to replace it")

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -324,7 +325,7 @@ class TestLimits:
         """Each is in parts that go up at the same time: several of them would take several times the memory."""
         monkeypatch.setattr(cloud, "LARGE", 1 << 20)
         monkeypatch.setattr(cloud, "_PART", 5 << 20)
-        monkeypatch.setattr(BucketStore, "object_limit", 1 << 20)
+        monkeypatch.setattr(BucketStore, "traits", replace(BucketStore.traits, object_limit=1 << 20))
         tree = {name: pattern(np.uint8, (6 << 20,), seed) for seed, name in enumerate("abc")}
         shardkeep.save(f"{gcs.url}/model.safetensors", tree, max_shard_size=7 << 20)
         ends = [r.target for r in gcs.server.requests if "upload" in r.target]
@@ -452,5 +453,5 @@ def test_an_interrupt_leaves_nothing_behind(during: str, both: Both) -> None:
 
 
 def test_no_more_requests_at_a_time_than_meant(gcs: Place) -> None:
-    assert store_of(gcs).concurrency == cloud.CONCURRENCY == 8
-    assert store_of(gcs).object_limit == 32 << 20
+    assert store_of(gcs).traits.concurrency == cloud.CONCURRENCY == 8
+    assert store_of(gcs).traits.object_limit == 32 << 20

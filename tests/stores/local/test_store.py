@@ -23,9 +23,9 @@ from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.runtime.scopes import Scope
+from shardkeep.stores.local.descriptors import make_directories, write_at
 from shardkeep.stores.local.mapping import MAPPABLE, file_system
-from shardkeep.stores.local.newfile import write_at
-from shardkeep.stores.local.store import LocalStore, make_directories
+from shardkeep.stores.local.store import LocalStore
 from shardkeep.stores.location import location
 from support import hold
 
@@ -221,7 +221,7 @@ class TestFiles:
         _in_fresh_python(
             """
             import os, resource, signal, tempfile
-            from shardkeep.stores.local.newfile import write_at
+            from shardkeep.stores.local.descriptors import write_at
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
             fd, path = tempfile.mkstemp()

@@ -23,17 +23,18 @@ import obstore
 from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
+from shardkeep.stores.base import Traits
 from shardkeep.stores.bucket import leases
 from shardkeep.stores.bucket.credentials import Bucket, is_final
 from shardkeep.stores.bucket.leases import Lease, is_dead
-from shardkeep.stores.bucket.objects import PAGE, REFUSED, Objects, version_of
+from shardkeep.stores.bucket.listing import FEW, Listing
+from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
 from shardkeep.stores.bucket.ranges import GAP, BucketFile
 
 OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
 LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
 CONCURRENCY = 8
 _PART = 16 << 20  # size of a part
-_FEW = 8  # objects that are requested one by one before all are listed
 
 log = logging.getLogger("shardkeep")
 
@@ -49,9 +50,16 @@ class BucketStore(Objects):
     """
 
     mappable = False
-    remote = True
-    concurrency: int | None = CONCURRENCY
-    object_limit: int | None = OBJECT_LIMIT
+    traits = Traits(
+        editable=False,
+        has_directories=False,
+        has_paths=False,
+        costly_requests=True,
+        late_requests=True,
+        expiring_locks=True,
+        concurrency=CONCURRENCY,
+        object_limit=OBJECT_LIMIT,
+    )
 
     def __init__(self, bucket: Bucket, prefix: str, control: str, whole: bool = True) -> None:
         super().__init__(bucket, prefix)
@@ -63,7 +71,7 @@ class BucketStore(Objects):
         self._leases: list[Lease] = []
         self._writes = False  # readers may cache: in a checkpoint no name is written twice
         self._in_doubt = False  # a put may still take effect, so the data it refers to must stay
-        self._listing = _Listing(self)
+        self._listing = Listing(self, self.size)
         self._documents: dict[str, bytes] = {}
         self._inside: dict[str, list[str]] | None = (
             None  # children listed since the lock was taken and nothing was changed
@@ -92,7 +100,7 @@ class BucketStore(Objects):
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
         wanted = list(names)
         if self._whole and not self._writes:
-            if sum(name not in self._listing.sizes for name in wanted) > _FEW:
+            if sum(name not in self._listing.sizes for name in wanted) > FEW:
                 self._listing.all()
             return {name: self._listing.size(name) for name in wanted}
         if self._whole and len(wanted) > 2:
@@ -159,15 +167,6 @@ class BucketStore(Objects):
         except (FileNotFoundError, StorageError):  # the upload may be complete, with only the response lost
             if self.size(name) != total:
                 raise
-
-    def create(self, name: str, size: int, aligned: bool = False) -> Any:
-        raise NotImplementedError("an object can only be written as a whole")
-
-    def write_into(self, name: str, offset: int, data: bytes) -> None:
-        raise NotImplementedError("an object can only be written as a whole")
-
-    def link(self, name: str, new: str) -> None:
-        raise NotImplementedError("an object has one name")
 
     def sync(self, names: Sequence[str]) -> None:
         """Nothing to do: objects are durable once put."""
@@ -435,51 +434,6 @@ class _Record(Lease):
             place = self._cloud.locate(self._name)
             raise ConflictError(f"{place} already exists: another program is using the same save id") from error
         self._cloud.watch(self)
-
-
-class _Listing:
-    """Cached sizes of the objects of a checkpoint for readers, listed page by page where that saves requests."""
-
-    def __init__(self, store: BucketStore) -> None:
-        self.sizes: dict[str, int] = {}
-        self._store = store
-        self._pages: Iterator[dict[str, int]] | None = None
-        self._complete = False
-        self._asked = 0
-        self._lock = threading.Lock()
-
-    def size(self, name: str) -> int | None:
-        """The size of one object. A small checkpoint is listed in one request; in a large one, objects are requested
-        one by one until there are too many."""
-        if name not in self.sizes and not self._complete:
-            with self._lock:
-                if self._pages is None:
-                    self._read_page()
-                elif name not in self.sizes:
-                    self._asked += 1
-        if name not in self.sizes and self._asked > _FEW:
-            self.all()
-        return self.sizes.get(name) if self._complete else self._store.size(name)
-
-    def all(self) -> dict[str, int]:
-        with self._lock:
-            while not self._complete:
-                self._read_page()
-        return self.sizes
-
-    def _read_page(self) -> None:
-        def read() -> None:
-            if self._pages is None:
-                self._pages = self._store.pages("")
-            page = next(self._pages, None)
-            self.sizes.update(page or {})
-            self._complete = page is None or len(page) < PAGE
-
-        try:
-            self._store.asking("", read)
-        except BaseException:
-            self._pages = None
-            raise
 
 
 def _part_size(total: int) -> int:

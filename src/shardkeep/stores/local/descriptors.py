@@ -1,6 +1,14 @@
-"""File descriptors that are never leaked, not even if an exception is raised while one is opened."""
+"""File descriptors that are never leaked, not even if an exception is raised while one is opened; and, through them,
+writes of any size, and directories and files that survive a power cut."""
 
+import ctypes
+import errno
 import os
+from collections.abc import Sequence
+
+_MAX_PATH = 4096
+_MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
+_MAX_BUFFERS = 1024
 
 
 class Descriptor:
@@ -44,3 +52,69 @@ class Descriptor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> int:
+    """Write all of `buffers` at `offset`, with as many system calls as needed; returns the number of bytes."""
+    pending = [b for b in buffers if len(b)]
+    start = offset
+    while pending:
+        batch: list[memoryview] = []
+        total = 0
+        for buffer in pending[:_MAX_BUFFERS]:
+            batch.append(buffer[: _MAX_WRITE - total])
+            total += len(batch[-1])
+            if total >= _MAX_WRITE:
+                break
+        try:
+            count = os.pwritev(descriptor, batch, offset)
+        except OSError as error:
+            error.filename = error.filename or path
+            raise
+        offset += count
+        while pending and count >= len(pending[0]):
+            count -= len(pending.pop(0))
+        if count:
+            pending[0] = pending[0][count:]
+    return offset - start
+
+
+def make_directories(path: str, durable: bool = True) -> None:
+    """Like `os.makedirs`; with `durable`, the new directories survive a power cut."""
+    if len(os.fsencode(path)) >= _MAX_PATH:  # checked before the first levels are created
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
+    missing: list[str] = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
+        else:
+            if durable:
+                sync_path(os.path.dirname(directory))
+
+
+def sync_path(path: str) -> None:
+    """Make a file or a directory survive a power cut."""
+    with Descriptor(path, os.O_RDONLY) as opened:
+        try:
+            os.fsync(opened.number)
+        except OSError as error:
+            error.filename = error.filename or path
+            raise
+
+
+def sync_file_system(path: str) -> bool:
+    """Sync the whole file system of `path` in one call; False where there is no such call."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    if call is None:
+        return False
+    with Descriptor(path, os.O_RDONLY) as opened:
+        if call(opened.number) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+    return True

@@ -12,13 +12,11 @@ from typing import Any, cast
 
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.memory import PAGE
-from shardkeep.stores.local.descriptors import Descriptor
+from shardkeep.stores.local.descriptors import Descriptor, write_at
 
 DIRECT = (
     frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()
 )  # file systems on which this is faster
-_MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
-_MAX_BUFFERS = 1024
 _LARGE = 256 << 10  # writes of at least this size start writeback immediately
 
 
@@ -95,28 +93,3 @@ class LocalNewFile:
 
 def _view(memory: Array) -> memoryview:
     return memoryview(cast(Any, memory))
-
-
-def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> int:
-    """Write all of `buffers` at `offset`, with as many system calls as needed; returns the number of bytes."""
-    pending = [b for b in buffers if len(b)]
-    start = offset
-    while pending:
-        batch: list[memoryview] = []
-        total = 0
-        for buffer in pending[:_MAX_BUFFERS]:
-            batch.append(buffer[: _MAX_WRITE - total])
-            total += len(batch[-1])
-            if total >= _MAX_WRITE:
-                break
-        try:
-            count = os.pwritev(descriptor, batch, offset)
-        except OSError as error:
-            error.filename = error.filename or path
-            raise
-        offset += count
-        while pending and count >= len(pending[0]):
-            count -= len(pending.pop(0))
-        if count:
-            pending[0] = pending[0][count:]
-    return offset - start

@@ -1,6 +1,5 @@
 """A checkpoint in a local (or locally mounted) directory."""
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -10,75 +9,34 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
-from shardkeep.errors import ConflictError, IntegrityError
-from shardkeep.runtime.scopes import Scope, frame_above, sweep
-from shardkeep.stores.base import CONTROL
-from shardkeep.stores.local.descriptors import Descriptor
+from shardkeep.errors import IntegrityError
+from shardkeep.runtime.scopes import Scope, frame_above
+from shardkeep.stores.base import CONTROL, Traits
+from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
+from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
-from shardkeep.stores.local.newfile import DIRECT, LocalNewFile, write_at
+from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 
 _FEW_FILES = 8
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
 _SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together
-_MAX_PATH = 4096
 _MAX_DOCUMENT = 2 << 30
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-_locks: "set[_LockFile]" = set()  # locked, or about to be
-
-
-class _LockFile:
-    """A file that is locked while a call needs it. The kernel releases the lock when the process ends."""
-
-    def __init__(self, path: str, scope: Scope | None = None) -> None:
-        self.path, self.scope = path, scope
-        self.file: Descriptor | None = None
-
-    def open(self, flags: int) -> int:
-        _locks.add(self)
-        self.file = Descriptor(self.path, os.O_RDWR | flags)
-        return self.file.number
-
-    def try_lock(self) -> bool:
-        assert self.file is not None
-        try:
-            fcntl.flock(self.file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def refuse_below(self) -> None:
-        """`ConflictError` if the lock is held by a call that this one interrupted, and so is never released."""
-        if any(o is not self and o.path == self.path and o.scope and o.scope.is_below for o in tuple(_locks)):
-            raise ConflictError(
-                f"a signal handler made this call while a call on the same thread holds the lock {self.path}, so "
-                "waiting for it would never end. Nothing was changed. In a signal handler, set a flag and save from "
-                "the training loop"
-            )
-
-    def release(self) -> None:
-        if self.file is not None and self.file.is_open:
-            fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
-            self.file.close()
-        _locks.discard(self)
-
-
-def _let_go() -> None:
-    """Close the parent's locks in a forked child, which must not keep them alive."""
-    for lock in _locks:
-        if lock.file is not None:
-            lock.file.close()
-    _locks.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
 class LocalStore:
     """Files below one directory."""
+
+    traits = Traits(
+        editable=True,
+        has_directories=True,
+        has_paths=True,
+        costly_requests=False,
+        late_requests=False,
+        expiring_locks=False,
+    )
 
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
         """A store for the directory `root`.
@@ -94,9 +52,6 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
-        self.remote = False
-        self.concurrency = None
-        self.object_limit = None
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -252,10 +207,6 @@ class LocalStore:
                     break
                 directory = os.path.dirname(directory)
 
-    def write_into(self, name: str, offset: int, data: bytes) -> None:
-        with Descriptor(self.locate(name), os.O_WRONLY) as file:
-            write_at(file.number, offset, [memoryview(data)], self.locate(name))
-
     def rename(self, name: str, new: str) -> None:
         os.rename(self.locate(name), self.locate(new))
         sync_path(os.path.dirname(self.locate(new)))
@@ -349,7 +300,7 @@ class LocalStore:
     def _take_lock(self, path: str, deadline: float, scope: Scope) -> None:
         while True:
             make_directories(os.path.dirname(path))
-            lock = scope.add(_LockFile(path, scope))
+            lock = scope.add(LockFile(path, scope))
             try:
                 number = lock.open(os.O_CREAT)
             except FileNotFoundError:  # a delete removed the directory
@@ -362,10 +313,10 @@ class LocalStore:
                 return
             lock.release()
 
-    def hold(self, name: str) -> "LocalHeld":
+    def hold(self, name: str) -> LocalHeld:
         return LocalHeld(self.locate(name))
 
-    def try_hold(self, name: str, scope: Scope) -> "LocalHeld | None":
+    def try_hold(self, name: str, scope: Scope) -> LocalHeld | None:
         held = scope.add(LocalHeld(self.locate(name)))
         return held if held.take_over() else None
 
@@ -401,41 +352,6 @@ class LocalStore:
         return stats.f_bavail * stats.f_frsize
 
 
-class LocalHeld(_LockFile):
-    """A record file, locked as long as its save is alive."""
-
-    def take(self, line: bytes) -> None:
-        make_directories(os.path.dirname(self.path))
-        number = self.open(os.O_CREAT | os.O_EXCL)
-        fcntl.flock(number, fcntl.LOCK_EX)
-        write_at(number, 0, [memoryview(line + b"\n")], self.path)
-        os.fsync(number)
-        sync_path(os.path.dirname(self.path))
-
-    def take_over(self) -> bool:
-        """Lock the record of a dead save; False if the save is alive or the record is gone."""
-        try:
-            self.open(0)
-        except FileNotFoundError:
-            return False
-        taken = self.try_lock()
-        if not taken:
-            self.release()
-        return taken
-
-    def append(self, line: bytes) -> None:
-        # A line that a crash cut short is the last one, and is ignored.
-        assert self.file is not None
-        end = os.fstat(self.file.number).st_size
-        write_at(self.file.number, end, [memoryview(line + b"\n")], self.path)
-        os.fsync(self.file.number)
-
-    def remove(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self.release()
-
-
 def _open_plain(path: str) -> Descriptor:
     """Open a file for reading; `IntegrityError` for anything that is not a regular file, which could block."""
     try:
@@ -457,61 +373,3 @@ def _copy(old: str, new: str) -> None:
         while data := os.pread(source.number, _COPIED, at):
             write_at(copy.number, at, [memoryview(data)], new)
             at += len(data)
-
-
-def make_directories(path: str, durable: bool = True) -> None:
-    """Like `os.makedirs`; with `durable`, the new directories survive a power cut."""
-    if len(os.fsencode(path)) >= _MAX_PATH:  # checked before the first levels are created
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
-    missing: list[str] = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for directory in reversed(missing):
-        try:
-            os.mkdir(directory)
-        except FileExistsError:
-            if not os.path.isdir(directory):
-                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
-        else:
-            if durable:
-                sync_path(os.path.dirname(directory))
-
-
-def sync_path(path: str) -> None:
-    """Make a file or a directory survive a power cut."""
-    with Descriptor(path, os.O_RDONLY) as opened:
-        try:
-            os.fsync(opened.number)
-        except OSError as error:
-            error.filename = error.filename or path
-            raise
-
-
-def sync_file_system(path: str) -> bool:
-    """Sync the whole file system of `path` in one call; False where there is no such call."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
-    if call is None:
-        return False
-    with Descriptor(path, os.O_RDONLY) as opened:
-        if call(opened.number) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
-    return True
-
-
-def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
-    """Lock an open file; `ConflictError` once the deadline has passed."""
-    pause = 0.001
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ConflictError(
-                    f"timed out waiting for the lock {path}, which another program holds; if that program hangs, end "
-                    "it and try again"
-                ) from None
-        time.sleep(pause)
-        pause = min(pause * 2, 0.1)
-        sweep()  # the holder may be a call in this program whose clean-up was interrupted

@@ -1,0 +1,50 @@
+"""Which programs' checkpoints are read, and which programs find documents for them beside our manifest.
+
+To read another kind of checkpoint, write a module in this package with a `ForeignReader`, and list it here.
+"""
+
+from collections.abc import Collection
+
+from shardkeep.errors import IntegrityError
+from shardkeep.foreign.base import ArrayReader, Companions, ForeignReader
+from shardkeep.foreign.eformer import EformerIndex, EformerReader
+from shardkeep.model.leaves import StoredArray
+from shardkeep.model.manifest import Manifest
+from shardkeep.stores.base import Store
+
+READERS: list[ForeignReader] = [EformerReader()]
+COMPANIONS: list[Companions] = [EformerIndex()]
+
+
+def detect(store: Store, names: Collection[str]) -> Manifest | None:
+    """Another program's checkpoint in a directory; None if there is none that can be read.
+
+    Args:
+        store: The directory or bucket prefix.
+        names: What is directly in it.
+    """
+    found = (reader.detect(store, names) for reader in READERS)
+    return next((manifest for manifest in found if manifest is not None), None)
+
+
+def is_recognized(names: Collection[str]) -> bool:
+    """Whether the names in a directory tell that another program's checkpoint is there, or was meant to be."""
+    return any(reader.recognizes(names) for reader in READERS)
+
+
+def name_reader(names: Collection[str], manifest: Manifest) -> str:
+    """What a checkpoint is called in listings, if all of its trees are another program's."""
+    kinds = {leaf.kind for tree in manifest.trees.values() for leaf in tree.arrays}
+    known = (reader.name for reader in READERS if reader.kind in kinds or reader.recognizes(names))
+    return next(known, "foreign")
+
+
+def open_array(store: Store, leaf: StoredArray) -> ArrayReader:
+    """The reader of an array that another program wrote. `IntegrityError` if its description is damaged."""
+    reader = next((reader for reader in READERS if reader.kind == leaf.kind), None)
+    if reader is None:
+        raise IntegrityError(
+            f"leaf {leaf.key!r} is an array of another program, of the kind {leaf.kind!r}, which this version of "
+            "shardkeep cannot read"
+        )
+    return reader.open(store, leaf)
