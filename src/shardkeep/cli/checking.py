@@ -117,12 +117,8 @@ def _show(verdict: _Verdict, output: Output) -> None:
 
 
 def _described(problem: Problem) -> str:
-    """What is wrong; the leaf and the file are each named once."""
-    start = f"leaf {problem.leaf!r}: " if problem.leaf is not None else ""
-    reason = problem.message
-    while start and reason.startswith(start):
-        reason = reason.removeprefix(start)
-    return f"{start}{reason}" + ("" if problem.file in reason else f" ({problem.file})")
+    """What is wrong. The message names the leaf; the file is added if it is not named."""
+    return problem.message + ("" if problem.file in problem.message else f" ({problem.file})")
 
 
 def _document(verdict: _Verdict) -> dict[str, Any]:

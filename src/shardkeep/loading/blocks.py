@@ -121,6 +121,8 @@ def parts_of(piece: Piece, chosen: Sequence[Range] | None = None) -> list[Range]
     total = block_count(piece.length)
     if piece.stored is not None:
         return [(0, total)]
-    found = [(0, total)] if chosen is None else chosen
+    found = [(0, total)] if chosen is None else list(chosen)
+    if piece.length <= PART:
+        return found
     step = PART // BLOCK
     return [(a, min(a + step, last)) for first, last in found for a in range(first, last, step)]

@@ -17,7 +17,7 @@ from shardkeep.model.arrays import NUMPY_NAMES, Array, kind_of
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
 
-_WIDE = ("int64", "uint64", "float64", "complex128")
+_WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
 
 
 def move(x: Any, sharding: Sharding | None) -> jax.Array:
@@ -32,7 +32,7 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
     if not isinstance(x, jax.Array) or sharding is None or not _needs_computation(x, sharding):
         return jax.device_put(x, sharding)
     dtype = np.dtype(x.dtype)
-    if dtype.name in _WIDE and not jax.config.read("jax_enable_x64"):
+    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
             return move(x, sharding)
     if here and _is_on_cpu(x.sharding) and _is_on_cpu(sharding):
@@ -51,7 +51,7 @@ def take_rows(x: Any, start: int, stop: int) -> Any:
     if not isinstance(x, jax.Array) or is_prng_dtype(x.dtype):
         return x[start:stop]
     dtype = np.dtype(x.dtype)
-    if dtype.name in _WIDE and not jax.config.read("jax_enable_x64"):
+    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):
             return take_rows(x, start, stop)
     carrier = _carrier(dtype)
@@ -64,7 +64,7 @@ def take_rows(x: Any, start: int, stop: int) -> Any:
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:
     """Whether JAX, as it is configured now, cannot hold arrays of this dtype without changing them."""
-    if dtype.name in _WIDE:
+    if dtype in _WIDE:
         return not cast(Any, jax.config).jax_enable_x64
     return not _is_known_to_jax(dtype)
 

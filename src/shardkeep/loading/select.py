@@ -79,10 +79,11 @@ class Wanted:
         if isinstance(leaf.origin, PerProcessRows) and self.process is not None:
             return [leaf.origin.region(self.process)]
         sharding = self.place.sharding
-        one = sharding is None or isinstance(sharding, SingleDeviceSharding)
+        if sharding is None or isinstance(sharding, SingleDeviceSharding) or self.shape is not None:
+            return [Region.whole(leaf.spec.shape)]
         # A small piece is read and checked as a whole anyway.
         small = len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL
-        if one or small or self.shape is not None or self.stays_on_host(leaf):
+        if small or self.stays_on_host(leaf):
             return [Region.whole(leaf.spec.shape)]
         return needed_regions(sharding, leaf.spec.shape)
 
