@@ -10,7 +10,7 @@ import pytest
 
 import shardkeep
 from shardkeep.layouts import registry
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf
 from shardkeep.layouts.registry import layout_named, register
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
@@ -24,7 +24,7 @@ class BareLayout(SafetensorsLayout):
 
     name: str = "bare"
 
-    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         return [FilePlan(f"{draft.save_id}-{i}.bin", b"", (p,), p.nbytes, p.writer) for i, p in enumerate(pieces)]
 
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shardkeep.layouts.codecs import Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, plan_pieces
+from shardkeep.layouts.plan import (
+    Draft,
+    FilePlan,
+    PiecePlan,
+    StagedArray,
+    StagedLeaf,
+    WrittenFile,
+    arrays_of,
+    plan_pieces,
+)
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import Piece, StoredArray, StoredValue
 from shardkeep.model.manifest import DataFile, Tree
@@ -51,7 +60,7 @@ class Layout(Protocol):
         """The regions that a shard is stored as."""
         ...
 
-    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         """The files to write, each with its pieces and their offsets."""
         ...
 
@@ -130,6 +139,5 @@ class SavePlan:
 
 def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], draft: Draft) -> SavePlan:
     """What a save of these leaves writes, wherever it goes."""
-    arrays = [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
-    pieces = plan_pieces(arrays, layout.split, layout.whole)
-    return SavePlan(draft, layout, tuple(leaves), tuple(layout.lay_out(arrays, pieces, draft)))
+    pieces = plan_pieces(arrays_of(leaves), layout.split, layout.whole)
+    return SavePlan(draft, layout, tuple(leaves), tuple(layout.lay_out(leaves, pieces, draft)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardkeep.errors import KeyCollisionError, TreeError
 from shardkeep.layouts.base import SavePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import block_count, seal
@@ -68,14 +68,15 @@ class ExchangeLayout:
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         return [region]
 
-    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        arrays = arrays_of(leaves)
         self.check([array.path for array in arrays])
         named = [replace(piece, name=".".join(arrays[piece.array].path)) for piece in pieces]
         groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in named], named, self.shard_size) or [[]]
         if len(groups) == 1:
             notes = {"format": "pt"}
             file = pack(SINGLE_END, arrays, groups[0], notes)
-            room = len(json.dumps(self._longest(file, arrays, draft).decode())) + _SPARE
+            room = len(json.dumps(self._longest(file, leaves, draft).decode())) + _SPARE
             if self.single_limit is not None:
                 room += len(json.dumps({OVER: "0" * 32}))
             file = pack(SINGLE_END, arrays, groups[0], notes, room)
@@ -84,12 +85,12 @@ class ExchangeLayout:
         mark = {"format": "pt", MARK: "1", SAVE: draft.save_id}
         return [pack(shard_filename("", i + 1, len(groups)), arrays, group, mark) for i, group in enumerate(groups)]
 
-    def _longest(self, file: FilePlan, arrays: Sequence[StagedArray], draft: Draft) -> bytes:
+    def _longest(self, file: FilePlan, leaves: Sequence[StagedLeaf], draft: Draft) -> bytes:
         """The longest possible manifest: every number and digest at full length."""
         wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
         written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
         aside = f".{os.path.basename(self.where)}.shardkeep/{draft.save_id}{SINGLE_END}"  # longer than the final name
-        return _manifest_of(SavePlan(draft, self, tuple(arrays), (wide.named(aside),)), written)
+        return _manifest_of(SavePlan(draft, self, tuple(leaves), (wide.named(aside),)), written)
 
     def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
         """The header of a single file with its manifest in it, made from its digests."""

@@ -41,6 +41,11 @@ class StagedArray:
 StagedLeaf: TypeAlias = StagedValue | StagedArray
 
 
+def arrays_of(leaves: Sequence[StagedLeaf]) -> list[StagedArray]:
+    """The arrays among the leaves: pieces name them by their number here."""
+    return [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
+
+
 @record
 class PiecePlan:
     """A Region of an array to store, and the staged shards it consists of: (number of the shard, its region)."""

@@ -15,7 +15,7 @@ import numpy as np
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.layouts.base import SavePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, arrays_of
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key
@@ -75,7 +75,8 @@ class SafetensorsLayout:
             return [region]
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        arrays = arrays_of(leaves)
         keys = [join_key(array.path) for array in arrays]
         ordered = sorted(pieces, key=lambda p: p.writer)
         named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in ordered]

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkeep.layouts.base import SavePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, WrittenFile
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
 from shardkeep.model.tree import Path
@@ -81,7 +81,8 @@ class ZarrLayout:
     def split(self, spec: ArraySpec, region: Region) -> list[Region]:
         return cut(region, split_counts(region.shape, spec.dtype.itemsize, self.limit))
 
-    def lay_out(self, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+    def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
+        arrays = arrays_of(leaves)
         places = leaf_directories([array.path for array in arrays])
         inside: list[list[PiecePlan]] = [[] for _ in arrays]
         for piece in pieces:
