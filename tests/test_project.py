@@ -73,7 +73,6 @@ TESTED_ELSEWHERE = {
     "eformer.paths": "serialization/test_async_manager.py",
     "eformer.shardings": "serialization/test_sharding_utils.py",
     "foreign.base": "foreign/test_registry.py",
-    "layouts.exchange": "targets/test_exchange.py",
     "model.summaries": "model/test_manifest.py",
     "processes.group": "processes/test_operation.py",
     "stores.bucket.listing": "stores/bucket/test_store.py",
