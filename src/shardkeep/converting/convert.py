@@ -181,7 +181,8 @@ def _compare(source: Tree, written: Tree) -> None:
         known = {piece.region: piece.digests for piece in old.pieces if piece.digests is not None}
         for piece in new.pieces:
             if known.get(piece.region, piece.digests) != piece.digests:
-                raise IntegrityError(f"leaf {old.key!r} changed while it was being converted; nothing was committed")
+                problem = f"leaf {old.key!r} changed while it was being converted; nothing was committed"
+                raise IntegrityError(problem, leaf=old.key)
 
 
 def _scratch_directory(target: Target) -> str:

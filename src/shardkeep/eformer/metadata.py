@@ -225,7 +225,7 @@ def checker(manifest: Manifest, tree: Tree, required: bool) -> Callable[[StoredL
             return
         text = f"leaf {leaf.key!r} does not match the checksum recorded for it"
         if not foreign or len(manifest.trees) == 1:
-            raise IntegrityError(text)
+            raise IntegrityError(text, leaf=leaf.key)
         log.warning("%s (eFormer keeps one record for all prefixes; it may belong to another prefix)", text)
 
     return check
