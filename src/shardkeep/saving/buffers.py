@@ -21,7 +21,7 @@ from shardkeep.runtime.hostmemory import PAGE, Shard, address_of
 _LARGE = 1 << 20  # memory of XLA this large almost never starts on a page boundary; smaller blocks sometimes do
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OURS_IN_JAX = _HERE + "jaxapi.py"  # it only calls JAX for us
-_LOADS = ("loading/place.py", "_onto_devices")  # the function that places memory which a load has read or mapped
+_LOADS = ("loading/place.py", "place")  # the function that places memory which a load has read or mapped
 
 
 # The origin of an array. Not an Enum: attribute lookups are too slow for thousands of arrays.
