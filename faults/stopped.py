@@ -59,9 +59,9 @@ def strike_before(owner, name):
 
 def look():
     # Alone: the other process may be dead.
-    store, manifest = shardkeep.catalog.open_checkpoint(shardkeep.stores.location.location(path))
+    place = shardkeep.stores.location.location(path)
     request = shardkeep.loading.select.Request(include=shardkeep.loading.load._pattern("^(n|step)$"))
-    skeleton, leaves, _ = shardkeep.loading.load._load(store, manifest, request, shardkeep.processes.operation.ALONE)
+    skeleton, leaves, _ = shardkeep.loading.load.load_request(place, request, shardkeep.processes.operation.ALONE)
     found = skeleton.rebuild(leaves)
     return int(found["step"]) if (found["n"] == np.arange(9) + found["step"]).all() else -1
 
@@ -84,7 +84,7 @@ if index == VICTIM:
         "while it writes": (saving, "write_files"),
         "after its part is written": (Transaction, "commit") if index == 0 else (saving, "close"),
         "in the commit": (directory.Directory, "put"),
-        "while it loads": (loading, "_load"),
+        "while it loads": (loading, "read_leaves"),
     }[PHASE])
 first = caught(calls[CALL], 1)
 say(first=first)

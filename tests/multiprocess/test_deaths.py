@@ -18,9 +18,8 @@ from multiprocess.inside import differences, pattern, values_of
 SAVE = """
 def load_alone(path):
     # After a process died nothing can be done together any more: the others look for themselves what is there.
-    store, manifest = shardkeep.catalog.open_checkpoint(shardkeep.stores.location.location(path))
-    request = shardkeep.loading.select.Request()
-    skeleton, leaves, _ = shardkeep.loading.load._load(store, manifest, request, shardkeep.processes.operation.ALONE)
+    place, request = shardkeep.stores.location.location(path), shardkeep.loading.select.Request()
+    skeleton, leaves, _ = shardkeep.loading.load.load_request(place, request, shardkeep.processes.operation.ALONE)
     return skeleton.rebuild(leaves)
 
 path = root / "x"
