@@ -20,6 +20,8 @@ from multiprocess.inside import arrays_of, mesh_over, values_of
 from shardkeep.cli.main import main
 from shardkeep.runtime.budget import budget
 
+_PATIENCE = 180.0  # seconds that a reader waits for the writer beside it, which may have been given up
+
 for _name in shardkeep.__all__:  # imported now: children are under fault, or another user
     getattr(shardkeep, _name)
 
@@ -137,7 +139,9 @@ def load(path: str, kind: str, number: int, **arguments: Any) -> None:
 def load_until(path: str, kind: str, last: int, **arguments: Any) -> dict[str, int]:
     """Load until the state numbered `last` is there; every load must be exactly one of the states."""
     loads, seen = 0, set()
+    until = time.monotonic() + _PATIENCE
     while last not in seen:
+        assert time.monotonic() < until, "the writer has not come to its end"
         tree = shardkeep.load(path, **arguments)
         number = int(tree["step"])
         assert same(tree, make(kind, number)), f"a load gave a mix: it says {number}"
@@ -149,7 +153,9 @@ def load_until(path: str, kind: str, last: int, **arguments: Any) -> dict[str, i
 def verify_until(path: str, last: int) -> dict[str, int]:
     """Verify until the state numbered `last` is there; no report may speak of damage."""
     count = 0
+    until = time.monotonic() + _PATIENCE
     while True:
+        assert time.monotonic() < until, "the writer has not come to its end"
         report = shardkeep.verify(path)
         assert report.ok, str(report)
         count += 1
