@@ -41,6 +41,8 @@ from shardkeep.targets.transaction import refuse_existing
 
 FormatName = Literal["safetensors", "zarr", "tensorstore"]
 
+_HEAD_START = 0.0005  # seconds: without it, planning keeps the interpreter, and `save_async` returns 5 ms later
+
 
 def save(
     path: object,
@@ -225,6 +227,7 @@ def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
         show(nbytes)
         save.mention_exit()
 
+    time.sleep(_HEAD_START)
     priority.enable_pauses()
     priority.lower()  # and the crew's with it: the snapshot is taken, so nothing waits for these threads
     bar = Bar(f"saving {save.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
