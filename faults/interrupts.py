@@ -35,7 +35,7 @@ _STEPS = {
     "bucket": 4,
     "callback": 2,
 }  # where a clean-up is interrupted, the lease must end before the next one is complete
-_CLEAN_UP = {"Scope.close", "Scope.end", "Scope.__exit__", "_Round.end", "_Job._give_up", "BackgroundSave._settle"}
+_CLEAN_UP = {"Scope.close", "Scope.__exit__", "_Round.end", "_Job._give_up", "BackgroundSave._settle"}
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def leaks(seconds: float = 5.0) -> list[str]:
         found += ["a callback's turn"] * len(callbacks._entered)
         found += [f"{budget.used} bytes of the budget"] if budget.used else []
         found += (
-            ["a pause of the collector"] if collector._pauses or not gc.isenabled() or not gc.get_threshold()[0] else []
+            ["a pause of the collector"] if collector.pauses or not gc.isenabled() or not gc.get_threshold()[0] else []
         )
         return found
 

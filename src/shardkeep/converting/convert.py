@@ -19,8 +19,8 @@ import numpy as np
 
 from shardkeep.catalog import new_target
 from shardkeep.converting.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
-from shardkeep.converting.making import cast_spec, make, recorded_leaf, snapshot_of
 from shardkeep.converting.rename import renamed, subtrees
+from shardkeep.converting.scratch import cast_spec, make, recorded_leaf, snapshot_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import IntegrityError
 from shardkeep.layouts.plan import Draft

@@ -6,11 +6,10 @@ from typing import Any, cast
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.jaxapi import put_like
+from shardkeep.jaxapi import put_like, refuse_without_jax
 from shardkeep.loading.plan import Target
 from shardkeep.loading.select import Wanted
 from shardkeep.model.arrays import Array, Region
-from shardkeep.runtime.forks import refuse_without_jax
 
 
 def place(wanted: Sequence[Wanted], targets: Mapping[int, Target]) -> list[Any]:

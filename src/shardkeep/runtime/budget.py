@@ -76,7 +76,8 @@ class MemoryBudget:
         with self._changed.waiting() as wait:
             while True:
                 with self._lock:
-                    if nested or self._fits(nbytes):
+                    used = self.used
+                    if nested or used == 0 or used + nbytes <= self.limit:
                         self._claims[claim] = nbytes
                         if not uses_idle:
                             self._drop_idle()
@@ -95,10 +96,6 @@ class MemoryBudget:
     def give_back(self, claim: "Claim") -> None:
         self._claims.pop(claim, None)
         self._changed.ring()
-
-    def _fits(self, nbytes: int) -> bool:
-        used = self.used
-        return used == 0 or used + nbytes <= self.limit
 
     def start_over(self) -> None:
         """Reset in a forked child, which holds nothing."""

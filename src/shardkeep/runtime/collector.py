@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from shardkeep.runtime.scopes import Scope, frame_above
 
+_MANY = 10_000  # new objects that are worth moving to the oldest generation
+
 
 class _Collector:
     """Pauses Python's cyclic garbage collector while thousands of objects are created that are not garbage.
@@ -19,52 +21,34 @@ class _Collector:
     program's own choice: what it enables or disables during a pause is as it wants it afterwards.
     """
 
-    _MANY = 10_000
-
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._pauses: set[_Pause] = set()
-        self._thresholds = (0, 0, 0)  # those of the program, while ours is 0; else 0
-        self._has_frozen = False
+        self.lock = threading.RLock()
+        self.pauses: set[_Pause] = set()
+        self.thresholds = (0, 0, 0)  # those of the program, while ours is 0; else 0
+        self.has_frozen = False
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Pause the collector for a `with` block, in which no code of the user's may run."""
         with Scope("pausing the garbage collector", frame_above(2)) as scope:
-            self.pause(scope.add(_Pause(self)))
+            pause = scope.add(_Pause(self))
+            with self.lock:
+                self.pauses.add(pause)
+                thresholds = gc.get_threshold()
+                if thresholds[0]:  # else there is a pause already, or the program wants no collections
+                    self.thresholds = thresholds
+                    gc.set_threshold(0, *thresholds[1:])
             yield
 
-    def pause(self, pause: "_Pause") -> None:
-        with self._lock:
-            self._pauses.add(pause)
-            thresholds = gc.get_threshold()
-            if thresholds[0]:  # else there is a pause already, or the program wants no collections
-                self._thresholds = thresholds
-                gc.set_threshold(0, *thresholds[1:])
-
-    def resume(self, pause: "_Pause") -> None:
-        with self._lock:
-            self._pauses.discard(pause)
-            if self._pauses:
-                return
-            runs = gc.isenabled() and self._thresholds[0] > 0
-            # What is frozen already was frozen by the program, which uses freezing itself.
-            if runs and gc.get_count()[0] > self._MANY and gc.get_freeze_count() == 0:
-                self._has_frozen = True
-                gc.freeze()  # together with unfreeze: moves all objects to the oldest generation
-            if self._has_frozen:
-                gc.unfreeze()
-                self._has_frozen = False
-            self._restore()
-
-    def _restore(self) -> None:
-        if self._thresholds[0] and gc.get_threshold()[0] == 0:  # else the program has set another one meanwhile
-            gc.set_threshold(*self._thresholds)
-        self._thresholds = (0, 0, 0)  # last: if this is interrupted, it is done again
+    def restore(self) -> None:
+        """Give the program its thresholds back."""
+        if self.thresholds[0] and gc.get_threshold()[0] == 0:  # else the program has set another one meanwhile
+            gc.set_threshold(*self.thresholds)
+        self.thresholds = (0, 0, 0)  # last: if this is interrupted, it is done again
 
     def start_over(self) -> None:
         """Reset in a forked child, where the threads of the parent do not exist."""
-        self._restore()
+        self.restore()
         self.__init__()
 
 
@@ -75,7 +59,20 @@ class _Pause:
         self._collector = collector
 
     def release(self) -> None:
-        self._collector.resume(self)
+        ours = self._collector
+        with ours.lock:
+            ours.pauses.discard(self)
+            if ours.pauses:
+                return
+            runs = gc.isenabled() and ours.thresholds[0] > 0
+            # What is frozen already was frozen by the program, which uses freezing itself.
+            if runs and gc.get_count()[0] > _MANY and gc.get_freeze_count() == 0:
+                ours.has_frozen = True
+                gc.freeze()  # together with unfreeze: moves all objects to the oldest generation
+            if ours.has_frozen:
+                gc.unfreeze()
+                ours.has_frozen = False
+            ours.restore()
 
 
 collector = _Collector()

@@ -108,13 +108,6 @@ class Scope:
         """Whether a signal handler has interrupted the call and is now making the current one on the same thread."""
         return self._owner.thread == threading.get_ident() and self._thread is None and self._owner.is_running()
 
-    @property
-    def is_left(self) -> bool:
-        """Whether the call has returned or its thread has ended, so that nothing else will close the scope."""
-        if self._thread is not None and self._thread.ident is not None:
-            return not self._thread.is_alive()
-        return not self._owner.is_running()
-
     def close(self) -> None:
         """Release everything. After an interrupt, `sweep` releases the rest."""
         self._owner = _Owner(threading.get_ident(), frame_above(0))
@@ -131,23 +124,24 @@ class Scope:
         self._owner = _NOBODY  # a frame keeps its local variables alive
 
     def close_if_left(self) -> None:
-        """Close the scope if its call is over but its cleanup was interrupted."""
-        if self.is_left and (self._thread is None or self._thread.ident is not None or self._take_right()):
+        """Close the scope if its call has returned, or its thread has ended, but its cleanup was interrupted."""
+        thread = self._thread
+        if thread is not None and thread.ident is not None:
+            if not thread.is_alive():
+                self.close()
+        elif not self._owner.is_running() and (thread is None or self._take_right()):
             self.close()
 
     def __enter__(self) -> "Scope":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.end(failed=kind is not None)
-
-    def end(self, failed: bool) -> None:
         """Close the scope if it belongs to this thread: it was never handed over, or that failed."""
         thread = self._thread  # read first: once that thread has taken over, this one is no longer the owner
         if thread is None:
             close = self._owner.thread == threading.get_ident()
         else:
-            close = failed and (thread is threading.current_thread() or self._take_right())
+            close = kind is not None and (thread is threading.current_thread() or self._take_right())
         if close:
             self.close()
 
@@ -202,7 +196,7 @@ class Bell:
                 self._waiting.remove(mine)
 
 
-class Latch:
+class Latch(Bell):
     """A flag that is set once and that any number of threads can wait for.
 
     >>> latch = Latch()
@@ -213,17 +207,15 @@ class Latch:
     True
     """
 
-    def __init__(self) -> None:
-        self.is_set = False
-        self._bell = Bell()
+    is_set = False
 
     def set(self) -> None:
         self.is_set = True
-        self._bell.ring()
+        self.ring()
 
     def wait(self, seconds: float | None = None) -> bool:
         until = None if seconds is None else time.monotonic() + seconds
-        with self._bell.waiting() as wait:
+        with self.waiting() as wait:
             while not self.is_set:
                 left = LOOK if until is None else min(until - time.monotonic(), LOOK)
                 if left <= 0:

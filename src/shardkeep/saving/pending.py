@@ -45,7 +45,9 @@ class BackgroundSave:
                 f"the save to {self.path} runs in process {self._process}, from which this process was forked; "
                 "only that process can wait for it"
             )
-        ended = self._thread is not None and _has_ended(self._thread)  # looked at first: then it has set what it sets
+        thread = self._thread
+        # Looked at first: then it has set what it sets.
+        ended = thread is not None and thread.ident is not None and not thread.is_alive()
         if ended and not self._finished.is_set:
             if not self._committed.is_set:
                 self._settle(None, RuntimeError(f"the thread of the save to {self.path} ended before the save did"))
@@ -122,7 +124,7 @@ class BackgroundSave:
             except BaseException as raised:  # noqa: BLE001  (raised by wait)
                 error = raised
                 _forget_frames(error)
-                scope.end(failed=True)  # in case the block was not even entered
+                scope.__exit__(type(raised))  # in case the block was not even entered
             del work  # the error's traceback keeps this frame, which must not keep the snapshot
             self._settle(report, error)
             if callback is not None and error is None:
@@ -232,10 +234,6 @@ class PendingSave:
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path!r}: {self._save.describe()}>"
-
-
-def _has_ended(thread: threading.Thread) -> bool:
-    return thread.ident is not None and not thread.is_alive()
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardkeep.errors import UnsupportedLeafError, an, counted
-from shardkeep.jaxapi import is_weakly_typed, local_parts
+from shardkeep.jaxapi import is_weakly_typed, local_parts, refuse_without_jax
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
@@ -29,7 +29,6 @@ from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
 from shardkeep.processes.collectives import gather_array, gather_bytes, gather_lengths
 from shardkeep.processes.operation import LEADER
-from shardkeep.runtime.forks import refuse_without_jax
 from shardkeep.runtime.hostmemory import Shard
 from shardkeep.saving.buffers import shards_of
 from shardkeep.saving.donation import Staging

@@ -57,9 +57,9 @@ class LocalStore:
         return os.path.join(self._root, name) if name else self._root
 
     def read(self, name: str) -> bytes:
-        path = self._checked(name)
-        with _open_plain(path) as file:
+        with self._open_plain(name) as file:
             if os.fstat(file.number).st_size > _MAX_DOCUMENT:
+                path = self.locate(name)
                 raise IntegrityError(f"{path} is too large for a manifest or index", file=path)
             with open(file.number, "rb", closefd=False) as content:
                 return content.read()
@@ -90,16 +90,24 @@ class LocalStore:
         return (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def open(self, name: str) -> "LocalFile":
-        path = self._checked(name)
-        return LocalFile(_open_plain(path), path)
+        return LocalFile(self._open_plain(name), self.locate(name))
 
-    def _checked(self, name: str) -> str:
+    def _open_plain(self, name: str) -> Descriptor:
+        """Open a file for reading; `IntegrityError` for a link that leads out, and for anything that could block."""
         path = self.locate(name)
-        if "/" not in name and not os.path.islink(path):
-            return path
-        if self._confined and not self._is_inside(path):
+        linked = "/" in name or os.path.islink(path)
+        if linked and self._confined and not self._is_inside(path):
             raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
-        return path
+        try:
+            file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise IntegrityError(f"{path} is a broken symbolic link", file=path) from None
+            raise
+        if not stat.S_ISREG(os.fstat(file.number).st_mode):
+            file.close()
+            raise IntegrityError(f"{path} is not a regular file", file=path)
+        return file
 
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed. Each directory is checked once."""
@@ -322,7 +330,7 @@ class LocalStore:
 
     def is_held(self, name: str) -> bool:
         try:
-            with _open_plain(self._checked(name)) as record:
+            with self._open_plain(name) as record:
                 try:
                     fcntl.flock(record.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -350,20 +358,6 @@ class LocalStore:
             place = os.path.dirname(place)
         stats = os.statvfs(place)
         return stats.f_bavail * stats.f_frsize
-
-
-def _open_plain(path: str) -> Descriptor:
-    """Open a file for reading; `IntegrityError` for anything that is not a regular file, which could block."""
-    try:
-        file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise IntegrityError(f"{path} is a broken symbolic link", file=path) from None
-        raise
-    if not stat.S_ISREG(os.fstat(file.number).st_mode):
-        file.close()
-        raise IntegrityError(f"{path} is not a regular file", file=path)
-    return file
 
 
 def _copy(old: str, new: str) -> None:
