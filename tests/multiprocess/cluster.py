@@ -184,7 +184,7 @@ def _run(
                 _kill(process)
                 reader.wait(time.monotonic() + 10)
             output = reader.text + ("\nTIMED OUT" if late else "")
-            outcomes.append(Outcome(process.wait(), _said(output), output, reader.ended - begun))
+            outcomes.append(Outcome(process.wait(), said(output), output, reader.ended - begun))
     finally:
         for process in processes:
             _kill(process)
@@ -278,7 +278,7 @@ class Cluster:
         if problems:
             self.close()
             raise AssertionError("\n".join(problems))
-        return [_said(output) for output in outputs]
+        return [said(output) for output in outputs]
 
     def close(self) -> None:
         for process in self._processes:
@@ -315,7 +315,8 @@ class Kept:
             self._cluster = None
 
 
-def _said(output: str) -> dict[str, Any]:
+def said(output: str) -> dict[str, Any]:
+    """What a process told the test with `say`, from all that it printed."""
     said: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith("SAID "):
