@@ -76,7 +76,9 @@ def test_the_page_shows_every_variable_with_its_default_and_no_other() -> None:
     assert list(ROWS) == [setting.variable for setting in SETTINGS]
     for setting in SETTINGS:
         default: Any = setting.default
-        assert ROWS[setting.variable] == (SHOWN.get(default) or f"{default:g}")
+        assert ROWS[setting.variable] == (
+            SHOWN.get(default) or (default if isinstance(default, str) else f"{default:g}")
+        )
 
 
 def test_every_variable_that_a_page_names_exists() -> None:

@@ -17,6 +17,7 @@ ShardkeepError
 ├── TemplateMismatchError     (ValueError)         saved leaves do not fit the template
 ├── MissingLeafError          (KeyError)           leaves that were asked for but never saved
 ├── ShardingError             (ValueError)         a sharding that does not fit the array or the mesh
+├── HostMemoryError           (MemoryError)        pinned host memory was exhausted after the arrays were donated
 ├── CallbackError             (RuntimeError)       saved, but the commit callback raised an exception
 ├── ProcessError              (RuntimeError)       another JAX process failed, died or made a different call
 └── StorageError              (OSError)            the file system or the bucket refused an operation
@@ -137,6 +138,13 @@ class MissingLeafError(ShardkeepError, KeyError):
 
 class ShardingError(ShardkeepError, ValueError):
     """A sharding, spec or rule does not fit the array or the mesh."""
+
+
+class HostMemoryError(ShardkeepError, MemoryError):
+    """Pinned host memory was exhausted after `save_async` had returned, and the arrays were donated meanwhile.
+
+    Nothing was committed.
+    """
 
 
 class CallbackError(ShardkeepError, RuntimeError):

@@ -2,13 +2,15 @@
 
 No other module uses such names. `tests/test_jaxapi.py` compares each of them with its public counterpart, so that a
 version of JAX that changes one is noticed by a test and not by a user. JAX is never imported from here unless the
-program has imported it, or calls something that needs it.
+program has imported it, or calls something that needs it. Public functions that JAX does not annotate completely have
+a typed form here.
 """
 
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -47,8 +49,9 @@ def membership() -> Membership | None:
     if "jax" not in sys.modules:
         return None
     try:
-        from jax._src.distributed import global_state as state
+        from jax._src.distributed import global_state
 
+        state = cast(Any, global_state)
         client, process, size = state.client, state.process_id or 0, state.num_processes or 1
     except (ImportError, AttributeError) as error:
         return _alone_or_refuse(error)
@@ -58,7 +61,7 @@ def membership() -> Membership | None:
 def _alone_or_refuse(reason: Exception) -> None:
     import jax
 
-    if jax.process_count() > 1:
+    if process_count() > 1:
         raise ProcessError(
             f"shardkeep cannot reach the coordination service of JAX {jax.__version__} ({reason}), so several "
             "processes cannot save or load together; use a version of JAX that this shardkeep was tested with"
@@ -72,10 +75,24 @@ def present_client() -> Any:
 
 
 def service_error() -> type[Exception]:
-    """What calls to the coordination service raise."""
-    from jax.errors import JaxRuntimeError
+    """What calls to the coordination service and collectives raise."""
+    from jax import errors
 
-    return JaxRuntimeError
+    return cast(Any, errors).JaxRuntimeError
+
+
+def process_count() -> int:
+    """The number of processes."""
+    import jax
+
+    return jax.process_count()  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+def process_index() -> int:
+    """The index of this process."""
+    import jax
+
+    return jax.process_index()  # pyright: ignore[reportUnknownMemberType]  (its parameter)
 
 
 def set_key(client: Any, key: str, value: str) -> None:
@@ -129,6 +146,25 @@ def local_parts(array: "jax.Array", count: int) -> Sequence[Any]:
     return [array.addressable_data(number) for number in range(count)] if parts is None else parts
 
 
+def transfers_allowed() -> AbstractContextManager[None]:
+    """A context for transfers of our own, which a `jax.transfer_guard` of the program does not concern.
+
+    The guard belongs to a thread. No code of the user may run inside.
+    """
+    jax = sys.modules.get("jax")
+    return nullcontext() if jax is None else jax.transfer_guard("allow")
+
+
+def private_part(part: "jax.Array") -> "jax.Array":
+    """The data of an array on one device as another array object.
+
+    An array keeps the host copy that is made of it as long as it lives: this one does, and the caller's does not.
+    """
+    import jax
+
+    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
+
+
 def is_weakly_typed(array: "jax.Array") -> bool:
     """Whether the dtype gives way to that of other operands."""
     try:
@@ -170,7 +206,7 @@ def _home_of_jax() -> str:
 def batched_device_put() -> Callable[..., "jax.Array"] | None:
     """The function behind `jax.device_put` and `jax.make_array_from_single_device_arrays`, if this JAX has it."""
     try:
-        from jax._src.interpreters.pxla import batched_device_put as put
+        from jax._src.interpreters.pxla import batched_device_put as put  # pyright: ignore[reportUnknownVariableType]
     except ImportError:
         return None
     return cast(Any, put)
@@ -191,15 +227,27 @@ def put_like(first: "jax.Array", devices: list[Any], parts: Sequence[list[Any]])
         return None
 
 
+def current_mesh() -> "jax.sharding.Mesh | None":
+    """The mesh that `jax.set_mesh` has set; None if it has set none, or this JAX does not tell."""
+    import jax
+
+    get = getattr(jax.sharding, "get_mesh", None)
+    if get is None:  # JAX 0.8
+        try:
+            from jax._src.mesh import get_concrete_mesh as get
+        except ImportError:
+            return None
+    mesh = cast(Any, get)()
+    return None if mesh is None or mesh.empty else mesh
+
+
 def finish_on_thread(manager: Any, work: Callable[[], None]) -> None:
     """Have a `GlobalAsyncCheckpointManager` wait for `work`, which runs on a new thread, and raise what it raises.
 
     Its public `serialize` does that for one process. With several it runs `work` on the first one only, behind barriers
     that are counted; so there it is given the thread as its own.
     """
-    import jax
-
-    if jax.process_count() == 1 or not (hasattr(manager, "_thread") and hasattr(manager, "_exception")):
+    if process_count() == 1 or not (hasattr(manager, "_thread") and hasattr(manager, "_exception")):
         manager.serialize([], [], on_commit_callback=work)
         return
 

@@ -33,7 +33,7 @@ def test_every_byte_has_one_writer_who_holds_it(tree: object, itemsize: int) -> 
     size, arrays = tree  # type: ignore[misc]
     itemsizes = [itemsize] * len(arrays)
     whole = [found for _, found in arrays]
-    for holdings in (whole, [_cut(found, itemsize) for found in whole]):
+    for holdings in (whole, [_cut(found, itemsize, 1000) for found in whole]):
         shares, load = _assign(holdings, itemsizes, size)
         for (shape, _), found, shared in zip(arrays, holdings, shares, strict=True):
             assert is_partition(shape, [region for region, _ in shared])

@@ -134,7 +134,7 @@ class TestSnapshot:
 
     def test_what_is_staged_is_counted(self) -> None:
         _, leaves = flatten({"a": jnp.ones(10, jnp.float32), "b": np.ones(3), "c": 5, "d": "text"})
-        assert [nbytes for nbytes, _ in staged_sizes(leaves)] == [40, 24]
+        assert [nbytes for nbytes, _, _ in staged_sizes(leaves)] == [40, 24]
 
     def test_prng_keys_are_staged_as_their_data(self) -> None:
         snapshot = _snapshot({"key": jax.random.key(3)})

@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
 from shardkeep.errors import IntegrityError
-from shardkeep.loading.moving import move, stays_numpy
+from shardkeep.jaxapi import transfers_allowed
+from shardkeep.loading.moving import move, stays_numpy, with_layout
 from shardkeep.loading.place import put_all
 from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.shardings import check_layout
 from shardkeep.model.arrays import Array, kind_of
 from shardkeep.model.leaves import NumpyArray, Origin, PrngKeys, StoredArray
 from shardkeep.model.perprocess import PerProcessRows
@@ -37,6 +40,8 @@ def adapt(w: Wanted, value: Any, request: Request) -> Any:
         value = cast_array(value, w.dtype, w.stored.key)
     if isinstance(value, np.ndarray):
         value = _settled(w, origin, value)
+    if w.place.layout is not None and isinstance(value, jax.Array) and not isinstance(origin, PrngKeys):
+        value = with_layout(value, w.place.layout)
     return value if w.like is None else _like(w.like, value, w.stored.key)
 
 
@@ -54,7 +59,8 @@ def _decode(w: Wanted, rows: PerProcessRows, data: Array) -> Any:
 
 def _as_keys(data: Any, impl: str, key: str) -> Any:
     try:
-        return jax.random.wrap_key_data(data, impl=impl)
+        with transfers_allowed():
+            return jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         problem = f"leaf {key!r} does not hold PRNG keys that this JAX can use: {error}"
         raise IntegrityError(problem, leaf=key) from error
@@ -70,18 +76,26 @@ def _settled(w: Wanted, origin: Origin | None, value: Array) -> Any:
 
 
 def apply_function(function: Callable[[Any], Any], array: Any) -> Any:
-    """Apply a function from `shardings`. If it returns a `Sharding`, that is applied; else it returns the result."""
+    """Apply a function from `shardings`. If it returns a `Sharding` or `Format`, that is applied; else its result."""
     result = function(array)
-    if not isinstance(result, Sharding):
+    if not isinstance(result, Sharding | Format):
         return result
-    stays = isinstance(array, np.ndarray) and stays_numpy(array.dtype)  # JAX would truncate it
-    return array if stays else move(array, result)
+    if isinstance(array, np.ndarray) and stays_numpy(array.dtype):  # JAX would truncate it
+        return array
+    if isinstance(result, Sharding):
+        return move(array, result)
+    return with_layout(move(array, result.sharding), check_layout(result.layout, ""))
 
 
 def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
     """Cast within one kind (float to float, integer to integer). `ValueError` if an integer does not fit."""
     if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
         return array
+    with transfers_allowed():
+        return _cast_array(array, dtype, key)
+
+
+def _cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
     if kind_of(dtype) == "int" and array.size:
         # Each process checks its own shards, so that a failure is an error on all of them instead of a hang.
         spread = isinstance(array, jax.Array) and not array.is_fully_addressable

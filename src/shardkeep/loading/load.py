@@ -14,9 +14,10 @@ from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.hostcasts import goes_to_devices
+from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import Target, plan_targets
-from shardkeep.loading.read import read_targets
 from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
@@ -25,7 +26,7 @@ from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.collectives import send_from_leader
 from shardkeep.processes.operation import ALONE, LEADER, Operation, join
-from shardkeep.runtime.budget import budget
+from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Bar
@@ -299,19 +300,39 @@ def read_leaves(
     bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
     values: list[Any] = []
     with Scope(f"loading {store.url}") as scope, bar as progress:
+        claim = scope.add(Claim(budget, scope))
         crew = scope.add(Crew(store.traits.concurrency))
+        means = Means(reader, request, crew, progress, claim)
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
-            with collector.paused():
-                targets, fetches = plan_targets(some, whole=read_once)
-            if operation.leads or not read_once:
-                read_targets(reader, targets, fetches, budget.limit, crew, progress)
-            if read_once:
-                _send(some, targets, operation)
-            placed = place(some, targets)
+            placed = _read_for_all(some, means, operation) if read_once else _read(some, means)
+            # Nothing is claimed here, where functions of the caller's run: they may wait for another load or save.
             values += [adapt(w, value, request) for w, value in zip(some, placed, strict=True)]
     warn_numpy(wanted, values)
     return values
+
+
+def _read(wanted: Sequence[Wanted], means: Means) -> list[Any]:
+    """The leaves, each read by the process that needs it. What goes to devices that copy goes through a pipeline."""
+    sent = {i: w for i, w in enumerate(wanted) if goes_to_devices(w, means.request)}
+    here = [w for i, w in enumerate(wanted) if i not in sent] if sent else wanted
+    with collector.paused():
+        targets, fetches = plan_targets(here)
+    means.read(targets, fetches)
+    placed = place(here, targets)
+    if not sent:
+        return placed
+    arrays, others = load_to_devices(sent, means), iter(placed)
+    return [arrays[i] if i in sent else next(others) for i in range(len(wanted))]
+
+
+def _read_for_all(wanted: Sequence[Wanted], means: Means, operation: Operation) -> list[Any]:
+    """The leaves, read by the leader and sent to all processes."""
+    targets, fetches = plan_targets(wanted, whole=True)
+    if operation.leads:
+        means.read(targets, fetches)
+    _send(wanted, targets, operation)
+    return place(wanted, targets)
 
 
 def _send(wanted: Sequence[Wanted], targets: Mapping[int, Target], operation: Operation) -> None:

@@ -10,9 +10,12 @@ from functools import lru_cache
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
+from shardkeep.jaxapi import refuse_without_jax, transfers_allowed
 from shardkeep.model.arrays import NUMPY_NAMES, Array, kind_of
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
@@ -25,6 +28,11 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
 
     If `x` or the sharding spans processes, all of those must call this.
     """
+    with transfers_allowed():
+        return _move(x, sharding)
+
+
+def _move(x: Any, sharding: Sharding | None) -> jax.Array:
     here = not isinstance(x, jax.Array) or x.is_fully_addressable
     if here and sharding is not None and not sharding.is_fully_addressable:
         # device_put would compare the values of the processes as numbers, and NaN is not equal to itself.
@@ -34,8 +42,8 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
     dtype = np.dtype(x.dtype)
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
-            return move(x, sharding)
-    if here and _is_on_cpu(x.sharding) and _is_on_cpu(sharding):
+            return _move(x, sharding)
+    if here and is_on_cpu(x.sharding) and is_on_cpu(sharding):
         return _place(_on_host(x), sharding)  # nothing to compile, and this is where the data is
     if _is_integer(dtype):
         return jax.device_put(x, sharding)
@@ -44,6 +52,18 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
         return _place(_on_host(x) if here else gather_array(x), sharding)
     moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
     return _reinterpret(dtype, sharding)(moved)
+
+
+def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """`x` with the same bits, its dimensions ordered as `layout` says in the memory of its devices; None: as it is."""
+    if layout is None:
+        return x
+    found = cast(Any, x).format.layout
+    if found.major_to_minor == layout.major_to_minor and layout.tiling in (None, found.tiling):
+        return x
+    carrier = _carrier(np.dtype(x.dtype))
+    with transfers_allowed():
+        return _lay_out(carrier, Format(layout, x.sharding))(x)
 
 
 def take_rows(x: Any, start: int, stop: int) -> Any:
@@ -74,7 +94,8 @@ def _is_known_to_jax(dtype: np.dtype[Any]) -> bool:
     if dtype.kind in "mM" or dtype.name in NUMPY_NAMES:
         return dtype.kind not in "mM"
     try:
-        jax.device_put(np.zeros(1, dtype)).block_until_ready()
+        with transfers_allowed():
+            jax.device_put(np.zeros(1, dtype)).block_until_ready()
     except (TypeError, ValueError, RuntimeError):
         return False
     return True
@@ -119,8 +140,30 @@ def _reinterpret(dtype: np.dtype[Any], sharding: Sharding) -> Any:
     return jax.jit(lambda x: jax.lax.bitcast_convert_type(x, dtype), out_shardings=sharding)
 
 
+def is_on_cpu(sharding: Sharding | None) -> bool:
+    """Whether arrays with this sharding (None: on the default device) are on CPUs, which use host memory as it is."""
+    if sharding is not None:
+        return _is_on_cpu(sharding)
+    refuse_without_jax()
+    default = cast(Any, jax.config).jax_default_device
+    if isinstance(default, str):
+        return default == "cpu"
+    return (default or jax.local_devices()[0]).platform == "cpu"
+
+
+@lru_cache(maxsize=256)
 def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+@lru_cache(maxsize=256)
+def _lay_out(carrier: np.dtype[Any] | None, form: Format) -> Any:
+    def copy(x: jax.Array) -> jax.Array:
+        if carrier is None:
+            return jnp.copy(x)
+        return jax.lax.bitcast_convert_type(jnp.copy(jax.lax.bitcast_convert_type(x, carrier)), x.dtype)
+
+    return jax.jit(copy, out_shardings=form)
 
 
 def _is_in_device_memory(sharding: Sharding) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.jaxapi import put_like, refuse_without_jax
+from shardkeep.jaxapi import put_like, refuse_without_jax, transfers_allowed
 from shardkeep.loading.plan import Target
 from shardkeep.loading.select import Wanted
 from shardkeep.model.arrays import Array, Region
@@ -15,30 +15,42 @@ from shardkeep.model.arrays import Array, Region
 def place(wanted: Sequence[Wanted], targets: Mapping[int, Target]) -> list[Any]:
     """The values of the leaves, with arrays on their devices. Those with the same form are placed together."""
     values: list[Any] = [None] * len(wanted)
-    whole: dict[Any, list[int]] = {}
-    alike: dict[Any, list[int]] = {}
+    leaves: dict[int, tuple[Wanted, Target]] = {}
     for number, w in enumerate(wanted):
         target = targets.get(number)
         if target is None:
             values[number] = w.stored.value
         elif w.stays_on_host(target.leaf):
             values[number] = _reshaped(target.whole, w)
-        elif w.shape is not None:
+        else:
+            leaves[number] = w, target
+    if leaves:
+        placed = put_leaves(leaves)
+        for number, array in placed.items():
+            values[number] = array
+        jax.block_until_ready(list(placed.values()))
+    return values
+
+
+def put_leaves(leaves: Mapping[int, tuple[Wanted, Target]]) -> dict[int, jax.Array]:
+    """The arrays of leaves, by number. Where a device copies, the transfers have been started and are under way."""
+    refuse_without_jax()
+    whole: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
+    for number, (w, target) in leaves.items():
+        if w.shape is not None:
             whole.setdefault(w.place.sharding, []).append(number)
         else:
-            alike.setdefault((w.place.sharding, target.leaf.spec, len(target.regions)), []).append(number)
-    if whole or alike:
-        refuse_without_jax()
-    for sharding, numbers in whole.items():
-        arrays = [_reshaped(targets[n].whole, wanted[n]) for n in numbers]
-        for number, array in zip(numbers, put_all(arrays, sharding), strict=True):
-            values[number] = array
-    for (sharding, _, _), numbers in alike.items():
-        placed = _place_alike([targets[n] for n in numbers], sharding)
-        for number, array in zip(numbers, placed, strict=True):
-            values[number] = array
-    jax.block_until_ready([value for value in values if isinstance(value, jax.Array)])
-    return values
+            key = (w.place.sharding, target.leaf.spec, target.cast, len(target.regions))
+            alike.setdefault(key, []).append(number)
+    placed: dict[int, jax.Array] = {}
+    with transfers_allowed():
+        for sharding, numbers in whole.items():
+            arrays = [_reshaped(leaves[n][1].whole, leaves[n][0]) for n in numbers]
+            placed |= zip(numbers, put_all(arrays, sharding), strict=True)
+        for (sharding, *_), numbers in alike.items():
+            placed |= zip(numbers, _place_alike([leaves[n][1] for n in numbers], sharding), strict=True)
+    return placed
 
 
 def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequence[jax.Array]:
@@ -78,9 +90,10 @@ def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Targe
 
 def put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax.Array]:
     """Put host arrays on their devices. Each process fills its own devices, without communication."""
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(list(arrays), sharding)
-    return [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i], dtype=a.dtype) for a in arrays]
+    with transfers_allowed():
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(list(arrays), sharding)
+        return [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i], dtype=a.dtype) for a in arrays]
 
 
 def _reshaped(array: Array, w: Wanted) -> Array:
@@ -97,4 +110,4 @@ def _assemble(target: Target, sharding: Sharding) -> jax.Array:
     def data(index: Any) -> Any:
         return by_region[Region.from_index(index, shape)]
 
-    return jax.make_array_from_callback(shape, sharding, data, dtype=target.leaf.spec.dtype)
+    return jax.make_array_from_callback(shape, sharding, data, dtype=target.dtype)

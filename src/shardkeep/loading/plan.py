@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import Piece, StoredArray
@@ -20,6 +22,7 @@ class Target:
     regions: Sequence[Region]
     own: bool
     arrays: list[Array | None]
+    cast: np.dtype[Any] | None = None  # what they are cast to once they are read
 
     @property
     def whole(self) -> Array:
@@ -27,6 +30,11 @@ class Target:
         (array,) = self.arrays
         assert array is not None
         return array
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the arrays once they are read and cast."""
+        return self.leaf.spec.dtype if self.cast is None else self.cast
 
     def nbytes(self, number: int) -> int:
         return self.regions[number].size * self.leaf.spec.dtype.itemsize

@@ -1,6 +1,6 @@
 """Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shardkeep.errors import IntegrityError
@@ -31,8 +31,12 @@ def read_targets(
     budget: int,
     crew: Crew,
     progress: Progress,
+    claim: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill every target, by number of the leaf. Pieces are read in steps: memory beyond the targets fits the budget."""
+    """Fill every target, by number of the leaf. Pieces are read in steps: memory beyond the targets fits the budget.
+
+    Before each step that needs such memory, `claim` is called with its size, and may wait until there is so much.
+    """
     crew.run(
         partial(_read_foreign, reader.store, target, progress)
         for target in targets.values()
@@ -44,12 +48,16 @@ def read_targets(
     if not reader.mapped or reader.store.traits.costly_requests:
         fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
         alone = _fed_by_one(fetches)
+    claimed = False
     for step in plan_steps(fetches, limit):
         maps = _map_files(reader, step, targets)
         unmapped = [fetch for fetch in step if fetch.piece.stored is not None or fetch.piece.file not in maps]
         read = [(fetch, _goes_whole(fetch, targets, alone)) for fetch in unmapped]
         staying = Slabs(fetch.piece.length for fetch, whole in read if whole)
         passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # freed after this step
+        if claim is not None and (passing.nbytes or claimed):
+            claim(passing.nbytes)
+            claimed = passing.nbytes > 0
         into = {id(fetch): staying if whole else passing for fetch, whole in read}
         units = [_Unit(reader, f, targets[f.leaf], maps, into.get(id(f), passing)) for f in step]
         _deliver(units, alone)

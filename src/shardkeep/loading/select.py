@@ -5,16 +5,26 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from shardkeep.errors import IntegrityError, MissingLeafError, ProcessError, ShardingError, counted
 from shardkeep.loading.mismatches import Mismatch, mismatch_error, missing_leaf, summarize, wrong_kind, wrong_shape
-from shardkeep.loading.moving import stays_numpy
-from shardkeep.loading.shardings import Place, Rules, ShapedLeaf, check_sharding, needed_regions, resolve_shardings
+from shardkeep.loading.moving import is_on_cpu, stays_numpy
+from shardkeep.loading.shardings import (
+    Place,
+    Rules,
+    ShapedLeaf,
+    check_layout,
+    check_sharding,
+    needed_regions,
+    resolve_shardings,
+)
 from shardkeep.model.arrays import Region, kind_of, kind_of_value
 from shardkeep.model.keys import ByLooseKey, loose_key
 from shardkeep.model.leaves import NumpyArray, PrngKeys, StoredArray, StoredLeaf
@@ -295,9 +305,21 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | M
     sharding = getattr(like, "sharding", None)
     place = Place()
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
-        place = Place(check_sharding(sharding, leaf.key, shape, request.mesh), explicit=True)
+        checked = check_sharding(sharding, leaf.key, shape, request.mesh)
+        place = Place(checked, explicit=True, layout=_layout_of(like, leaf.key))
     as_numpy = isinstance(like, np.ndarray | NumpyStruct)
     return Wanted(stored, place, as_numpy, dtype, shape=None if shape == saved_shape else shape)
+
+
+def _layout_of(like: Any, key: str) -> Layout | None:
+    """The layout that a template's array has; None if that is the device's own, or it says nothing about it."""
+    found = getattr(like, "format", None)
+    if not isinstance(found, Format) or found.layout is None or len(like.shape) < 2:
+        return None
+    layout = check_layout(found.layout, key)
+    # Most templates are arrays with the layout that they have anyway, which is known for a CPU.
+    usual = layout is not None and layout.major_to_minor == tuple(range(len(like.shape)))
+    return None if usual and is_on_cpu(like.sharding) else layout
 
 
 def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatch:
@@ -311,10 +333,11 @@ def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatc
     return Wanted(stored, as_numpy=True)
 
 
+@lru_cache(maxsize=16)
 def _key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys; None if JAX does not have the implementation."""
+    """The dtype of PRNG keys; None if JAX does not have the implementation. No key is made, which would compile."""
     try:
-        return jax.random.key(0, impl=impl).dtype
+        return jax.eval_shape(partial(jax.random.key, impl=impl), 0).dtype
     except ValueError:
         return None
 
@@ -398,4 +421,6 @@ def abstract_leaf(w: Wanted) -> Any:
         dtype = dtype.newbyteorder(origin.order)
     if w.as_numpy:
         return NumpyStruct(shape, dtype)
+    if w.place.layout is not None:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=Format(w.place.layout, w.place.sharding))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=w.place.sharding)

@@ -3,15 +3,17 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
+from shardkeep.jaxapi import current_mesh
 from shardkeep.model.arrays import Region
 from shardkeep.model.keys import loose_key
 from shardkeep.model.leaves import SavedSharding
@@ -24,6 +26,7 @@ _fitted: dict[tuple[Sharding, tuple[int, ...], Mesh | None], Sharding] = {}  # s
 
 Rules = Sequence[tuple[str, Any]]
 _SHOWN = 8
+_ENTRIES = Sharding | PartitionSpec | Partial | Format  # what a tree of shardings has as leaves, beside functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Place:
     sharding: Sharding | None = None
     function: Callable[[Any], Any] | None = None
     explicit: bool = False  # a rule or a sharding names this leaf
+    layout: Layout | None = None  # the order of its dimensions in the device's memory; None is the device's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,14 @@ def resolve_shardings(
 
     With `strict`, a leaf that neither a rule nor a sharding names is an error instead of a warning. Rules are matched
     against keys without the prefix (with `prefix_first`: with it). The other form is tried if no rule matches any key.
+
+    Specs without a mesh are for the mesh of `jax.set_mesh`. A mesh that was set says nothing about arrays otherwise:
+    it is there for computations, and a load that does not mention it is not changed by it.
     """
-    by_rule = _match_rules(leaves, rules, mesh, prefix, prefix_first)
     named = _Named(shardings) if shardings is not None else None
+    if mesh is None and (_has_specs(spec for _, spec in rules or ()) or (named is not None and named.has_specs)):
+        mesh = current_mesh()
+    by_rule = _match_rules(leaves, rules, mesh, prefix, prefix_first)
     replicated = _Replicated(mesh)
     places: list[Place] = []
     unmatched: list[str] = []
@@ -99,11 +108,21 @@ def resolve_shardings(
     return places
 
 
+def _has_specs(asked: Iterable[Any]) -> bool:
+    return any(isinstance(one, PartitionSpec) for one in asked)
+
+
+@lru_cache(maxsize=1024)
+def device_regions(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Region]:
+    """The region of an array of this shape that each device of this process holds."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: Region.from_index(index, shape) for device, index in indices.items() if index is not None}
+
+
 @lru_cache(maxsize=1024)
 def needed_regions(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, ...]:
     """The regions this process needs of an array of this shape. If they are all of its rows: one region."""
-    indices = sharding.addressable_devices_indices_map(shape)
-    regions = tuple(dict.fromkeys(Region.from_index(index, shape) for index in indices.values() if index is not None))
+    regions = tuple(dict.fromkeys(device_regions(sharding, shape).values()))
     rows = all(region.shape[1:] == shape[1:] for region in regions)
     return (Region.whole(shape),) if rows and sum(region.size for region in regions) == math.prod(shape) else regions
 
@@ -111,7 +130,7 @@ def needed_regions(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Region, 
 def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tuple[int, ...]) -> NamedSharding:
     """A spec on a mesh for one array: cut to the rank of the array, and checked."""
     if mesh is None:
-        raise ShardingError(f"leaf {name!r}: {spec} needs a mesh; pass mesh=")
+        raise ShardingError(f"leaf {name!r}: {spec} needs a mesh; pass mesh=, or set one with jax.set_mesh")
     entries = list(cast(Any, spec))[: len(shape)]
     for axis, (extent, entry) in enumerate(zip(shape, entries, strict=False)):
         axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
@@ -134,7 +153,12 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
 
 
 def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
-    """The sharding for an array of `shape`: a named one is cut to its rank, one on an abstract mesh moves to `mesh`."""
+    """The sharding for an array of `shape`: a named one is cut to its rank, one on an abstract mesh moves to `mesh`.
+
+    If that is None, it moves to the mesh of `jax.set_mesh`.
+    """
+    if mesh is None and isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        mesh = current_mesh()
     known = _fitted.get((sharding, shape, mesh))
     if known is None:
         known = _check_sharding(sharding, name, shape, mesh)
@@ -149,16 +173,21 @@ def _check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh:
         if not isinstance(sharding.mesh, Mesh):
             if mesh is None:
                 raise ShardingError(
-                    f"leaf {name!r}: {sharding.spec} is on an abstract mesh, which has no devices; pass mesh="
+                    f"leaf {name!r}: {sharding.spec} is on an abstract mesh, which has no devices; pass mesh=, or set "
+                    "one with jax.set_mesh"
                 )
-            return named_sharding(mesh, sharding.spec, name, shape)
+            return _with_memory_kind(named_sharding(mesh, sharding.spec, name, shape), sharding)
         fitted = named_sharding(sharding.mesh, sharding.spec, name, shape)
-        return sharding if fitted.spec == sharding.spec else fitted.with_memory_kind(cast(Any, sharding.memory_kind))
+        return sharding if fitted.spec == sharding.spec else _with_memory_kind(fitted, sharding)
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
         raise ShardingError(f"leaf {name!r} of shape {shape}: {sharding} does not fit: {error}") from error
     return sharding
+
+
+def _with_memory_kind(sharding: NamedSharding, like: NamedSharding) -> NamedSharding:
+    return sharding if like.memory_kind is None else sharding.with_memory_kind(like.memory_kind)
 
 
 class _Absent:
@@ -172,7 +201,8 @@ class _Named:
     """A tree of shardings, or a flat dict by key with `/` or `.`. An entry covers everything below it."""
 
     def __init__(self, shardings: Any) -> None:
-        _, leaves = flatten(shardings, is_leaf=lambda x: x is None or isinstance(x, Sharding | PartitionSpec | Partial))
+        _, leaves = flatten(shardings, is_leaf=lambda x: x is None or isinstance(x, _ENTRIES))
+        self.has_specs = _has_specs(leaf.value for leaf in leaves)
         self._entries: dict[str, list[tuple[Path, Any]]] = {}
         for leaf in leaves:
             self._entries.setdefault(loose_key(leaf.path), []).append((leaf.path, leaf.value))
@@ -261,15 +291,27 @@ class _Replicated:
 def _place(asked: Any, leaf: ShapedLeaf, mesh: Mesh | None) -> Place:
     if asked is None:
         return Place(NamedSharding(mesh, PartitionSpec()) if mesh is not None else None)
+    if isinstance(asked, Format):
+        placed = _place(asked.sharding, leaf, mesh)
+        return replace(placed, explicit=True, layout=check_layout(asked.layout, leaf.name))
     if isinstance(asked, Sharding):
-        return Place(check_sharding(asked, leaf.name, leaf.shape), explicit=True)
+        return Place(check_sharding(asked, leaf.name, leaf.shape, mesh), explicit=True)
     if isinstance(asked, PartitionSpec):
         return Place(named_sharding(mesh, asked, leaf.name, leaf.shape), explicit=True)
     if callable(asked):
         return Place(None, asked, explicit=True)
     raise ShardingError(
-        f"leaf {leaf.name!r}: a sharding must be a Sharding, a PartitionSpec, a function or None, not {asked!r}"
+        f"leaf {leaf.name!r}: a sharding must be a Sharding, a PartitionSpec, a Format, a function or None, not "
+        f"{asked!r}"
     )
+
+
+def check_layout(layout: Any, name: str) -> Layout | None:
+    """A layout that says what it is. `Layout.AUTO` leaves that to a compiler, and nothing is compiled here."""
+    if layout is None or isinstance(layout, Layout):
+        return layout
+    where = f"leaf {name!r}: " if name else ""
+    raise ShardingError(f"{where}the layout must be a jax.experimental.layout.Layout, not {layout!r}")
 
 
 def _match_rules(
@@ -279,7 +321,7 @@ def _match_rules(
     if not rules:
         return {}
     if mesh is None and any(isinstance(spec, PartitionSpec) for _, spec in rules):
-        raise ShardingError("partition_rules need a mesh; pass mesh=")
+        raise ShardingError("partition_rules need a mesh; pass mesh=, or set one with jax.set_mesh")
     patterns = [(_compiled(pattern), spec) for pattern, spec in rules]
     starts = [(), tuple(prefix.split("."))] if prefix else [()]
     for start in reversed(starts) if prefix_first else starts:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import IntegrityError, MetadataError, an
+from shardkeep.jaxapi import transfers_allowed
 from shardkeep.model.arrays import kind_of
 from shardkeep.model.values import Json, decode, encode, is_unicode, show
 
@@ -97,7 +98,8 @@ def _convert(value: Any, where: _Where) -> Any:
 def _scalar(value: Any, where: _Where) -> Any:
     """A NumPy or JAX scalar, or an array without axes, as a Python value. A JAX array is fetched from its device."""
     try:
-        host: np.ndarray[Any, Any] = np.asarray(value)
+        with transfers_allowed():
+            host: np.ndarray[Any, Any] = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         raise MetadataError(f"{_place(where)} is {an(type(value).__name__)} without a readable value: {why}") from error

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast, final
 import numpy as np
 
 from shardkeep.errors import IntegrityError, an
+from shardkeep.jaxapi import transfers_allowed
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.model.nodes import LEAF, Child
 from shardkeep.model.records import record
@@ -134,7 +135,8 @@ def _encode(value: Any, data: list[Any]) -> Json:
         return {"data": len(value)}
     if isinstance(value, np.generic) or not hasattr(value, "dtype"):
         return encode(value)
-    array: Array = np.asarray(value)
+    with transfers_allowed():
+        array: Array = np.asarray(value)
     native = array.dtype.newbyteorder("=")
     data.append(np.ascontiguousarray(array, native).reshape(-1).view(np.uint8).data)
     order = [] if array.dtype == native else [">"]

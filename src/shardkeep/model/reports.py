@@ -16,7 +16,8 @@ class SaveReport:
         nbytes: Bytes written to the checkpoint's data files.
         files: The number of these files.
         seconds: How long the save took, without the time it waited for earlier saves.
-        phases: The seconds of each phase: snapshot, write, sync and commit.
+        phases: The seconds of each phase: snapshot (what blocks the caller of `save_async`), transfer (until the
+            last array has arrived from an accelerator; left out if there is none), write, sync and commit.
         share: Bytes that this process wrote, if several processes saved together.
 
     >>> import numpy as np, shardkeep

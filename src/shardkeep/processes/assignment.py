@@ -15,7 +15,7 @@ from shardkeep.processes.operation import LEADER
 
 SMALL = 1 << 20  # an array up to this size that one process holds completely is stored as one piece
 _EVEN = 1.125  # the load is unbalanced if a process has more than this times its fair share
-_FINENESS = (1, 4)  # into how many parts per process arrays are cut then, tried in this order
+_FINENESS = (1, 2, 4)  # then arrays larger than this fraction of a fair share are cut, tried in this order
 
 Holding = tuple[Region, tuple[int, ...]]  # a region and the processes that hold it
 Share = tuple[Region, int]  # a region and the process that writes it
@@ -23,6 +23,9 @@ Share = tuple[Region, int]  # a region and the process that writes it
 
 def share_out(arrays: Sequence[Any], size: int, *, gathered: bool) -> list[tuple[Share, ...]]:
     """For each array (None stands for a leaf that is not one), which process writes which region.
+
+    Arrays and their shards are assigned whole. Only if that leaves the processes uneven are those cut that are larger
+    than a process's fair share, because a part of a shard has to be cut out on its device first.
 
     Args:
         arrays: The arrays of a tree.
@@ -32,12 +35,14 @@ def share_out(arrays: Sequence[Any], size: int, *, gathered: bool) -> list[tuple
     if gathered:
         return [() if array is None else ((Region.whole(array.shape), LEADER),) for array in arrays]
     itemsizes = [0 if array is None else array.nbytes // max(math.prod(array.shape), 1) for array in arrays]
-    holdings = [[] if array is None else _holdings(array, size) for array in arrays]
+    holdings: list[Sequence[Holding]] = [[] if array is None else _holdings(array, size) for array in arrays]
     shares, load = _assign(holdings, itemsizes, size)
+    fair = sum(load) / size
     for fineness in _FINENESS:
-        if max(load) <= _EVEN * sum(load) / size + SMALL:
+        if max(load) <= _EVEN * fair + SMALL:
             break
-        parts = [_cut(found, itemsize, fineness) for found, itemsize in zip(holdings, itemsizes, strict=True)]
+        limit = max(math.ceil(fair / fineness), SMALL)
+        parts = [_cut(found, itemsize, limit) for found, itemsize in zip(holdings, itemsizes, strict=True)]
         shares, load = _assign(parts, itemsizes, size)
     return shares
 
@@ -63,14 +68,15 @@ def _assign(
 def _holdings(array: Any, size: int) -> Sequence[Holding]:
     """The regions of an array and the processes that hold them. All hold an array that is not sharded over them."""
     everyone = tuple(range(size))
-    if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated) or 0 in array.shape:
-        return [(Region.whole(array.shape), everyone)]  # an empty array too: there is nothing to hold
-    held = _held_by(array.sharding, array.shape)
+    shape: tuple[int, ...] = array.shape
+    if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated) or 0 in shape:
+        return [(Region.whole(shape), everyone)]  # an empty array too: there is nothing to hold
+    held = _held_by(array.sharding, shape)
     if array.is_fully_addressable:
         held = [(region, everyone) for region, _ in held]
     complete = set(held[0][1]).intersection(*(holders for _, holders in held))
     if complete and array.nbytes <= SMALL:
-        return [(Region.whole(array.shape), tuple(sorted(complete)))]
+        return [(Region.whole(shape), tuple(sorted(complete)))]
     return held
 
 
@@ -82,11 +88,9 @@ def _held_by(sharding: Any, shape: tuple[int, ...]) -> Sequence[Holding]:
     return [(region, tuple(sorted(holders))) for region, holders in held.items()]
 
 
-def _cut(found: Sequence[Holding], itemsize: int, fineness: int = 1) -> Sequence[Holding]:
-    """Regions that several processes hold, all cut in the same way so that writing them can be balanced."""
-    most = max((len(holders) for _, holders in found), default=1)
-    if most == 1:
+def _cut(found: Sequence[Holding], itemsize: int, limit: int) -> Sequence[Holding]:
+    """Regions of at most `limit` bytes, if several processes hold larger ones: all of an array cut in the same way."""
+    if all(len(holders) == 1 for _, holders in found) or found[0][0].size * itemsize <= limit:
         return found
-    nbytes = found[0][0].size * itemsize
-    counts = split_counts(found[0][0].shape, itemsize, max(-(-nbytes // (most * fineness)), SMALL))
+    counts = split_counts(found[0][0].shape, itemsize, limit)
     return [(part, holders) for region, holders in found for part in cut(region, counts)]

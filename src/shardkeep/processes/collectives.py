@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import jax
 import numpy as np
-from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from shardkeep.errors import ProcessError
+from shardkeep.jaxapi import private_part, process_count, process_index, service_error, transfers_allowed
 from shardkeep.model.arrays import Array, Region, common_slices
 from shardkeep.processes.assignment import share_out
 from shardkeep.runtime.hostmemory import aligned_empty
@@ -59,19 +59,25 @@ def gather_bytes(mine: Array, lengths: Sequence[int], keep: bool = True) -> list
 
 def gather_lengths(length: int) -> list[int]:
     """The numbers of all processes, by their index."""
-    size = jax.process_count()
+    size = process_count()
     rows = gather_bytes(np.array([length], np.int64).view(np.uint8), [8] * size)
     return [int(row.view(np.int64)[0]) for row in rows]
 
 
 def gather_array(array: jax.Array, keep: bool = True) -> Array:
     """An array that is sharded over processes, complete on each of them, or on those with `keep`."""
-    index, size = jax.process_index(), jax.process_count()
+    index, size = process_index(), process_count()
     dtype = np.dtype(array.dtype)
     (shares,) = share_out([array], size, gathered=False)
     lengths = [sum(region.size for region, writer in shares if writer == i) * dtype.itemsize for i in range(size)]
     mine = np.empty(lengths[index], np.uint8)
-    shards = {Region.from_index(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    with transfers_allowed():
+        parts = {Region.from_index(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+        wanted = [region for region, writer in shares if writer == index]
+        sent = {r: private_part(p) for r, p in parts.items() if any(r == w or r.intersect(w) for w in wanted)}
+        for part in sent.values():
+            part.copy_to_host_async()
+        shards = {region: np.asarray(part) for region, part in sent.items()}
     filled = 0
     for region, writer in shares:
         if writer == index and region.size:
@@ -80,7 +86,7 @@ def gather_array(array: jax.Array, keep: bool = True) -> Array:
             for there, data in shards.items():
                 here, inside = common_slices(region, there)
                 if part[here].size:
-                    part[here] = np.asarray(data)[inside]
+                    part[here] = data[inside]
     rows = gather_bytes(mine, lengths, keep)
     whole: Array = np.empty(array.shape if keep else (0,), dtype)
     filled_of = [0] * size
@@ -93,8 +99,9 @@ def gather_array(array: jax.Array, keep: bool = True) -> Array:
 
 @contextmanager
 def _explained(done: str) -> Generator[None]:
-    """What JAX raises if a process is gone, as a `ProcessError`."""
+    """What JAX raises if a process is gone, as a `ProcessError`. Transfers are allowed inside."""
     try:
-        yield
-    except JaxRuntimeError as error:
+        with transfers_allowed():
+            yield
+    except service_error() as error:
         raise ProcessError(f"another process ended while arrays were being {done} ({error})") from error

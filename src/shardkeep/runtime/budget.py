@@ -112,6 +112,12 @@ class Claim:
         """Wait until `nbytes` fit. `uses_idle`: idle memory will be used for it."""
         self._budget.take(self, nbytes, what, uses_idle)
 
+    def change(self, nbytes: int, what: str) -> None:
+        """Give back what it holds, and wait until `nbytes` fit. In between it holds nothing that others wait for."""
+        self.release()
+        if nbytes:
+            self.take(nbytes, what)
+
     def release(self) -> None:
         self._budget.give_back(self)
 

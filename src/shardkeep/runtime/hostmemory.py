@@ -57,7 +57,7 @@ class Slabs:
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        self._left = sum(map(room, sizes))
+        self._left = self.nbytes = sum(map(room, sizes))
         self._slab, self._start = aligned_empty(0), 0
 
     def take(self, nbytes: int) -> Array:
@@ -107,10 +107,22 @@ def address_of(memory: Array) -> int:
 
 @record
 class Shard:
-    """The data of one region in host memory. `stable` means that nothing can change it while it is being written."""
+    """The data of one region in host memory.
+
+    `stable` means that nothing can change it while it is being written, `private` that nothing else refers to it: it
+    need not be copied, even if the program donates its arrays.
+    """
 
     data: Array
     stable: bool
+    private: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def release(self) -> None:
+        """Called when the data is written."""
 
 
 def available_memory() -> int:

@@ -22,6 +22,7 @@ from shardkeep.model.arrays import Array
 from shardkeep.runtime.budget import budget
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import PAGE, Shard, aligned_empty, lay_out, release_freed
+from shardkeep.saving.transfer import AnyShard
 
 _COPY_FROM = 64 << 20  # below this size, allocating new memory is fast enough
 _WATCHED = 4
@@ -58,27 +59,29 @@ class Donations:
                 chosen.append(array)
         return chosen
 
-    def learn(self, watched: Sequence[jax.Array], shards: Sequence[Shard] = ()) -> None:
+    def learn(self, watched: Sequence[jax.Array], shards: Sequence[AnyShard] = ()) -> None:
         """Check whether the watched arrays were donated during the save; the next save acts accordingly."""
         if watched:
             self.expected = any(array.is_deleted() for array in watched)
-        self._wanted = lay_out([shard.data.nbytes for shard in shards])[1] if self.expected else 0
+        copied = [shard.data.nbytes for shard in shards if not shard.private] if self.expected else ()
+        self._wanted = lay_out(copied)[1] if copied else 0
         if not self.expected:
             self._free.clear()
 
-    def settle(self, shards: Sequence[Shard], crew: Crew) -> tuple[tuple[Shard, ...], Array | None]:
+    def settle(self, shards: Sequence[AnyShard], crew: Crew) -> tuple[tuple[AnyShard, ...], Array | None]:
         """Shards that nothing can change or donate, and the memory of the copied ones, to be passed to `give_back`."""
-        all_of_them = self.expected and sum(shard.data.nbytes for shard in shards) >= _COPY_FROM
-        copied = [shard.data for shard in shards if all_of_them or not shard.stable]
-        if not copied:
+        nbytes = sum(shard.nbytes for shard in shards if not shard.private) if self.expected else 0
+        all_of_them = nbytes >= _COPY_FROM
+        copied = [not shard.private and (all_of_them or not shard.stable) for shard in shards]
+        if not any(copied):
             return tuple(shards), None
-        starts, total = lay_out([data.nbytes for data in copied])
+        starts, total = lay_out([shard.data.nbytes for shard, copy in zip(shards, copied, strict=True) if copy])
         memory = self._take(total)
         tasks: list[Task] = []
-        settled: list[Shard] = []
+        settled: list[AnyShard] = []
         places = iter(starts)
-        for shard in shards:
-            if shard.stable and not all_of_them:
+        for shard, copy in zip(shards, copied, strict=True):
+            if not copy:
                 settled.append(shard)
                 continue
             start = next(places)
@@ -158,13 +161,13 @@ class Staging:
     crew: Crew
     copy: bool = False
     watched: list[jax.Array] = field(default_factory=list[jax.Array])  # to find out whether the loop donates its arrays
-    _shards: tuple[Shard, ...] | None = None
+    _shards: tuple[AnyShard, ...] | None = None
     _memory: Array | None = None
 
-    def settle(self, shards: Sequence[Shard]) -> tuple[tuple[Shard, ...], Array | None]:
+    def settle(self, shards: Sequence[AnyShard]) -> tuple[tuple[AnyShard, ...], Array | None]:
         """Shards that nothing can change or donate, and the memory of the copied ones."""
         if self.copy:
-            shards = [Shard(shard.data, stable=False) for shard in shards]
+            shards = [shard if shard.private else Shard(shard.data, stable=False) for shard in shards]
         self._shards, self._memory = donations.settle(shards, self.crew)
         return self._shards, self._memory
 

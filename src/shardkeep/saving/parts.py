@@ -6,6 +6,7 @@ also finds out whether it sees the files of the others: a checkpoint is never co
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ from shardkeep.model.tree import Leaf, name_leaf, show_key
 from shardkeep.model.values import encode
 from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
-from shardkeep.saving.snapshot import Snapshot, settle_rows, unsettled_lengths
+from shardkeep.saving.rows import settle_rows, unsettled_lengths
+from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Store
 from shardkeep.targets.transaction import Transaction
 
@@ -72,10 +74,12 @@ def _describe(leaf: StagedLeaf, snapshot: Snapshot) -> str:
 
 def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
     """The snapshot with every `PerProcess` leaf in its place. Only after `compare`: all have the same leaves."""
-    lengths = unsettled_lengths(snapshot) if operation.size > 1 else ()
+    lengths = unsettled_lengths(snapshot.leaves) if operation.size > 1 else ()
     if not lengths:
         return snapshot
-    return settle_rows(snapshot, operation.share(operation.gather(lengths)), operation.index)
+    shards = list(snapshot.shards)
+    leaves = settle_rows(snapshot.leaves, shards, operation.share(operation.gather(lengths)), operation.index)
+    return replace(snapshot, leaves=tuple(leaves), shards=tuple(shards))
 
 
 def hand_in(

@@ -32,12 +32,22 @@ from shardkeep.saving.callbacks import Callback
 from shardkeep.saving.donation import Staging, donations
 from shardkeep.saving.parts import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
-from shardkeep.saving.snapshot import is_prng_dtype, refuse_unsupported, staged_sizes, take_snapshot
+from shardkeep.saving.snapshot import (
+    Shares,
+    is_prng_dtype,
+    refuse_unsupported,
+    share_leaves,
+    staged_sizes,
+    take_snapshot,
+)
 from shardkeep.saving.store import SaveJob
+from shardkeep.saving.transfer import Transfers
 from shardkeep.stores.location import location, name_path
 from shardkeep.targets.base import Target
 from shardkeep.targets.running import now
 from shardkeep.targets.transaction import refuse_existing
+
+_LEAST = 4  # the part of the budget that transfers get, if other arrays of the tree take more than the rest
 
 FormatName = Literal["safetensors", "zarr", "tensorstore"]
 
@@ -180,8 +190,13 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
         with Scope(what) as scope:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
             crew = Crew(request.target.store.traits.concurrency, more=1)
-            job, leaves = _prepare(request, operation, scope, crew)
-            _take_snapshot(job, leaves)
+            claim = Claim(budget, scope)
+            job, leaves = _prepare(request, operation, scope, crew, claim)
+            shares = _share(job, leaves) if operation.size > 1 else None
+            moved = [size for size, _, where in staged_sizes(leaves, shares, operation.index) if where == "device"]
+            if moved:
+                claim.take(_make_room(job, sum(moved), 0), f"the save to {request.target.where}")
+            _take_snapshot(job, leaves, shares)
             callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
             job.entry.enter()
             report = job.run_with_bar(request.verbose)
@@ -205,19 +220,45 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
         if operation.size == 1 and not request.overwrite:  # otherwise one process may see what another does not see
             with suppress(CheckpointNotFoundError):  # a directory of checkpoints is not a checkpoint
                 refuse_existing(target, job.draft.prefix)
-        sized = staged_sizes(leaves)
-        claim.take(sum(nbytes for nbytes, _ in sized), f"the save to {target.where}", uses_idle=True)
+        job.outlives_call = True
+        shares = _share(job, leaves) if operation.size > 1 else None
+        sized = staged_sizes(leaves, shares, operation.index)
+        nbytes = sum(nbytes for nbytes, _, _ in sized)
+        moved = [size for size, _, where in sized if where == "device"]
+        if moved:
+            nbytes = _make_room(job, sum(moved), nbytes - sum(moved))
+        claim.take(nbytes, f"the save to {target.where}", uses_idle=True)
         if operation.size == 1:  # several processes each have their own loop, but save as one
-            arrays = ((nbytes, array) for nbytes, array in sized if isinstance(array, jax.Array))
+            arrays = [(n, array) for n, array, where in sized if where == "cpu" and isinstance(array, jax.Array)]
             staging.watched = donations.watch(pair for pair in arrays if not is_prng_dtype(pair[1].dtype))
         crew.start()  # now: at the end of the program no thread can be started
-        _take_snapshot(job, leaves, staging)
+        _take_snapshot(job, leaves, shares, staging)
         callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
         job.entry.enter()
         save = BackgroundSave(target.where)
         save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
         operation.close()  # from here on, its thread tells the other processes what goes wrong
+        if job.transfers is not None and job.transfers.in_batches:
+            _await_batches(job.transfers)
         return save
+
+
+def _await_batches(transfers: Transfers) -> None:
+    """Wait until the thread of the save has taken the last batch from the accelerators."""
+    try:
+        transfers.wait(until_safe=True)
+    except BaseException:
+        transfers.cancel()  # its thread fails then, instead of reading arrays that the caller may donate
+        raise
+
+
+def _make_room(job: SaveJob, moved: int, beside: int) -> int:
+    """The host memory to claim for `moved` bytes from accelerators, which go in batches if there is not enough."""
+    job.transfers = Transfers()
+    room = max(budget.limit - beside, budget.limit // _LEAST)
+    if moved > room:
+        job.transfers.room = room
+    return beside + min(moved, room)
 
 
 def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
@@ -269,15 +310,33 @@ def _prepare(
     return job, leaves
 
 
-def _take_snapshot(job: SaveJob, leaves: list[Leaf], staging: Staging | None = None) -> None:
-    """Take the part of the tree that this process writes to host memory."""
+def _share(job: SaveJob, leaves: list[Leaf]) -> Shares:
+    """Which of several processes writes what."""
     operation, gathers = job.operation, job.target.layout.gathers
-    if gathers and operation.size > 1:  # first: in a collective they would wait forever
+    if gathers:  # first: in a collective they would wait forever
         refuse_unsupported(leaves, operation.size)
         compare(operation, [f"path {job.target.where}", *outline(leaves)])
+    return share_leaves(leaves, operation.size, gathered=gathers)
+
+
+def _take_snapshot(
+    job: SaveJob, leaves: list[Leaf], shares: Shares | None = None, staging: Staging | None = None
+) -> None:
+    """Take the part of the tree that this process writes to host memory."""
+    operation, gathers = job.operation, job.target.layout.gathers
     with collector.paused():
-        job.snapshot = take_snapshot(leaves, staging, index=operation.index, size=operation.size, gathered=gathers)
+        job.snapshot = take_snapshot(
+            leaves,
+            staging,
+            job.transfers,
+            index=operation.index,
+            size=operation.size,
+            gathered=gathers,
+            shares=shares,
+        )
     leaves.clear()  # do not keep the caller's arrays longer than the snapshot needs
+    if staging is not None and job.transfers is not None and not job.transfers.in_batches:
+        job.transfers.wait(until_safe=True)
     job.snapshot_seconds = time.perf_counter() - job.started
 
 

@@ -1,42 +1,47 @@
 """The Snapshot: this process's shards in host memory, unaffected by what the training loop does next.
 
 On CPU a shard is a view: as long as the view exists, XLA does not reuse its buffer, even if the array is donated
-(a canary test checks that). On an accelerator it is a copy on the host. NumPy arrays, and JAX arrays that may alias
-the program's memory, can be changed by the program, so they are copied: immediately for a save in the background, block
-by block while writing for one in the foreground.
+(a canary test checks that). On an accelerator it is a transfer (`transfer.py`), whose result is memory of our own.
+NumPy arrays, JAX arrays that may alias the program's memory, and arrays in the host memory of an accelerator, which a
+donating step may use again, can change. So they are copied: immediately for a save in the background, block by block
+while writing for one in the foreground.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeGuard, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from shardkeep.errors import UnsupportedLeafError, an, counted
-from shardkeep.jaxapi import is_weakly_typed, local_parts, refuse_without_jax
+from shardkeep.jaxapi import is_weakly_typed, local_parts, private_part, refuse_without_jax, transfers_allowed
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
-from shardkeep.model.perprocess import UNSETTLED, PerProcess, PerProcessRows, encode_value, find_problem, size_of
+from shardkeep.model.perprocess import PerProcess, PerProcessRows, find_problem, size_of
 from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
-from shardkeep.processes.assignment import share_out
-from shardkeep.processes.collectives import gather_array, gather_bytes, gather_lengths
+from shardkeep.processes.assignment import Share, share_out
+from shardkeep.processes.collectives import gather_array
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import Shard
 from shardkeep.saving.buffers import shards_of
 from shardkeep.saving.donation import Staging
+from shardkeep.saving.rows import gather_value, in_rows, stage_value
+from shardkeep.saving.transfer import AnyShard, Arriving, Copies, Transfers, can_cut
 
 _SHOWN = 10
 _REMEMBERED = 4096
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
+Where = Literal["cpu", "host", "device"]  # memory of CPU devices, host memory of accelerators, their own memory
+Shares = Sequence[tuple[Share, ...]]  # of each leaf
 Held = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the data of each
 
 
@@ -49,23 +54,26 @@ class _Form:
     regions: tuple[Region, ...]  # the distinct regions that this process holds
     parts: tuple[int, ...] | None  # the shard of each region; None if there is one device, or all have the same
     plain: bool  # on one CPU device, with a dtype of NumPy's own
-    on_cpu: bool
+    where: "Where"
+    copies: tuple[Copies, ...] = ()  # on accelerators: all shards of each region
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The leaves as they will be recorded, and the shards they consist of.
 
-    `memory` is where copied shards are, in the order in which files hold them. It belongs to a `Staging`.
+    `memory` is where copied shards are, in the order in which files hold them. It belongs to a `Staging`. `transfers`
+    are those of the shards that come from accelerators; they belong to the save.
     """
 
     leaves: tuple[StagedLeaf, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[AnyShard, ...]
     memory: Array | None = None
+    transfers: Transfers | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(shard.data.nbytes for shard in self.shards)
+        return sum(shard.nbytes for shard in self.shards)
 
 
 NOTHING = Snapshot((), ())
@@ -74,19 +82,23 @@ NOTHING = Snapshot((), ())
 def take_snapshot(
     leaves: Sequence[Leaf],
     staging: Staging | None = None,
+    transfers: Transfers | None = None,
     *,
     index: int = LEADER,
     size: int = 1,
     gathered: bool = False,
+    shares: Shares | None = None,
 ) -> Snapshot:
-    """Take all leaves to host memory.
+    """Take all leaves to host memory, or start to: the data of arrays on accelerators arrives later.
 
     Args:
         leaves: The leaves of the tree.
         staging: Copies everything the program could change, for a snapshot that outlives the call.
+        transfers: What brings arrays from accelerators. It is left to the caller to start them if they go in batches.
         index: The index of this process, which takes only what it will write.
         size: The number of processes.
         gathered: The leader takes all leaves, and the others none.
+        shares: Who writes what, if `share_leaves` has already said so.
     """
     refuse_unsupported(leaves, size)
     arrays = [_data_of(leaf.value) for leaf in leaves]
@@ -94,32 +106,37 @@ def take_snapshot(
     weak: list[str] = []
     for leaf, array, form in zip(leaves, arrays, forms, strict=True):
         if form is not None:
-            if not form.on_cpu:
-                array.copy_to_host_async()  # start all transfers before waiting for the first
+            if form.copies and transfers is None:
+                transfers = Transfers()
             if is_weakly_typed(array):
                 weak.append(name_leaf(leaf.path))
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[StagedLeaf] = []
-    shards: list[Shard] = []
+    shards: list[AnyShard] = []
     looked_at = {id(array) for array in staging.watched} if staging is not None else set[int]()
     if size > 1:
-        _stage_shares(leaves, arrays, forms, plans, shards, index, size, gathered)
+        shares = share_out(arrays, size, gathered=gathered) if shares is None else shares
+        plans += _stage_shares(leaves, arrays, forms, shares, shards, transfers, index, gathered)
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
         if isinstance(leaf.value, PerProcess):
-            plan = _stage_value(leaf, shards)
-            plans.append(_in_rows(plan, shards, PerProcessRows.of([shards[-1].data.size]), LEADER))
+            plan = stage_value(leaf, shards)
+            plans.append(in_rows(plan, shards, PerProcessRows.of([shards[-1].nbytes]), LEADER))
         elif array is None:
             plans.append(StagedValue(leaf.path, leaf.value))
         elif form is None:
             plans.append(_stage_numpy(leaf, shards))
+        elif form.copies:
+            plans.append(_stage_moved(leaf, array, form, shards, transfers))
         else:
             first = len(shards)
             plans.append(_stage_jax(leaf, array, form, shards))
             if id(leaf.value) in looked_at:
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
+    if transfers is not None and not transfers.in_batches:
+        transfers.start()
     if staging is None:
-        return Snapshot(tuple(plans), tuple(shards))
-    return Snapshot(tuple(plans), *staging.settle(shards))
+        return Snapshot(tuple(plans), tuple(shards), None, transfers)
+    return Snapshot(tuple(plans), *staging.settle(shards), transfers)
 
 
 def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
@@ -131,124 +148,101 @@ def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
         raise _unsupported(problems)
 
 
+def share_leaves(leaves: Sequence[Leaf], size: int, *, gathered: bool) -> Shares:
+    """Which process writes which region of each leaf: from the shardings alone, so all come to the same result."""
+    refuse_unsupported(leaves, size)
+    return share_out([_data_of(leaf.value) for leaf in leaves], size, gathered=gathered)
+
+
 def _stage_shares(
     leaves: Sequence[Leaf],
     arrays: Sequence[Any],
     forms: "Sequence[_Form | None]",
-    plans: list[StagedLeaf],
-    shards: list[Shard],
+    everyones: Shares,
+    shards: list[AnyShard],
+    transfers: Transfers | None,
     index: int,
-    size: int,
     gathered: bool,
-) -> None:
+) -> Iterator[StagedLeaf]:
     """Stage the part of the tree that this process writes, of a save by several processes."""
-    everyones = share_out(arrays, size, gathered=gathered)
     for leaf, array, form, shares in zip(leaves, arrays, forms, everyones, strict=True):
         if isinstance(leaf.value, PerProcess):
-            plans.append(_gather_value(leaf, shards, index) if gathered else _stage_value(leaf, shards))
+            yield gather_value(leaf, shards, index) if gathered else stage_value(leaf, shards)
         elif array is None:
-            plans.append(StagedValue(leaf.path, leaf.value))
+            yield StagedValue(leaf.path, leaf.value)
         elif form is None:
-            plans.append(replace(_stage_numpy(leaf, shards), shares=shares, common=True))
+            yield replace(_stage_numpy(leaf, shards), shares=shares, common=True)
         elif array.is_fully_addressable:
-            plans.append(replace(_stage_jax(leaf, array, form, shards), shares=shares, common=True))
+            staged = _stage_moved(leaf, array, form, shards, transfers) if form.copies else None
+            yield replace(staged or _stage_jax(leaf, array, form, shards), shares=shares, common=True)
         elif gathered:
             whole = gather_array(array, keep=index == LEADER)
             mine: Held = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
-            plans.append(replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares))
+            yield replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares)
         else:
             wanted = [region for region, writer in shares if writer == index]
-            plans.append(replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares))
-
-
-def _stage_value(leaf: Leaf, shards: list[Shard]) -> StagedArray:
-    """A `PerProcess` leaf as plain bytes: where they go depends on how many the other processes have."""
-    raw = encode_value(leaf.value.value)
-    shards.append(Shard(raw, stable=True))
-    whole = Region.whole(raw.shape)
-    spec = ArraySpec(raw.shape, raw.dtype)
-    return StagedArray(leaf.path, spec, UNSETTLED, held=(whole,), first_held=len(shards) - 1, common=True)
-
-
-def _in_rows(leaf: StagedArray, shards: list[Shard], rows: PerProcessRows, index: int) -> StagedArray:
-    """A staged `PerProcess` leaf among the rows of all processes."""
-    shards[leaf.first_held] = Shard(rows.fill(index, shards[leaf.first_held].data), stable=True)
-    shares = rows.shares if len(rows.lengths) > 1 else ()
-    return replace(leaf, spec=rows.spec, origin=rows, held=(rows.region(index),), shares=shares)
-
-
-def unsettled_lengths(snapshot: Snapshot) -> list[int]:
-    """How many bytes this process has of each `PerProcess` leaf that still needs those of the others."""
-    return [leaf.spec.nbytes for leaf in snapshot.leaves if _is_unsettled(leaf)]
-
-
-def settle_rows(snapshot: Snapshot, lengths: Sequence[Sequence[int]], index: int) -> Snapshot:
-    """The snapshot with every `PerProcess` leaf in its place. `lengths`: for each process, what it has of each leaf."""
-    shards = list(snapshot.shards)
-    by_leaf = iter(zip(*lengths, strict=True))
-    leaves = [
-        _in_rows(leaf, shards, PerProcessRows.of(next(by_leaf)), index) if _is_unsettled(leaf) else leaf
-        for leaf in snapshot.leaves
-    ]
-    return Snapshot(tuple(leaves), tuple(shards), snapshot.memory)
-
-
-def _is_unsettled(leaf: StagedLeaf) -> TypeGuard[StagedArray]:
-    return isinstance(leaf, StagedArray) and leaf.origin is UNSETTLED
-
-
-def _gather_value(leaf: Leaf, shards: list[Shard], index: int) -> StagedArray:
-    """The values of a `PerProcess` leaf of all processes, in the memory of the leader; all of them call this."""
-    raw = encode_value(leaf.value.value)
-    rows = PerProcessRows.of(gather_lengths(raw.size))
-    filled: Array = np.zeros(rows.shape if index == LEADER else (0, 0), np.uint8)
-    for process, value in enumerate(gather_bytes(raw, rows.lengths, keep=index == LEADER)):
-        filled[rows.region(process).slices].reshape(-1)[: value.size] = value
-    whole = Region.whole(rows.shape)
-    held: tuple[Region, ...] = ()
-    if index == LEADER:
-        shards.append(Shard(filled, stable=True))
-        held = (whole,)
-    first = max(len(shards) - 1, 0)
-    return StagedArray(leaf.path, rows.spec, rows, held, first, shares=((whole, LEADER),), common=True)
+            if form.copies:
+                yield replace(_stage_moved(leaf, array, form, shards, transfers, wanted), shares=shares)
+            else:
+                yield replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares)
 
 
 def _data_of(value: Any) -> Any:
     """The array to store for a leaf: for PRNG keys their data, for other values None."""
     if isinstance(value, jax.Array):
-        return jax.random.key_data(value) if is_prng_dtype(value.dtype) else value
+        if not is_prng_dtype(value.dtype):
+            return value
+        with transfers_allowed():
+            return jax.random.key_data(value)
     return value if isinstance(value, np.ndarray) else None
 
 
-def staged_sizes(leaves: Sequence[Leaf]) -> list[tuple[int, Any]]:
-    """For each leaf with data, how much memory its snapshot takes, and the leaf's value."""
-    arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, (jax.Array, np.ndarray))]
-    values = [leaf.value for leaf in leaves if isinstance(leaf.value, PerProcess) and _problem(leaf.value, 1) is None]
-    return [(_local_nbytes(array), array) for array in arrays] + [(size_of(value.value), value) for value in values]
+def staged_sizes(
+    leaves: Sequence[Leaf], shares: Shares | None = None, index: int = LEADER
+) -> list[tuple[int, Any, Where]]:
+    """For each leaf with data, how much memory its snapshot takes, the leaf's value, and where that is.
 
-
-def _local_nbytes(array: Any) -> int:
-    if isinstance(array, np.ndarray | Tracer) or is_prng_dtype(array.dtype):
-        return array.nbytes
-    return _nbytes_here(array.sharding, array.shape, array.dtype)
+    Args:
+        leaves: The leaves of the tree.
+        shares: Who writes what, if there are several processes. Of an array on accelerators, only that is taken.
+        index: The index of this process.
+    """
+    sizes: list[tuple[int, Any, Where]] = []
+    for number, leaf in enumerate(leaves):
+        value = leaf.value
+        if isinstance(value, np.ndarray | Tracer):
+            sizes.append((value.nbytes, value, "cpu"))
+        elif isinstance(value, jax.Array):
+            nbytes, where = _size_here(value.sharding, value.shape, value.dtype)
+            if shares is not None and where == "device" and not value.is_fully_addressable:
+                mine = sum(region.size for region, writer in shares[number] if writer == index)
+                nbytes = mine * (value.nbytes // max(value.size, 1))
+            sizes.append((nbytes, value, where))
+        elif isinstance(value, PerProcess) and _problem(value, 1) is None:
+            sizes.append((size_of(value.value), value, "cpu"))
+    return sizes
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _nbytes_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> int:
+def _size_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> tuple[int, Where]:
+    """The bytes that this process holds of an array, and where."""
+    where = _where(sharding)
+    if is_prng_dtype(dtype):
+        return math.prod(shape) * dtype.itemsize, where
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if sharding.is_fully_addressable:
-        return nbytes
+        return nbytes, where
     shard = math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
-    return min(nbytes, shard * len(sharding.addressable_devices))
+    return min(nbytes, shard * len(sharding.addressable_devices)), where
 
 
-def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> StagedArray:
+def _stage_numpy(leaf: Leaf, shards: list[AnyShard]) -> StagedArray:
     array: Array = leaf.value
     native = array.dtype.newbyteorder("=")
     origin = NATIVE if array.dtype == native else NumpyArray("<" if array.dtype.str[0] == "<" else ">")
     spec = ArraySpec(array.shape, native)
     if not array.flags.c_contiguous or origin.order:
-        shards.append(Shard(np.array(array, dtype=native, order="C", copy=True), stable=True))
+        shards.append(Shard(np.array(array, dtype=native, order="C", copy=True), stable=True, private=True))
     else:
         shards.append(Shard(array, stable=False))
     held = (Region.whole(spec.shape),)
@@ -256,15 +250,44 @@ def _stage_numpy(leaf: Leaf, shards: list[Shard]) -> StagedArray:
 
 
 def _stage_jax(
-    leaf: Leaf, array: jax.Array, form: _Form, shards: list[Shard], mine: Held | None = None, own: bool = False
+    leaf: Leaf, array: jax.Array, form: _Form, shards: list[AnyShard], mine: Held | None = None, own: bool = False
 ) -> StagedArray:
     """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
-    keys = array is not leaf.value
-    origin = PrngKeys(str(jax.random.key_impl(leaf.value))) if keys else form.origin
     first = len(shards)
     regions, data = (form.regions, _data(array, form)) if mine is None else mine
-    shards += shards_of(array, data) if form.on_cpu and not own else [Shard(each, True) for each in data]
+    if own:
+        shards += [Shard(each, stable=True, private=True) for each in data]
+    else:
+        shards += shards_of(array, data) if form.where == "cpu" else [Shard(each, stable=False) for each in data]
+    origin = form.origin if array is leaf.value else PrngKeys(str(jax.random.key_impl(leaf.value)))
     return StagedArray(leaf.path, form.spec, origin, regions, first)
+
+
+def _stage_moved(
+    leaf: Leaf,
+    array: jax.Array,
+    form: _Form,
+    shards: list[AnyShard],
+    transfers: Transfers | None,
+    wanted: Sequence[Region] | None = None,
+) -> StagedArray:
+    """Stage an array that is on accelerators, as transfers that have yet to be started.
+
+    `wanted` are the regions to stage, by default all. A part of a shard is cut out on the device, if that can be done.
+    """
+    assert transfers is not None
+    first, itemsize = len(shards), form.spec.dtype.itemsize
+    held: list[Region] = []
+    for region, copies in zip(form.regions, form.copies, strict=True):
+        parts = [region] if wanted is None else [part for want in wanted if (part := region.intersect(want))]
+        if parts and parts != [region] and not can_cut(array):
+            parts = [region]
+        for part in parts:
+            cut = None if part == region else part.within(region)
+            held.append(part)
+            shards.append(transfers.add(Arriving(array, copies, part.size * itemsize, cut)))
+    origin = form.origin if array is leaf.value else PrngKeys(str(jax.random.key_impl(leaf.value)))
+    return StagedArray(leaf.path, form.spec, origin, tuple(held), first)
 
 
 def _form_of(array: jax.Array) -> _Form:
@@ -280,14 +303,23 @@ def _form_of(array: jax.Array) -> _Form:
 
 def _look_at(array: jax.Array) -> _Form:
     spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    origin, on_cpu = _origin_of(array.sharding), _is_on_cpu(array.sharding)
+    origin, where = _origin_of(array.sharding), _where(array.sharding)
     if array.is_fully_replicated:
-        plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and on_cpu
-        return _Form(spec, origin, (Region.whole(array.shape),), None, plain, on_cpu)
-    found: dict[Region, int] = {}
+        plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
+        whole = Region.whole(array.shape)
+        copies = (_copies(array)[whole],) if where == "device" else ()
+        return _Form(spec, origin, (whole,), None, plain, where, copies)
+    found = _copies(array)
+    parts = tuple(copies[0][0] for copies in found.values())
+    return _Form(spec, origin, tuple(found), parts, False, where, tuple(found.values()) if where == "device" else ())
+
+
+def _copies(array: jax.Array) -> dict[Region, list[tuple[int, Any]]]:
+    """The distinct regions of an array on the devices of this process, and the shards that have each."""
+    found: dict[Region, list[tuple[int, Any]]] = {}
     for number, shard in enumerate(array.addressable_shards):
-        found.setdefault(Region.from_index(shard.index, array.shape), number)
-    return _Form(spec, origin, tuple(found), tuple(found.values()), plain=False, on_cpu=on_cpu)
+        found.setdefault(Region.from_index(shard.index, array.shape), []).append((number, shard.device))
+    return found
 
 
 def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
@@ -305,10 +337,12 @@ def _data(array: jax.Array, form: _Form) -> list[Array]:
     if form.plain:
         with suppress(BufferError):  # the array was deleted meanwhile; the lines below raise JAX's error
             return [_contiguous(np.asarray(memoryview(cast(Any, array))))]
-    if form.parts is None:
-        return [_contiguous(np.asarray(array.addressable_data(0)))]
-    shards = local_parts(array, max(form.parts, default=-1) + 1)
-    return [_contiguous(np.asarray(shards[number])) for number in form.parts]
+    shards = local_parts(array, max(form.parts or (), default=0) + 1)
+    chosen = shards[:1] if form.parts is None else [shards[number] for number in form.parts]
+    if form.where == "host":
+        with transfers_allowed():
+            return [_contiguous(np.asarray(private_part(part))) for part in chosen]
+    return [_contiguous(np.asarray(part)) for part in chosen]
 
 
 def _contiguous(data: Array) -> Array:
@@ -332,8 +366,10 @@ def is_prng_dtype(dtype: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
-    return next(iter(sharding.device_set)).platform == "cpu"
+def _where(sharding: jax.sharding.Sharding) -> Where:
+    if next(iter(sharding.device_set)).platform == "cpu":
+        return "cpu"
+    return "host" if str(sharding.memory_kind).endswith("_host") else "device"
 
 
 def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:

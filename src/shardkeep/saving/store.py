@@ -28,6 +28,7 @@ from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.parts import close, describe, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
+from shardkeep.saving.transfer import Transfers
 from shardkeep.saving.write import NewFiles, write_files
 from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import leave
@@ -84,6 +85,8 @@ class SaveJob:
     check: Callable[[Tree], None] = lambda _: None
     snapshot: Snapshot = NOTHING
     snapshot_seconds: float = 0.0
+    transfers: Transfers | None = None  # of the snapshot, from accelerators
+    outlives_call: bool = False
     waits: bool = True  # for the lock, when cleaning up
     is_tidy: bool = True  # there is nothing to clean up, or this process may not
 
@@ -125,6 +128,8 @@ class SaveJob:
 
     def release(self) -> None:
         """Forget the snapshot, and remove the control directory if need be."""
+        if self.transfers is not None:
+            self.transfers.release()
         self.snapshot = NOTHING  # an error's traceback keeps this object alive; it must not keep the arrays
         if not self.is_tidy:
             leave(self.target, self.waits)
@@ -141,6 +146,7 @@ class SaveJob:
         """Write and commit, as soon as earlier saves to the target have ended."""
         target, operation, transaction = self.target, self.operation, self.transaction
         try:
+            waited = 0.0 if self.transfers is None else self._await_transfers(self.transfers)
             self.entry.wait()
             clock = [time.perf_counter()]
             if operation.size > 1 or target.layout.gathers:
@@ -169,10 +175,26 @@ class SaveJob:
         except BaseException as error:
             self._give_up(error)
             raise
-        phases = dict(zip(("write", "sync", "commit"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
-        phases = {"snapshot": self.snapshot_seconds, **phases}
-        seconds = self.snapshot_seconds + clock[-1] - clock[0]
+        phases = {"snapshot": self.snapshot_seconds}
+        if self.transfers is not None:  # those that arrived while others were written
+            clock.insert(1, min(max(self.transfers.arrived(), clock[0]), clock[1]))
+            phases["transfer"] = waited
+        names = ("transfer", "write", "sync", "commit")[-len(clock) + 1 :]
+        for name, (begin, end) in zip(names, itertools.pairwise(clock), strict=True):
+            phases[name] = phases.get(name, 0.0) + end - begin
+        seconds = sum(phases.values())
         return SaveReport(target.where, total[0], total[1], seconds, phases, sum(file.size for file in written))
+
+    def _await_transfers(self, transfers: Transfers) -> float:
+        """Wait for the data from accelerators if the call does not; returns for how many seconds.
+
+        Until it has arrived the arrays' memory on the devices is in use, so this does not wait for other saves first.
+        """
+        if not self.outlives_call or transfers.in_batches:
+            return 0.0
+        started = time.perf_counter()
+        transfers.wait()
+        return time.perf_counter() - started
 
     def _agree(self) -> None:
         """Make sure that all processes save the same, and tell each other what they need to plan it."""

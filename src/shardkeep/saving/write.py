@@ -16,10 +16,11 @@ from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task
-from shardkeep.runtime.hostmemory import PAGE, Shard, address_of, aligned_empty
+from shardkeep.runtime.hostmemory import PAGE, address_of, aligned_empty
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot
+from shardkeep.saving.transfer import AnyShard, Arriving
 from shardkeep.stores.base import NewFile, Store, is_editable
 
 _LARGE = 4 << 20  # files from this size on are tasks of their own, and larger ones several tasks
@@ -51,22 +52,25 @@ def write_files(
     """Write the files of one process as planned, with a digest for every byte. The directories are not synced yet."""
     files = plan.files_of(process)
     writers = [_FileWriter(store, plan, file, snapshot, opened, progress) for file in files]
-    tasks: list[Task] = []
+    tasks: list[tuple[Task, list[PiecePlan]]] = []  # with the pieces that each writes
     batch: list[_FileWriter] = []
     cost = 0
     for writer in writers:
         if writer.parts:
-            tasks.extend(writer.part_tasks())
+            for part in writer.parts:
+                tasks.append((partial(writer.write_part, part), [writer.plan.pieces[number] for number, _, _ in part]))
             continue
         batch.append(writer)
         cost += _FILE_COST + writer.nbytes
         if cost >= _BATCH or store.traits.costly_requests:
-            tasks.append(partial(_write_all, batch))
+            tasks.append((partial(_write_all, batch), [piece for each in batch for piece in each.plan.pieces]))
             batch, cost = [], 0
-    if tasks:
-        crew.run([*tasks, partial(_write_all, batch)] if batch else tasks)
+    if batch:
+        tasks.append((partial(_write_all, batch), [piece for each in batch for piece in each.plan.pieces]))
+    if snapshot.transfers is None:
+        crew.run([task for task, _ in tasks])
     else:
-        _write_all(batch)
+        snapshot.transfers.run([(task, _arriving(pieces, snapshot.shards)) for task, pieces in tasks], crew)
     if len(files) <= _FEW:  # here, where each error is raised; then they leave the page cache
         opened.sync()
     opened.release()
@@ -78,6 +82,12 @@ def _write_all(batch: "list[_FileWriter]") -> None:
         writer.write_whole()
         if writer.nbytes < _SMALL:
             priority.yield_to_training()
+
+
+def _arriving(pieces: Sequence[PiecePlan], shards: Sequence[AnyShard]) -> list[Arriving]:
+    """The data that pieces consist of and that comes from accelerators."""
+    found = {shard: shards[shard] for piece in pieces for shard, _ in piece.sources}
+    return [shard for shard in found.values() if isinstance(shard, Arriving)]
 
 
 class _FileWriter:
@@ -92,7 +102,7 @@ class _FileWriter:
         opened: "NewFiles",
         progress: Progress,
     ) -> None:
-        self._store, self._save, self._plan, self._opened, self._progress = store, save, plan, opened, progress
+        self._store, self._save, self.plan, self._opened, self._progress = store, save, plan, opened, progress
         self._shards, self._memory = snapshot.shards, snapshot.memory
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
@@ -109,15 +119,15 @@ class _FileWriter:
         if limit is not None and self.nbytes > 2 * limit:
             self.write_large()
             return
-        everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self._plan.pieces)]
+        everything = [(number, 0, block_count(piece.nbytes)) for number, piece in enumerate(self.plan.pieces)]
         segments = self._segments(everything)
-        if self._plan.size is None:
-            segments = [self._plan.codec.encode(segments[0])]
+        if self.plan.size is None:
+            segments = [self.plan.codec.encode(segments[0])]
             self.size = len(segments[0])
             self.loose_digest = digest(segments[0])
-        header = self._header() if self._save.document else self._plan.header
+        header = self._header() if self._save.document else self.plan.header
         total = len(header) + sum(map(len, segments))
-        file = self._store.write_new(self._plan.name, total, [memoryview(header), *segments])
+        file = self._store.write_new(self.plan.name, total, [memoryview(header), *segments])
         if file is not None:
             self._opened.add(file)
             self._opened.finish(file)
@@ -129,15 +139,15 @@ class _FileWriter:
 
     def _header(self) -> bytes:
         """The header with the manifest, once everything is hashed."""
-        return self._save.layout.complete(self._save, self._plan, self.result())
+        return self._save.layout.complete(self._save, self.plan, self.result())
 
     def write_large(self) -> None:
         """Write a file that is too large for memory: hash it first, then put it part by part."""
-        parts = _split(self._plan)
+        parts = _split(self.plan)
         for part in parts:
             self._segments(part)
         before = [list(digests) for digests in self.digests]
-        header = self._header() if self._save.document else self._plan.header
+        header = self._header() if self._save.document else self.plan.header
 
         def stream() -> Iterator[memoryview]:
             yield memoryview(header)
@@ -145,19 +155,16 @@ class _FileWriter:
                 segments = self._segments(part)
                 if self.digests != before:
                     raise TreeError(
-                        f"an array in {self._plan.name} was modified while it was being saved; nothing was committed"
+                        f"an array in {self.plan.name} was modified while it was being saved; nothing was committed"
                     )
                 yield from segments
                 self._progress(sum(map(len, segments)))
 
-        self._store.write_new(self._plan.name, len(header) + self.nbytes, stream())
+        self._store.write_new(self.plan.name, len(header) + self.nbytes, stream())
 
-    def part_tasks(self) -> list[Task]:
-        return [lambda part=part: self._write_part(part) for part in self.parts]
-
-    def _write_part(self, part: Part) -> None:
+    def write_part(self, part: Part) -> None:
         number, first, _ = part[0]
-        offset = self._plan.pieces[number].offset + first * BLOCK
+        offset = self.plan.pieces[number].offset + first * BLOCK
         memory = self._in_place(part, offset)
         if memory is None:
             self._write_copied(part, offset)
@@ -174,7 +181,7 @@ class _FileWriter:
     def _write_copied(self, part: Part, offset: int) -> None:
         with _Run(self._open(), offset) as run:
             for number, first, last in part:
-                piece, digests = self._plan.pieces[number], self.digests[number]
+                piece, digests = self.plan.pieces[number], self.digests[number]
                 several = len(piece.sources) > 1
                 memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
                 raw = gather(piece, self._shards, memory)
@@ -194,7 +201,7 @@ class _FileWriter:
     def _write_in_place(self, part: Part, offset: int, memory: Array) -> None:
         view, at = memoryview(cast(Any, memory)), 0
         for number, first, last in part:
-            for block, start, end in blocks(first, last, self._plan.pieces[number].nbytes):
+            for block, start, end in blocks(first, last, self.plan.pieces[number].nbytes):
                 self.digests[number][block] = digest(view[at : at + end - start])
                 at += end - start
         self._open().write_aligned(offset, memory)
@@ -207,7 +214,7 @@ class _FileWriter:
         origin = address_of(self._memory)
         spans: list[tuple[int, int]] = []
         for number, first, last in part:
-            piece = self._plan.pieces[number]
+            piece = self.plan.pieces[number]
             (shard, region), *others = piece.sources
             begin = address_of(self._shards[shard].data) - origin + first * BLOCK
             end = begin + min(last * BLOCK, piece.nbytes) - first * BLOCK
@@ -223,17 +230,17 @@ class _FileWriter:
         with self._lock:
             if self.file is None:
                 assert is_editable(self._store), "only its files are written in parts"
-                new = self._store.create(self._plan.name, self._plan.size or 0, self._memory is not None)
+                new = self._store.create(self.plan.name, self.plan.size or 0, self._memory is not None)
                 self.file = self._opened.add(new)
                 if not self._save.document:  # else it is written last
-                    self.file.write(0, [memoryview(self._plan.header)])
+                    self.file.write(0, [memoryview(self.plan.header)])
             return self.file
 
     def _segments(self, part: Part) -> list[memoryview]:
         """The bytes of (piece, first block, last block) ranges. Their digests are recorded."""
         segments: list[memoryview] = []
         for number, first, last in part:
-            piece = self._plan.pieces[number]
+            piece = self.plan.pieces[number]
             raw = gather(piece, self._shards)[first * BLOCK : last * BLOCK]
             if not all(self._shards[shard].stable for shard, _ in piece.sources):
                 raw = raw.copy()  # the program could change it between hashing and writing
@@ -341,7 +348,7 @@ def _split(plan: FilePlan) -> list[list[tuple[int, int, int]]]:
     return parts
 
 
-def gather(piece: PiecePlan, shards: Sequence[Shard], memory: Array | None = None) -> Array:
+def gather(piece: PiecePlan, shards: Sequence[AnyShard], memory: Array | None = None) -> Array:
     """The bytes of a piece in C order: a view if they are contiguous, else assembled, in `memory` if given."""
     if not piece.nbytes:  # a process may hold any empty part of an empty array, or none
         return np.empty(0, np.uint8)

@@ -6,11 +6,12 @@ removed.
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError
-from shardkeep.model.manifest import Manifest
+from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Held, Store
 from shardkeep.targets.base import Target
@@ -41,7 +42,9 @@ def left_overs(target: Target, manifest: Manifest | None, scope: Scope) -> LeftO
     store = target.store
     records: list[Held] = []
     names: list[str] = []
-    needed = set(target.documents) | (names_in(target, manifest) if manifest else set())
+    needed = set(target.documents)
+    if manifest:
+        needed |= names_in(target, manifest)
     saves = store.children(store.saves)
     alive: set[str] = set()
     for save_id in sorted(saves):
@@ -125,7 +128,7 @@ def delete(target: Target) -> None:
     """
     store = target.store
     try:
-        trees = target.read().trees
+        trees: Mapping[str, Tree] = target.read().trees
     except IncompleteCheckpointError:
         trees = {}  # what an unfinished save left is removed too
     except CheckpointNotFoundError:

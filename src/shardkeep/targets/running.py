@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.model.document import check_name
+from shardkeep.model.values import Json
 from shardkeep.stores.base import Store
 
 DELETE = "0" * 32  # the id under which a delete is recorded
@@ -41,7 +42,7 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
     return names
 
 
-def _lines(store: Store, save_id: str) -> Iterator[Any]:
+def _lines(store: Store, save_id: str) -> Iterator[Json]:
     """The lines of a record up to one that is not JSON; none if there is no record."""
     try:
         lines = store.read(f"{store.saves}/{save_id}").splitlines()
@@ -86,7 +87,8 @@ def unfinished_saves(store: Store) -> list[Unfinished]:
 def _look_at(store: Store, save_id: str, name: str) -> Unfinished:
     is_running = store.is_held(f"{store.saves}/{name}")
     try:
-        who = next((line for line in _lines(store, name) if isinstance(line, dict) and "pid" in line), {})
+        makers = (line for line in _lines(store, name) if isinstance(line, dict) and "pid" in line)
+        who = next(makers, dict[str, Any]())
         host, pid = str(who["host"])[:_LONGEST], int(who["pid"])
         since = datetime.datetime.fromisoformat(who["since"])
     except (KeyError, TypeError, ValueError, OSError):

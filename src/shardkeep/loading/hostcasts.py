@@ -1,0 +1,100 @@
+"""Casts in host memory, before a transfer: to a smaller dtype, so that fewer bytes go to the devices."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardkeep.loading.adapt import check_fits
+from shardkeep.loading.moving import is_on_cpu, stays_numpy
+from shardkeep.loading.plan import Target
+from shardkeep.loading.select import Request, Wanted
+from shardkeep.model.arrays import Array, kind_of
+from shardkeep.model.leaves import PrngKeys, StoredArray
+from shardkeep.model.perprocess import PerProcessRows
+from shardkeep.runtime.crew import Crew, Task
+from shardkeep.runtime.hostmemory import Slabs
+
+_STEP = 4 << 20  # elements that one task casts
+
+_FLOAT8 = (
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+# Casts of floats that give the same bits with NumPy as with JAX on a CPU, for every value. Those from float64 do not
+# (XLA rounds twice, and flushes small numbers to zero), nor do those that treat the payload of NaNs in another way.
+_EXACT = frozenset(
+    (
+        ("float32", "bfloat16"),
+        ("float32", "float16"),  # with the quiet bit of NaNs set, see `_cast`
+        ("float32", "float8_e5m2"),
+        *((source, target) for source in ("float32", "float16", "bfloat16") for target in _FLOAT8),
+    )
+)
+
+
+def cast_before(w: Wanted, request: Request) -> np.dtype[Any] | None:
+    """The dtype that a leaf is cast to in host memory, before it goes to devices that copy it; None if it is not.
+
+    A function or callback of the caller's sees the array as it was saved, and a larger dtype would only take longer to
+    transfer. Both are cast on the devices.
+    """
+    leaf, target = w.stored, w.dtype
+    if target is None or not isinstance(leaf, StoredArray) or isinstance(leaf.origin, PrngKeys):
+        return None
+    source = leaf.spec.dtype
+    if source == target or kind_of(source) != kind_of(target) or w.place.function or request.treat:
+        return None
+    if stays_numpy(source):  # it can only be cast in host memory
+        return None if stays_numpy(target) else target
+    if kind_of(source) == "int":
+        return target if target.itemsize <= source.itemsize and not stays_numpy(target) else None
+    return target if (source.name, target.name) in _EXACT else None
+
+
+def goes_to_devices(w: Wanted, request: Request) -> bool:
+    """Whether a leaf becomes an array on devices that copy it, and not in the memory that it is read into."""
+    leaf = w.stored
+    if not isinstance(leaf, StoredArray) or w.as_numpy or isinstance(leaf.origin, PerProcessRows):
+        return False
+    if stays_numpy(leaf.spec.dtype) and cast_before(w, request) is None:
+        return False
+    return not is_on_cpu(w.place.sharding)
+
+
+def cast_targets(targets: Sequence[Target], crew: Crew) -> None:
+    """Cast the arrays of targets that have a dtype to be cast to. `ValueError` if an integer does not fit."""
+    casts = [(target, dtype) for target in targets if (dtype := target.cast) is not None]
+    crew.run([partial(_check, target, dtype) for target, dtype in casts if kind_of(dtype) == "int"])
+    slabs = Slabs(region.size * dtype.itemsize for target, dtype in casts for region in target.regions)
+    tasks: list[Task] = []
+    for target, dtype in casts:
+        for number, source in enumerate(target.arrays):
+            assert source is not None
+            result = slabs.take(source.size * dtype.itemsize).view(dtype).reshape(source.shape)
+            target.arrays[number] = result
+            flat, filled = source.reshape(-1), result.reshape(-1)
+            for start in range(0, flat.size, _STEP):
+                tasks.append(partial(_cast, flat[start : start + _STEP], filled[start : start + _STEP]))
+    crew.run(tasks)
+
+
+def _check(target: Target, dtype: np.dtype[Any]) -> None:
+    for array in target.arrays:
+        if array is not None and array.size:
+            check_fits(int(array.min()), int(array.max()), dtype, target.leaf.key)
+
+
+def _cast(source: Array, result: Array) -> None:
+    with np.errstate(all="ignore"):
+        result[...] = source.astype(result.dtype)
+    if (source.dtype.name, result.dtype.name) == ("float32", "float16"):
+        nan = np.isnan(source)
+        if nan.any():
+            result.view(np.uint16)[nan] |= 0x0200

@@ -1,0 +1,191 @@
+"""Loading onto devices that copy: read and check a group of arrays while the ones before it are being transferred."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import sleep
+from typing import Any
+from weakref import ref
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from shardkeep.jaxapi import refuse_without_jax, transfers_allowed
+from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.groups import Part, plan_groups, plan_parts, plan_room
+from shardkeep.loading.hostcasts import cast_before, cast_targets
+from shardkeep.loading.place import put_leaves
+from shardkeep.loading.plan import Fetch, Target, plan_read
+from shardkeep.loading.read import read_targets
+from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.shardings import device_regions
+from shardkeep.model.arrays import Array
+from shardkeep.runtime.budget import Claim, budget
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.progress import Progress
+
+_LOOKS, _LOOK = 20, 0.0005  # how often, and after how many seconds, to look whether JAX has let go of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
+
+    reader: BlockReader
+    request: Request
+    crew: Crew
+    progress: Progress
+    claim: Claim
+
+    def read(self, targets: Mapping[int, Target], fetches: Sequence[Fetch]) -> None:
+        """Fill targets that are the memory of the loaded arrays. What is needed beside them is claimed in steps."""
+        change = partial(self.claim.change, what=self.claim.scope.what)
+        read_targets(self.reader, targets, fetches, budget.limit, self.crew, self.progress, change)
+        self.claim.release()
+
+
+def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:
+    """The arrays of the leaves, by number, on their devices.
+
+    Groups of arrays are read in order. The transfers of a group are started at once and run while the next group is
+    read. What is in host memory, being read or being sent, fits the claim, which is taken and given back here. JAX
+    keeps the memory of an array until its transfer is done, and nothing else refers to it then.
+    """
+    refuse_without_jax()
+    room = plan_room(sum(w.stored.nbytes for w in wanted.values()), budget.limit)
+    groups = plan_groups(plan_parts(wanted, room.group), room.group)
+    sizes = [sum(part.nbytes for part in group) for group in groups]
+    means.claim.take(max(room.total, max(sizes, default=0) + room.group), means.claim.scope.what)
+    sent, arrays = _Sent(room.sent), _Arrays(wanted)
+    for group, nbytes in zip(groups, sizes, strict=True):
+        sent.make_room(nbytes)
+        targets = _read(group, wanted, room.group, means)
+        sent.add(_Transfer(nbytes, arrays.put(group, targets), targets))
+        del targets  # only JAX refers to their memory now
+    sent.finish()
+    means.claim.release()
+    return arrays.done
+
+
+def _read(group: Sequence[Part], wanted: Mapping[int, Wanted], limit: int, means: Means) -> list[Target]:
+    """What the parts of a group become in host memory: read, checked, and cast where that makes it smaller."""
+    casts = [cast_before(wanted[part.number], means.request) for part in group]
+    targets = [
+        Target(part.leaf, part.regions, False, [None] * len(part.regions), cast)
+        for part, cast in zip(group, casts, strict=True)
+    ]
+    fetches = [fetch for i, part in enumerate(group) for fetch in plan_read(i, part.leaf, part.regions)]
+    read_targets(means.reader, dict(enumerate(targets)), fetches, limit, means.crew, means.progress)
+    cast_targets(targets, means.crew)
+    return targets
+
+
+class _Sent:
+    """Transfers that have been started, the oldest first, and the bytes of host memory that they use."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._nbytes = most, 0
+        self._waiting: deque[_Transfer] = deque()
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait for the oldest transfers until `nbytes` more fit, or nothing is being sent."""
+        while self._waiting and self._nbytes + nbytes > self._most:
+            self._finish()
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._waiting:
+            self._finish()
+
+    def _finish(self) -> None:
+        transfer = self._waiting.popleft()
+        transfer.wait()
+        self._nbytes -= transfer.nbytes
+
+    def add(self, transfer: "_Transfer") -> None:
+        self._waiting.append(transfer)
+        self._nbytes += transfer.nbytes
+
+
+class _Transfer:
+    """One group on its way: the arrays that it fills, and the host memory that JAX keeps for it."""
+
+    def __init__(self, nbytes: int, arrays: Sequence[jax.Array], sources: Sequence[Target]) -> None:
+        self.nbytes = nbytes
+        self._arrays = arrays
+        self._memory = {id(memory): ref(memory) for target in sources for memory in map(_owner, target.arrays)}
+
+    def wait(self) -> None:
+        """Wait until the arrays are on their devices and the memory is free.
+
+        JAX hears a moment after the first that it may let go of the memory, and does so in the next call that has to do
+        with several arrays. A device that keeps the memory, instead of copying it, is not waited for.
+        """
+        jax.block_until_ready(self._arrays)
+        for _ in range(_LOOKS):
+            jax.block_until_ready([*self._arrays[-1:]] * 2)
+            if all(memory() is None for memory in self._memory.values()):
+                return
+            sleep(_LOOK)
+
+
+def _owner(array: Array | None) -> Any:
+    """The array that all views of the same memory refer to."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return owner
+
+
+class _Arrays:
+    """The arrays on their devices. Large ones arrive in parts, region by region."""
+
+    def __init__(self, wanted: Mapping[int, Wanted]) -> None:
+        self._wanted = wanted
+        self.done: dict[int, jax.Array] = {}
+        self._parts: dict[int, dict[Any, jax.Array]] = {}  # by leaf and device
+
+    def put(self, group: Sequence[Part], targets: Sequence[Target]) -> list[jax.Array]:
+        """Start the transfers of a group, and return the arrays that they fill."""
+        whole = {
+            part.number: (self._wanted[part.number], target)
+            for part, target in zip(group, targets, strict=True)
+            if part.whole
+        }
+        placed = put_leaves(whole)
+        self.done |= placed
+        cut = [(part, target) for part, target in zip(group, targets, strict=True) if not part.whole]
+        return [*placed.values(), *self._put_parts(cut)]
+
+    def _put_parts(self, cut: Sequence[tuple[Part, Target]]) -> list[jax.Array]:
+        """Start the transfers of regions to each device that holds them, all in one call."""
+        sources: list[Any] = []
+        places: list[Sharding] = []
+        slots: list[tuple[int, Any]] = []
+        for part, target in cut:
+            sharding = self._wanted[part.number].place.sharding
+            assert sharding is not None
+            for device, region in device_regions(sharding, part.leaf.spec.shape).items():
+                if region == part.regions[0]:
+                    sources.append(target.whole)
+                    places.append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+                    slots.append((part.number, device))
+        with transfers_allowed():
+            arrays: list[jax.Array] = jax.device_put(sources, places) if sources else []
+        for (number, device), array in zip(slots, arrays, strict=True):
+            self._parts.setdefault(number, {})[device] = array
+        for part, _ in cut:
+            self._assemble(part)
+        return arrays
+
+    def _assemble(self, part: Part) -> None:
+        """Make the array of a leaf if all its parts have been sent."""
+        sharding, shape = self._wanted[part.number].place.sharding, part.leaf.spec.shape
+        assert sharding is not None
+        found, regions = self._parts.get(part.number, {}), device_regions(sharding, shape)
+        if len(found) == len(regions):
+            del self._parts[part.number]
+            parts = [found[device] for device in regions]
+            self.done[part.number] = jax.make_array_from_single_device_arrays(shape, sharding, parts)

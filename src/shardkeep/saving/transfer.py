@@ -1,0 +1,344 @@
+"""Transfers from accelerators to host memory.
+
+Each region that a save needs leaves exactly one of the devices that hold it; the devices are chosen so that all links
+carry about the same. All transfers are started before the first is waited for, and are read from the very objects on
+which they were started: JAX keeps a host copy with the array object that was asked for it, and no other finds it there.
+These objects are our own, so nothing stays with the caller's arrays.
+
+Where the device has `pinned_host` memory, and the setting allows it, a region is copied there. From the moment that
+copy is enqueued the caller may donate or delete the array. Everywhere else the array must live until its data arrived.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import SingleDeviceSharding
+
+from shardkeep.config import PINNED_HOST, read
+from shardkeep.errors import HostMemoryError, TreeError
+from shardkeep.jaxapi import local_parts, private_part, transfers_allowed
+from shardkeep.model.arrays import Array, Region
+from shardkeep.runtime.crew import Crew, Task
+from shardkeep.runtime.hostmemory import Shard
+from shardkeep.runtime.scopes import Latch
+
+_GROUP = 256 << 20  # bytes that are enqueued by one call; after an error, those of one call are transferred again
+_PINNED = "pinned_host"
+
+Copies = Sequence[tuple[int, Any]]  # parts of an array that have the same region: their numbers and devices
+
+_cutting: dict[str, bool] = {}  # by platform: whether its devices can compile a slice
+
+
+class Arriving:
+    """The data of one region that is on its way from a device: a `Shard` whose data waits for it.
+
+    Args:
+        array: The array.
+        copies: The parts of it that have the region: the number of each, and its device. Any of them will do.
+        nbytes: The size of the region.
+        cut: The region within the part; None if it is all of it.
+    """
+
+    __slots__ = ("_array", "_cut", "_data", "_lock", "_part", "_sent", "arrived", "copies", "is_over", "nbytes")
+    stable = True
+    private = True
+
+    def __init__(self, array: jax.Array, copies: "Copies", nbytes: int, cut: Region | None = None) -> None:
+        self.copies, self.nbytes = copies, nbytes
+        self.arrived = 0.0  # when it had, by `time.perf_counter`
+        self.is_over = False
+        self._array: jax.Array | None = array
+        self._cut = cut
+        self._part: jax.Array | None = None  # on the device
+        self._sent: jax.Array | None = None  # what the transfer was started on
+        self._data: Array | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_started(self) -> bool:
+        return self._sent is not None or self.arrived > 0 or self.is_over
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the caller may donate the array."""
+        return self.arrived > 0 or (self._sent is not None and self._sent is not self._part)
+
+    def take_part(self, number: int) -> jax.Array:
+        """Choose the part, and return what has to be transferred of it."""
+        assert self._array is not None
+        part = local_parts(self._array, number + 1)[number]
+        piece = None if self._cut is None else _cut_on_device(part, self._cut)
+        if piece is not None:
+            part, self._cut = piece, None
+        self._part = part
+        return part
+
+    def start(self) -> None:
+        """Start the transfer to ordinary host memory."""
+        assert self._part is not None
+        self._part = sent = private_part(self._part)
+        sent.copy_to_host_async()
+        self._sent, self._array = sent, None
+
+    def note_pinned(self, sent: jax.Array) -> None:
+        """Its copy to pinned memory is enqueued."""
+        self._sent, self._array = sent, None
+
+    @property
+    def data(self) -> Array:
+        """The data in host memory. Waits for it."""
+        found = self._data
+        return self._receive() if found is None else found
+
+    def wait(self) -> None:
+        """Wait for the data if it is on its way."""
+        with self._lock:
+            if self._sent is not None:
+                self._receive()
+
+    def _receive(self) -> Array:
+        """Wait for the data, and let go of the array on the device."""
+        with self._lock:
+            if self._data is None:
+                assert self._sent is not None, "it was not started, or is released"
+                data = self._read(self._sent)
+                if self._cut is not None:
+                    data = data[self._cut.slices]
+                self._data = data if data.flags.c_contiguous else np.array(data, order="C", copy=True)
+                self.arrived = time.perf_counter()
+                if self._sent is self._part:
+                    self._sent = None  # the copy in ordinary memory is the array's own
+                self._part = None
+            return self._data
+
+    def _read(self, sent: jax.Array) -> Array:
+        with transfers_allowed():
+            try:
+                return np.asarray(sent)
+            except JaxRuntimeError as error:
+                part = self._part
+                if sent is part or part is None or not _is_exhausted(error):
+                    raise
+                if part.is_deleted():
+                    raise HostMemoryError(
+                        "the pinned host memory was exhausted after save_async had returned, and the arrays have been "
+                        "donated or deleted since; nothing was committed. Set SHARDKEEP_PINNED_HOST=never, or let JAX "
+                        f"have more pinned memory ({error})"
+                    ) from error
+                self._sent = self._part = private_part(part)
+                return np.asarray(self._part)
+
+    def release(self) -> None:
+        """Let go of the host memory. The data is written, or never will be."""
+        with self._lock:
+            self.is_over = True
+            self._data = self._sent = self._part = self._array = None
+
+
+AnyShard: TypeAlias = Shard | Arriving
+
+
+class Transfers:
+    """The transfers of one save. Add it to a `Scope`, which lets go of what they hold.
+
+    Attributes:
+        room: The host memory in bytes that they may take at a time; None if there is enough for all at once.
+    """
+
+    def __init__(self) -> None:
+        self.room: int | None = None
+        self._all: list[Arriving] = []
+        self._load: Counter[Any] = Counter()  # bytes by device
+        self._enqueued = Latch()  # all are, or never will be
+        self._is_cancelled = False
+        self._exhausted: set[Any] = set()  # devices whose pinned memory is
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arriving.nbytes for arriving in self._all)
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether they are started bit by bit, while what has arrived is written."""
+        return self.room is not None and self.nbytes > self.room
+
+    def add(self, arriving: Arriving) -> Arriving:
+        self._all.append(arriving)
+        return arriving
+
+    def start(self, some: Sequence[Arriving] | None = None) -> None:
+        """Start these, by default all, without waiting for any."""
+        if self._is_cancelled:
+            raise TreeError("save_async was interrupted before it had transferred all arrays; nothing was committed")
+        todo = [arriving for arriving in (self._all if some is None else some) if not arriving.is_started]
+        with transfers_allowed():
+            pinned: list[tuple[Arriving, jax.Array, Any]] = []
+            ordinary: list[Arriving] = []
+            for arriving, number, device in self._choose(todo):
+                part = arriving.take_part(number)
+                if device not in self._exhausted and _has_pinned_memory(device):
+                    pinned.append((arriving, part, device))
+                else:
+                    ordinary.append(arriving)
+            ordinary += self._stage(pinned)
+            for arriving in ordinary:
+                arriving.start()
+        if all(arriving.is_started for arriving in self._all):
+            self._enqueued.set()
+
+    def _choose(self, todo: Sequence[Arriving]) -> list[tuple[Arriving, int, Any]]:
+        """A part, and the device it is on, for each: those without a choice first, then the largest."""
+        chosen: list[tuple[Arriving, int, Any]] = []
+        for arriving in sorted(todo, key=lambda each: (len(each.copies) > 1, -each.nbytes)):
+            number, device = min(arriving.copies, key=lambda copy: self._load[copy[1]])
+            self._load[device] += arriving.nbytes
+            chosen.append((arriving, number, device))
+        return chosen
+
+    def _stage(self, todo: Sequence[tuple[Arriving, jax.Array, Any]]) -> list[Arriving]:
+        """Enqueue copies to pinned memory; returns those for which there is none left."""
+        left: list[Arriving] = []
+        for group in _groups(todo):
+            places = [SingleDeviceSharding(device, memory_kind=_PINNED) for _, _, device in group]
+            try:
+                copies = [] if left else jax.device_put([part for _, part, _ in group], places)
+            except JaxRuntimeError as error:
+                if not _is_exhausted(error):
+                    raise
+                copies = []
+                self._exhausted.update(device for _, _, device in group)
+            for (arriving, _, _), copy in zip(group, copies, strict=False):
+                arriving.note_pinned(copy)
+            left += [arriving for arriving, _, _ in group[len(copies) :]]
+        return left
+
+    def wait(self, until_safe: bool = False) -> None:
+        """Wait until all data has arrived. In batches, this waits for the thread that writes to start the last one.
+
+        Args:
+            until_safe: Only wait until the caller may donate or delete every array.
+        """
+        if self.in_batches:
+            self._enqueued.wait()
+        for arriving in self._all:
+            if not (until_safe and arriving.is_safe):
+                arriving.wait()
+
+    def arrived(self) -> float:
+        """When the last one had arrived, by `time.perf_counter`."""
+        return max((arriving.arrived for arriving in self._all), default=0.0)
+
+    def cancel(self) -> None:
+        """Start no more of them: the arrays may be donated now."""
+        self._is_cancelled = True
+
+    def release(self) -> None:
+        """Let go of all arrays and host memory."""
+        for arriving in self._all:
+            arriving.release()
+        self._enqueued.set()
+
+    def run(self, tasks: Sequence[tuple[Task, Sequence[Arriving]]], crew: Crew) -> None:
+        """Run tasks that read the data of transfers, each of which is let go of after its last task.
+
+        The transfers of one batch of tasks are under way while the tasks of the batch before it are run.
+        """
+        uses = _Uses(arriving for _, some in tasks for arriving in some)
+        for arriving in self._all:
+            if not uses.count[arriving]:
+                arriving.release()
+        following = self._batches(tasks)
+        batch = following.pop(0)
+        self.start([arriving for _, some in batch for arriving in some])
+        while batch:
+            upcoming = following.pop(0) if following else []
+            self.start([arriving for _, some in upcoming for arriving in some])
+            crew.run([partial(uses.run, task, some) for task, some in batch])
+            batch = upcoming
+
+    def _batches(self, tasks: Sequence[tuple[Task, Sequence[Arriving]]]) -> list[list[tuple[Task, Sequence[Arriving]]]]:
+        """The tasks in order, in batches whose transfers take at most half of the room."""
+        if not self.in_batches or self.room is None:
+            return [list(tasks)]
+        batches: list[list[tuple[Task, Sequence[Arriving]]]] = [[]]
+        inside: set[Arriving] = set()
+        for task, some in tasks:
+            if batches[-1] and sum(arriving.nbytes for arriving in inside.union(some)) > self.room // 2:
+                batches.append([])
+                inside = set()
+            batches[-1].append((task, some))
+            inside.update(some)
+        return batches
+
+
+class _Uses:
+    """How many tasks have yet to read the data of each transfer."""
+
+    def __init__(self, read: Iterable[Arriving]) -> None:
+        self.count = Counter(read)
+        self._lock = threading.Lock()
+
+    def run(self, task: Callable[[], None], some: Sequence[Arriving]) -> None:
+        task()
+        with self._lock:
+            self.count.subtract(some)
+            over = [arriving for arriving in some if not self.count[arriving]]
+        for arriving in over:
+            arriving.release()
+
+
+def can_cut(array: jax.Array) -> bool:
+    """Whether the devices of an array can cut parts out of it. Tried once for each platform."""
+    platform = next(iter(array.sharding.device_set)).platform
+    if platform not in _cutting:
+        part = local_parts(array, 1)[0]
+        with transfers_allowed():
+            _cutting[platform] = _cut_on_device(part, Region((0,) * part.ndim, (1,) * part.ndim)) is not None
+    return _cutting[platform]
+
+
+def _cut_on_device(part: jax.Array, region: Region) -> jax.Array | None:
+    """A region of an array, on the same device; None if the device cannot compile, or has no memory for it."""
+    ends = tuple(start + length for start, length in zip(region.start, region.shape, strict=True))
+    try:
+        return jax.lax.slice(part, region.start, ends)
+    except JaxRuntimeError as error:
+        if str(error).startswith("UNIMPLEMENTED") or _is_exhausted(error):
+            return None
+        raise
+
+
+def _is_exhausted(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _has_pinned_memory(device: Any) -> bool:
+    """Whether arrays of this device go through pinned memory."""
+    setting = read(PINNED_HOST)
+    if setting == "never" or (setting == "auto" and device.platform not in ("gpu", "cuda", "rocm")):
+        return False
+    return any(memory.kind == _PINNED for memory in device.addressable_memories())
+
+
+def _groups(todo: Sequence[tuple[Arriving, jax.Array, Any]]) -> list[list[tuple[Arriving, jax.Array, Any]]]:
+    """The transfers to enqueue, those of one call together."""
+    groups: list[list[tuple[Arriving, jax.Array, Any]]] = []
+    room = 0
+    for each in todo:
+        if each[0].nbytes > room:
+            groups.append([])
+            room = max(_GROUP, each[0].nbytes)
+        groups[-1].append(each)
+        room -= each[0].nbytes
+    return groups
