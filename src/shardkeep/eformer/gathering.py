@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from shardkeep.jaxapi import transfers_allowed
 from shardkeep.loading.adapt import apply_function, cast_array
-from shardkeep.loading.moving import move, stays_numpy, take_rows
+from shardkeep.loading.moving import move, on_host, stays_numpy, take_rows
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader
@@ -89,7 +90,8 @@ def cast_floats(x: Any, float_dtype: Any) -> Any:
     dtype = parse_float_dtype(float_dtype)
     if is_prng_dtype(x.dtype) or kind_of(np.dtype(x.dtype)) != "float" or x.dtype == dtype:
         return x
-    return np.asarray(x).astype(dtype) if stays_numpy(dtype) else x.astype(dtype)
+    with transfers_allowed():
+        return on_host(x).astype(dtype) if stays_numpy(dtype) else x.astype(dtype)
 
 
 def parse_float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -162,7 +164,7 @@ def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_a
 
 def _on_host(array: jax.Array) -> Any:
     """The whole array as NumPy. If it spans processes, all of them must call this."""
-    return jax.device_get(array) if array.is_fully_addressable else gather_array(array)
+    return on_host(array) if array.is_fully_addressable else gather_array(array)
 
 
 def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
@@ -216,14 +218,15 @@ def broadcast_tensor(tensor: Any, memory_limit_bytes: int, target_sharding: Shar
     """
     if memory_limit_bytes <= 0:
         raise ValueError(f"memory_limit must be positive, not {memory_limit_bytes}")
-    whole = np.asarray(tensor)
+    whole = on_host(tensor)
     if jax.process_count() > 1:
         row = whole.nbytes // max(whole.shape[0], 1) if whole.ndim else whole.nbytes
         whole = send_from_leader(whole, max(memory_limit_bytes, row))
     if stays_numpy(whole.dtype):
         return reshard(whole, target_sharding)
     sharding = target_sharding or _everywhere()
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
+    with transfers_allowed():
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
 def _everywhere() -> NamedSharding:

@@ -1,83 +1,137 @@
 """The order in which arrays go to devices that copy them: in groups, so that they pass through bounded host memory."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from shardkeep.loading.blocks import parts_of
+from shardkeep.loading.plan import plan_read
+from shardkeep.loading.read import needed_blocks
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
 from shardkeep.model.arrays import Region
+from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.records import record
 
-STEP = 256 << 20  # the most bytes that are read at once
+STEP = 256 << 20  # the most bytes that are read at once, unless one array has more
 _LEAST = 32 << 20  # a group with fewer bytes keeps several threads and devices less busy than it could
 _GROUPS = 16  # the first group is read, and the last one sent, while nothing else happens: 1/16 of the time each
+_AGAIN = 1.25  # a leaf is cut if that reads at most so many times the blocks
 
 
 @record
 class Part:
-    """Regions of one leaf that are read and sent together. `whole`: all that this process needs of the leaf."""
+    """Regions of one leaf that are read and sent together.
+
+    Attributes:
+        number: The number of the leaf.
+        leaf: What is stored of it.
+        regions: The regions.
+        whole: Whether they are all that this process needs of the leaf.
+        cast: The dtype that they are cast to before they are sent; None if they are not.
+    """
 
     number: int
     leaf: StoredArray
     regions: tuple[Region, ...]
     whole: bool
+    cast: np.dtype[Any] | None = None
+
+    @property
+    def _sizes(self) -> list[int]:
+        """The bytes of what is read, and of what it is cast to."""
+        count = sum(region.size for region in self.regions)
+        dtypes = [self.leaf.spec.dtype] if self.cast is None else [self.leaf.spec.dtype, self.cast]
+        return sorted(count * dtype.itemsize for dtype in dtypes)
 
     @property
     def nbytes(self) -> int:
-        return sum(region.size for region in self.regions) * self.leaf.spec.dtype.itemsize
+        """The host memory that it takes."""
+        return self._sizes[-1]
+
+    @property
+    def beside(self) -> int:
+        """The host memory that it takes beside that while it is read: for a cast, or for an encoded piece."""
+        cast = 0 if self.cast is None else self._sizes[0]
+        return max([cast, *(piece.length for piece in self.leaf.pieces if piece.stored is not None)])
 
 
 @record
-class Room:
-    """The host memory of a load.
+class Groups:
+    """The parts to load, in groups, and the host memory for them.
 
     Attributes:
-        total: All of it.
-        group: The most bytes in a group. As much again is for what reading it takes beside: pieces that are cut, and
-            results of casts.
+        groups: The parts that are read and sent together, in order.
+        step: The most bytes in a group of several parts, and of pieces that are read at once and cut.
+        sent: The bytes that may be on their way to devices or be read for them.
+        beside: The bytes that reading a group takes beside.
     """
 
-    total: int
-    group: int
+    groups: tuple[tuple[Part, ...], ...]
+    step: int
+    sent: int
+    beside: int
 
     @property
-    def sent(self) -> int:
-        """The bytes that may be on their way to devices or be read for them."""
-        return self.total - self.group
+    def nbytes(self) -> int:
+        """All host memory that the load uses."""
+        return self.sent + self.beside
 
 
-def plan_room(nbytes: int, limit: int) -> Room:
-    """The memory to load `nbytes`, if at most `limit` bytes may be used. A single larger region takes what it needs.
+def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, np.dtype[Any] | None], limit: int) -> Groups:
+    """How to load leaves, if at most `limit` bytes of host memory may be used.
 
-    A quarter is filled while half is being sent, and the last quarter is what reading takes beside it.
-
-    >>> plan_room(nbytes=100 << 30, limit=400 << 20)
-    Room(total=419430400, group=104857600)
+    A quarter of it is filled while half is being sent, and the last quarter is for what reading takes beside. Arrays
+    larger than a quarter get as much memory as lets one be read while another is sent, if there is so much. A single
+    region larger than the limit takes what it needs.
     """
-    most = min(limit, 4 * STEP)
-    group = max(min(STEP, most // 4, max(nbytes // _GROUPS, _LEAST)), 1)
-    return Room(min(most, nbytes + min(group, nbytes)), min(group, max(nbytes, 1)))
+    total = sum(w.stored.nbytes for w in wanted.values())
+    step = max(min(STEP, limit // 4, max(total // _GROUPS, _LEAST), total), 1)
+    parts = _plan_parts(wanted, casts, step, limit // 4)
+    groups = _in_groups(parts, step)
+    sizes = [_nbytes(group) for group in groups]
+    beside = max([step, *(part.beside for part in parts)])
+    most = max(sizes, default=0)
+    sent = max(most, min(max(3 * step, 2 * most), sum(sizes), limit - beside))
+    return Groups(groups, step, sent, beside)
 
 
-def plan_parts(wanted: Mapping[int, Wanted], limit: int) -> list[Part]:
-    """What is sent of each leaf, in the order of the files: leaves larger than `limit` region by region."""
+def _plan_parts(
+    wanted: Mapping[int, Wanted], casts: Mapping[int, np.dtype[Any] | None], step: int, large: int
+) -> list[Part]:
+    """What is sent of each leaf, in the order of the files.
+
+    Leaves larger than `step` go region by region, unless the same blocks would have to be read several times. Those
+    that are `large` do also then.
+    """
     parts: list[Part] = []
     for number, w in wanted.items():
         leaf = w.stored
         assert isinstance(leaf, StoredArray)
-        sharding, shape = w.place.sharding, leaf.spec.shape
+        sharding, shape, cast = w.place.sharding, leaf.spec.shape, casts.get(number)
         if sharding is None or isinstance(sharding, SingleDeviceSharding) or w.shape is not None:
-            parts.append(Part(number, leaf, (Region.whole(shape),), True))
+            parts.append(Part(number, leaf, (Region.whole(shape),), True, cast))
             continue
-        part = Part(number, leaf, needed_regions(sharding, shape), True)
-        regions = dict.fromkeys(device_regions(sharding, shape).values())
-        if part.nbytes <= limit or len(regions) == 1:
-            parts.append(part)
+        whole = Part(number, leaf, needed_regions(sharding, shape), True, cast)
+        regions = tuple(dict.fromkeys(device_regions(sharding, shape).values()))
+        if whole.nbytes > step and len(regions) > 1 and (whole.nbytes > large or _can_be_cut(leaf, regions)):
+            parts += [Part(number, leaf, (region,), False, cast) for region in regions]
         else:
-            parts += [Part(number, leaf, (region,), False) for region in regions]
+            parts.append(whole)
     return sorted(parts, key=_position)
+
+
+def _can_be_cut(leaf: StoredArray, regions: Sequence[Region]) -> bool:
+    """Whether the regions can be read one after the other without reading many blocks more than once."""
+    return sum(_bytes_read(leaf, [region]) for region in regions) <= _AGAIN * _bytes_read(leaf, regions)
+
+
+def _bytes_read(leaf: StoredArray, regions: Sequence[Region]) -> int:
+    ranges = [r for f in plan_read(0, leaf, regions) for r in parts_of(f.piece, needed_blocks(f, leaf))]
+    return sum(last - first for first, last in ranges) * BLOCK
 
 
 def _position(part: Part) -> tuple[int, int]:
@@ -88,7 +142,7 @@ def _position(part: Part) -> tuple[int, int]:
     return first.file, first.offset
 
 
-def plan_groups(parts: Sequence[Part], limit: int) -> list[list[Part]]:
+def _in_groups(parts: Sequence[Part], limit: int) -> tuple[tuple[Part, ...], ...]:
     """Parts in order, in groups of at most `limit` bytes (or of a single part)."""
     groups: list[list[Part]] = []
     filled = 0
@@ -98,4 +152,8 @@ def plan_groups(parts: Sequence[Part], limit: int) -> list[list[Part]]:
             filled = 0
         groups[-1].append(part)
         filled += part.nbytes
-    return groups
+    return tuple(map(tuple, groups))
+
+
+def _nbytes(group: Sequence[Part]) -> int:
+    return sum(part.nbytes for part in group)

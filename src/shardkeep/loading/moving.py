@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from shardkeep.jaxapi import refuse_without_jax, transfers_allowed
+from shardkeep.jaxapi import private_part, refuse_without_jax, transfers_allowed
 from shardkeep.model.arrays import NUMPY_NAMES, Array, kind_of
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
@@ -36,7 +36,7 @@ def _move(x: Any, sharding: Sharding | None) -> jax.Array:
     here = not isinstance(x, jax.Array) or x.is_fully_addressable
     if here and sharding is not None and not sharding.is_fully_addressable:
         # device_put would compare the values of the processes as numbers, and NaN is not equal to itself.
-        return _place(_on_host(x), sharding)
+        return _place(on_host(x), sharding)
     if not isinstance(x, jax.Array) or sharding is None or not _needs_computation(x, sharding):
         return jax.device_put(x, sharding)
     dtype = np.dtype(x.dtype)
@@ -44,12 +44,12 @@ def _move(x: Any, sharding: Sharding | None) -> jax.Array:
         with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
             return _move(x, sharding)
     if here and is_on_cpu(x.sharding) and is_on_cpu(sharding):
-        return _place(_on_host(x), sharding)  # nothing to compile, and this is where the data is
+        return _place(on_host(x), sharding)  # nothing to compile, and this is where the data is
     if _is_integer(dtype):
         return jax.device_put(x, sharding)
     carrier = _carrier(dtype)
     if carrier is None or not (_is_in_device_memory(x.sharding) and _is_in_device_memory(sharding)):
-        return _place(_on_host(x) if here else gather_array(x), sharding)
+        return _place(on_host(x) if here else gather_array(x), sharding)
     moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
     return _reinterpret(dtype, sharding)(moved)
 
@@ -59,7 +59,7 @@ def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
     if layout is None:
         return x
     found = cast(Any, x).format.layout
-    if found.major_to_minor == layout.major_to_minor and layout.tiling in (None, found.tiling):
+    if found is not None and found.major_to_minor == layout.major_to_minor and layout.tiling in (None, found.tiling):
         return x
     carrier = _carrier(np.dtype(x.dtype))
     with transfers_allowed():
@@ -68,18 +68,23 @@ def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
 
 def take_rows(x: Any, start: int, stop: int) -> Any:
     """`x[start:stop]` with the same bits, as the kind of array that `x` is."""
+    with transfers_allowed():
+        return _take_rows(x, start, stop)
+
+
+def _take_rows(x: Any, start: int, stop: int) -> Any:
     if not isinstance(x, jax.Array) or is_prng_dtype(x.dtype):
         return x[start:stop]
     dtype = np.dtype(x.dtype)
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):
-            return take_rows(x, start, stop)
+            return _take_rows(x, start, stop)
     carrier = _carrier(dtype)
     if carrier is not None:
         return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, carrier)[start:stop], dtype)
     if _is_integer(dtype) or not x.is_fully_addressable:
         return x[start:stop]
-    return jax.device_put(_on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
+    return jax.device_put(on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
 
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:
@@ -108,15 +113,20 @@ def _needs_computation(x: jax.Array, sharding: Sharding) -> bool:
     return len(x.sharding.device_set) > 1 or len(sharding.device_set) > 1
 
 
-def _on_host(x: Any) -> Array:
-    """A fully addressable array in host memory; unlike `np.asarray`, this leaves no copy attached to a JAX array."""
-    if not isinstance(x, jax.Array) or len(x.sharding.device_set) == 1:
+def on_host(x: Any) -> Array:
+    """An array in host memory, if this process has all of it. Unlike `np.asarray`, this attaches no copy to it."""
+    if not isinstance(x, jax.Array):
         return np.asarray(x)
-    whole: Array = np.empty(x.shape, x.dtype)
-    for shard in x.addressable_shards:
-        if shard.replica_id == 0:
-            whole[shard.index] = np.asarray(shard.data)
-    return whole
+    with transfers_allowed():
+        if x.is_fully_replicated:
+            return np.asarray(private_part(x.addressable_data(0)))
+        if not x.is_fully_addressable:
+            return np.asarray(x)  # JAX says why it cannot be read
+        whole: Array = np.empty(x.shape, x.dtype)
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:
+                whole[shard.index] = np.asarray(private_part(shard.data))
+        return whole
 
 
 def _place(data: Array, sharding: Sharding) -> jax.Array:

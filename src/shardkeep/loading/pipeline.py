@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -12,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.jaxapi import refuse_without_jax, transfers_allowed
+from shardkeep.jaxapi import refuse_without_jax, service_error, transfers_allowed
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.groups import Part, plan_groups, plan_parts, plan_room
+from shardkeep.loading.groups import Part, plan_groups
 from shardkeep.loading.hostcasts import cast_before, cast_targets
 from shardkeep.loading.place import put_leaves
 from shardkeep.loading.plan import Fetch, Target, plan_read
@@ -54,28 +55,28 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
     keeps the memory of an array until its transfer is done, and nothing else refers to it then.
     """
     refuse_without_jax()
-    room = plan_room(sum(w.stored.nbytes for w in wanted.values()), budget.limit)
-    groups = plan_groups(plan_parts(wanted, room.group), room.group)
-    sizes = [sum(part.nbytes for part in group) for group in groups]
-    means.claim.take(max(room.total, max(sizes, default=0) + room.group), means.claim.scope.what)
-    sent, arrays = _Sent(room.sent), _Arrays(wanted)
-    for group, nbytes in zip(groups, sizes, strict=True):
-        sent.make_room(nbytes)
-        targets = _read(group, wanted, room.group, means)
-        sent.add(_Transfer(nbytes, arrays.put(group, targets), targets))
-        del targets  # only JAX refers to their memory now
-    sent.finish()
+    casts = {number: cast_before(w, means.request) for number, w in wanted.items()}
+    plan = plan_groups(wanted, casts, budget.limit)
+    means.claim.take(plan.nbytes, means.claim.scope.what)
+    sent, arrays = _Sent(plan.sent), _Arrays(wanted)
+    try:
+        for group in plan.groups:
+            nbytes = sum(part.nbytes for part in group)
+            sent.make_room(nbytes)
+            targets = _read(group, plan.step, means)
+            sent.add(_Transfer(nbytes, arrays.put(group, targets), targets))
+            del targets  # only JAX refers to their memory now
+        sent.finish()
+    except Exception:
+        sent.abandon()
+        raise
     means.claim.release()
     return arrays.done
 
 
-def _read(group: Sequence[Part], wanted: Mapping[int, Wanted], limit: int, means: Means) -> list[Target]:
+def _read(group: Sequence[Part], limit: int, means: Means) -> list[Target]:
     """What the parts of a group become in host memory: read, checked, and cast where that makes it smaller."""
-    casts = [cast_before(wanted[part.number], means.request) for part in group]
-    targets = [
-        Target(part.leaf, part.regions, False, [None] * len(part.regions), cast)
-        for part, cast in zip(group, casts, strict=True)
-    ]
+    targets = [Target(part.leaf, part.regions, False, [None] * len(part.regions), part.cast) for part in group]
     fetches = [fetch for i, part in enumerate(group) for fetch in plan_read(i, part.leaf, part.regions)]
     read_targets(means.reader, dict(enumerate(targets)), fetches, limit, means.crew, means.progress)
     cast_targets(targets, means.crew)
@@ -98,6 +99,12 @@ class _Sent:
         """Wait for all of them."""
         while self._waiting:
             self._finish()
+
+    def abandon(self) -> None:
+        """Wait for all of them after an error, which is raised then: their memory counts until they are done."""
+        while self._waiting:
+            with suppress(service_error()):
+                self._finish()
 
     def _finish(self) -> None:
         transfer = self._waiting.popleft()

@@ -306,7 +306,7 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | M
     place = Place()
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
         checked = check_sharding(sharding, leaf.key, shape, request.mesh)
-        place = Place(checked, explicit=True, layout=_layout_of(like, leaf.key))
+        place = Place(checked, explicit=True, layout=None if is_key else _layout_of(like, leaf.key))
     as_numpy = isinstance(like, np.ndarray | NumpyStruct)
     return Wanted(stored, place, as_numpy, dtype, shape=None if shape == saved_shape else shape)
 
