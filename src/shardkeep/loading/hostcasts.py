@@ -32,7 +32,7 @@ _FLOAT8 = (
 _EXACT = frozenset(
     (
         ("float32", "bfloat16"),
-        ("float32", "float16"),  # with the quiet bit of NaNs set, see `_cast`
+        ("float32", "float16"),  # with NaNs as `_cast` makes them
         ("float32", "float8_e5m2"),
         *((source, target) for source in ("float32", "float16", "bfloat16") for target in _FLOAT8),
     )
@@ -96,5 +96,6 @@ def _cast(source: Array, result: Array) -> None:
         result[...] = source.astype(result.dtype)
     if (source.dtype.name, result.dtype.name) == ("float32", "float16"):
         nan = np.isnan(source)
-        if nan.any():
-            result.view(np.uint16)[nan] |= 0x0200
+        if nan.any():  # NumPy keeps them signaling, and changes a payload that would become 0
+            raw = source[nan].view(np.uint32)
+            result.view(np.uint16)[nan] = raw >> 16 & 0x8000 | 0x7E00 | raw >> 13 & 0x03FF
