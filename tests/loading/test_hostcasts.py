@@ -182,4 +182,4 @@ def test_fewer_bytes_go_to_devices(tmp_path: Path) -> None:
     assert sent == 64 * 256 * 2
     message, sent = said["unfit"]
     assert message == "ValueError: leaf 'i' holds -64 to 63, which does not fit int4"
-    assert sent == 0
+    assert sent <= 1, "nothing but an element to learn whether JAX can hold int4"
