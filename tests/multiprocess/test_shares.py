@@ -180,6 +180,40 @@ say(wrong=wrong)
     assert [process["wrong"] for process in said] == [[], []]
 
 
+def test_the_programs_transfer_guard_does_not_concern_loads(pair: Kept, tmp_path: Path) -> None:
+    """Nor what the processes send one another: with read_once, and when an array is broadcast or gathered."""
+    said = pair.run(
+        """
+from contextlib import nullcontext
+from shardkeep.serialization import utils
+values = values_of(5)
+shardkeep.save(root / "x", arrays_of(values, mesh_over((2, 2))))
+template = abstract_of(values, mesh_over((4, 1)), 1)
+tensor = jax.device_put(pattern("float32", (8, 8)))
+wide = spread(pattern("float32", (8, 8)), P("a"))
+everywhere = NamedSharding(mesh_over(), P())
+wrong = []
+for guard in ("disallow", "disallow_explicit"):
+    for config in (False, True):
+        jax.config.update("jax_transfer_guard", guard if config else "allow")
+        try:
+            with nullcontext() if config else jax.transfer_guard(guard):
+                once = shardkeep.load(root / "x", template=template, read_once=True)
+                each = shardkeep.load(root / "x", template=template)
+                sent = utils.broadcast_tensor(tensor, 64)
+                moved = utils.reshard(wide, everywhere)
+                gathered = utils.to_host(wide, None, None, True)
+        finally:
+            jax.config.update("jax_transfer_guard", "allow")
+        wrong += differences(once, values) + differences(each, values)
+        wrong += differences([sent, moved, gathered], [pattern("float32", (8, 8))] * 3)
+say(wrong=wrong)
+""",
+        tmp_path,
+    )
+    assert [process["wrong"] for process in said] == [[], []]
+
+
 def test_callbacks_come_once_on_the_first_process(pair: Kept, tmp_path: Path) -> None:
     said = pair.run(
         """

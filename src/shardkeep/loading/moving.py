@@ -43,8 +43,8 @@ def _move(x: Any, sharding: Sharding | None) -> jax.Array:
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
             return _move(x, sharding)
-    if here and is_on_cpu(x.sharding) and is_on_cpu(sharding):
-        return _place(on_host(x), sharding)  # nothing to compile, and this is where the data is
+    if here and is_on_cpu(sharding):
+        return _place(on_host(x), sharding)  # nothing to compile, and host memory is where it goes
     if _is_integer(dtype):
         return jax.device_put(x, sharding)
     carrier = _carrier(dtype)
@@ -123,9 +123,11 @@ def on_host(x: Any) -> Array:
         if not x.is_fully_addressable:
             return np.asarray(x)  # JAX says why it cannot be read
         whole: Array = np.empty(x.shape, x.dtype)
-        for shard in x.addressable_shards:
-            if shard.replica_id == 0:
-                whole[shard.index] = np.asarray(private_part(shard.data))
+        parts = [(s.index, private_part(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+        for _, part in parts:
+            part.copy_to_host_async()  # all at once
+        for index, part in parts:
+            whole[index] = np.asarray(part)
         return whole
 
 
