@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
 from shardkeep.eformer.gathering import broadcast_tensor, chunk_tensor_by_memory, reshard, to_host
 from shardkeep.loading import moving
-from shardkeep.loading.moving import move, take_rows
+from shardkeep.loading.moving import move, take_rows, with_layout
 from shardkeep.serialization.sharding_utils import apply_sharding_tree, make_itsharded
 from shardkeep.serialization.utils import read_process_array
 from support import all_bits, bits, every_dtype, mesh_of
@@ -157,3 +158,15 @@ def test_an_array_of_a_type_that_jax_would_truncate_stays_whole_under_a_function
     shardkeep.save(tmp_path / "c", {"x": values})
     loaded = shardkeep.load(tmp_path / "c", shardings={"x": lambda _: NamedSharding(mesh_of(8), P("a"))})
     assert bits(loaded["x"]) == bits(values)
+
+
+@pytest.mark.parametrize("dtype", [name for name in every_dtype() if name not in ("int1", "uint1")])  # no kernels
+def test_every_bit_survives_another_layout(dtype: str) -> None:
+    values = all_bits(dtype)
+    for array in (jax.device_put(values), spread(values)):
+        turned = with_layout(array, Layout((1, 0)))
+        assert turned.format.layout.major_to_minor == (1, 0)
+        assert turned.sharding == array.sharding
+        assert parts(turned) == bits(_counting(values))
+        assert with_layout(turned, Layout((1, 0))) is turned
+        assert with_layout(turned, None) is turned

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
@@ -149,3 +150,84 @@ class TestReplication:
     def test_a_strange_recorded_layout_is_no_crash(self, layout: SavedSharding) -> None:
         (place,) = resolve_shardings([ShapedLeaf(("w",), (16, 16), layout, nbytes=4)], mesh=MESH)
         assert place.sharding is not None
+
+
+class TestMeshThatIsSet:
+    """With `jax.set_mesh` in force, a spec needs no mesh."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        place = NamedSharding(mesh(8, names=("old",)), P("old"))
+        shardkeep.save(tmp_path / "x", {"w": jax.device_put(np.arange(64.0).reshape(8, 8), place), "n": np.ones(8)})
+        return tmp_path / "x"
+
+    @pytest.mark.parametrize("asked", [{"shardings": {"w": P("b")}}, {"partition_rules": [("w", P("b"))]}])
+    def test_specs_are_for_it(self, path: Path, asked: Any) -> None:
+        with jax.set_mesh(MESH):
+            loaded = shardkeep.load(path, include="w", **asked)["w"]
+            template = shardkeep.abstract(path, include="w", **asked)["w"]
+        assert loaded.sharding == template.sharding == NamedSharding(MESH, P("b"))
+        assert (np.asarray(loaded) == np.arange(64.0).reshape(8, 8)).all()
+
+    @pytest.mark.parametrize("asked", [{"shardings": {"w": P("b")}}, {"partition_rules": [("w", P("b"))]}])
+    def test_an_explicit_mesh_takes_precedence(self, path: Path, asked: Any) -> None:
+        other = mesh(2, names=("b",))
+        with jax.set_mesh(MESH):
+            loaded = shardkeep.load(path, include="w", mesh=other, **asked)["w"]
+            template = shardkeep.abstract(path, include="w", mesh=other, **asked)["w"]
+        assert loaded.sharding == template.sharding == NamedSharding(other, P("b"))
+
+    def test_specs_of_a_template_are_for_it(self, path: Path) -> None:
+        """Also those that were made for an abstract mesh."""
+        abstract = NamedSharding(MESH.abstract_mesh, P("a", "b"))
+        with jax.set_mesh(MESH):
+            struct = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=P("a", "b"))
+            loaded = shardkeep.load(path, template={"w": struct})["w"]
+            again = shardkeep.load(path, template={"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=abstract)})
+        assert loaded.sharding == again["w"].sharding == NamedSharding(MESH, P("a", "b"))
+
+    def test_loads_without_specs_ignore_it(self, path: Path) -> None:
+        with jax.set_mesh(MESH):
+            assert len(shardkeep.load(path)["w"].sharding.device_set) == 1
+            assert shardkeep.abstract(path)["w"].sharding is None
+            one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+            assert shardkeep.load(path, include="w", shardings={"w": one})["w"].sharding == one
+
+    def test_what_no_rule_matches_is_replicated_on_it(self, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with jax.set_mesh(MESH), caplog.at_level(logging.WARNING):
+            loaded = shardkeep.load(path, include="w", partition_rules=[("other", P("b"))])
+        assert loaded["w"].sharding == NamedSharding(MESH, P())
+        assert "no partition rule and no sharding matches 'w'" in caplog.text
+
+    def test_the_error_without_one_says_how_to_set_it(self, path: Path) -> None:
+        for asked in ({"shardings": {"w": P("b")}}, {"partition_rules": [("w", P("b"))]}):
+            with pytest.raises(ShardingError, match="a mesh; pass mesh=, or set one with jax.set_mesh"):
+                shardkeep.load(path, **asked)
+
+
+def test_memory_kinds_are_kept_where_a_spec_is_cut_or_moves_to_a_mesh(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "x", {"w": jnp.ones(8)})
+    long = NamedSharding(MESH, P("a", None), memory_kind="pinned_host")
+    found = shardkeep.load(tmp_path / "x", shardings={"w": long})["w"].sharding
+    assert (found.spec, found.memory_kind) == (P("a"), "pinned_host")
+    abstract = NamedSharding(MESH.abstract_mesh, P("b"), memory_kind="pinned_host")
+    found = shardkeep.load(tmp_path / "x", mesh=MESH, shardings={"w": abstract})["w"].sharding
+    assert found == NamedSharding(MESH, P("b"), memory_kind="pinned_host")
+
+
+def test_layouts_are_kept(tmp_path: Path) -> None:
+    """Of a sharding, of an abstract template and of arrays; the values are the same."""
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    shardkeep.save(tmp_path / "x", {"w": jnp.asarray(values)})
+    form = Format(Layout((1, 0)), NamedSharding(MESH, P("a")))
+    struct = shardkeep.abstract(tmp_path / "x", shardings=form)["w"]
+    assert struct.format == form
+    like = jax.jit(jnp.copy, out_shardings=form)(values)
+    templates: list[Any] = [{"template": {"w": struct}}, {"template": {"w": like}}]
+    for asked in [{"shardings": form}, {"shardings": lambda _: form}, *templates]:
+        loaded = shardkeep.load(tmp_path / "x", **asked)["w"]
+        assert loaded.format.layout.major_to_minor == (1, 0)
+        assert loaded.sharding == form.sharding
+        assert (np.asarray(loaded) == values).all()
+    with pytest.raises(ShardingError, match="leaf 'w': the layout must be a jax.experimental.layout.Layout, not"):
+        shardkeep.load(tmp_path / "x", shardings={"w": Format(Layout.AUTO, form.sharding)})

@@ -11,7 +11,9 @@ from jax.tree_util import Partial
 from shardkeep.catalog import open_checkpoint
 from shardkeep.eformer.gathering import reshard
 from shardkeep.errors import ShardingError, TreeError
+from shardkeep.jaxapi import current_mesh
 from shardkeep.loading.adapt import apply_function
+from shardkeep.loading.moving import with_layout
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.tree import flatten, nest
@@ -25,9 +27,9 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
 
     Args:
         arrays: A PyTree of arrays. Other leaves are left as they are.
-        sharding_tree: For each array a `Sharding`, a `PartitionSpec` (needs `mesh`), a function of the array, or None
+        sharding_tree: For each array a `Sharding`, a `PartitionSpec` (for `mesh`), a function of the array, or None
             (replicated on `mesh`, or one device). If the whole tree is None, arrays are left as they are.
-        mesh: The mesh for `PartitionSpec`s and None.
+        mesh: The mesh for `PartitionSpec`s and None. By default, specs are for the mesh of `jax.set_mesh`.
 
     Returns:
         A PyTree with the structure of `arrays`. If the two trees do not have the same leaves, a warning is logged and
@@ -57,7 +59,8 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
         (place,) = resolve_shardings(
             [ShapedLeaf(leaf.path, leaf.value.shape)], mesh=mesh, shardings={name: asked[name]}
         )
-        values.append(reshard(leaf.value, place.sharding or SingleDeviceSharding(jax.local_devices()[0])))
+        moved = reshard(leaf.value, place.sharding or SingleDeviceSharding(jax.local_devices()[0]))
+        values.append(with_layout(moved, place.layout) if isinstance(moved, jax.Array) else moved)
     return skeleton.rebuild(values)
 
 
@@ -68,9 +71,9 @@ def create_sharding_tree_from_index(
 
     Args:
         checkpoint_dir: The checkpoint.
-        mesh: The mesh for a `PartitionSpec` or None.
+        mesh: The mesh for a `PartitionSpec` or None. By default, a spec is for the mesh of `jax.set_mesh`.
         prefix: The tree, if the directory has several.
-        default_sharding: A `Sharding`, a `PartitionSpec` (needs `mesh`), a function of a dict with `path` (joined with
+        default_sharding: A `Sharding`, a `PartitionSpec` (for `mesh`), a function of a dict with `path` (joined with
             `/`), `shape` and `dtype`, or None (replicated on `mesh`, or over all devices).
     """
     call = "create_sharding_tree_from_index(checkpoint_dir, mesh)"
@@ -86,8 +89,9 @@ def _sharding_for(leaf: StoredArray, mesh: Mesh | None, default: Any) -> Any:
     if isinstance(default, Sharding):
         return default
     if isinstance(default, PartitionSpec):
+        mesh = current_mesh() if mesh is None else mesh
         if mesh is None:
-            raise ShardingError(f"default_sharding {default} needs a mesh; pass mesh=")
+            raise ShardingError(f"default_sharding {default} needs a mesh; pass mesh=, or set one with jax.set_mesh")
         return NamedSharding(mesh, PartitionSpec(*list(default)[: len(leaf.logical_shape)]))
     if callable(default):
         return default({"path": "/".join(leaf.path), "shape": leaf.logical_shape, "dtype": leaf.dtype})

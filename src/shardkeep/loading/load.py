@@ -65,7 +65,8 @@ def load(
         path: A checkpoint directory, a safetensors file or a Hugging Face folder; a local path or a URL (`gs://`,
             `s3://`). Checkpoints that eFormer has written are read too.
         template: A tree of arrays or `jax.ShapeDtypeStruct`s that gives the structure, the dtypes and the shardings
-            of the result. It may be a part of the saved tree: other leaves are not read, and are listed in a log
+            of the result, with their memory kinds (`pinned_host`: arrays in host memory go there) and the layouts of
+            arrays and `Format`s. It may be a part of the saved tree: other leaves are not read, and are listed in a log
             message at level INFO. Every array and plain value in it must be in the checkpoint, with the same shape.
             Leaves that are not data, such as functions, are kept. `...` in place of a leaf or a subtree means that it
             is not loaded; it stays `...` in the result. See `shardkeep.abstract` for a template of the whole
@@ -76,15 +77,17 @@ def load(
             template, entries of dicts that hold no such leaf are dropped, and other positions (of lists, tuples and
             classes) become None. With a template, other leaves keep the template's value. If it matches no leaf at
             all, that is an error.
-        mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the layout they were saved with, as
+        mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the sharding they were saved with, as
             far as the mesh has the axes and they divide the array. A warning names arrays that are replicated
-            instead.
+            instead. If it is None, `PartitionSpec`s are for the mesh of `jax.set_mesh`; without any, that mesh has no
+            effect.
         partition_rules: Pairs of a regular expression and a `PartitionSpec`, for `mesh`. The first rule whose
-            expression matches the `/`-joined key (`re.search`) gives the layout. Specs are cut to the rank of the
+            expression matches the `/`-joined key (`re.search`) gives the sharding. Specs are cut to the rank of the
             array.
         shardings: A sharding for all arrays, a tree of shardings like the saved one, or a dict by key (`a/b` or
-            `a.b`). An entry covers everything below it. Values are `Sharding`s, `PartitionSpec`s for `mesh`,
-            functions of the loaded array, or None. Rules are tried first.
+            `a.b`). An entry covers everything below it. Values are `Sharding`s (memory kinds are kept),
+            `PartitionSpec`s for `mesh`, `jax.experimental.layout.Format`s, functions of the loaded array, or None.
+            Rules are tried first.
         dtype: Cast arrays of the same kind: a float dtype casts floats, an integer dtype integers. A template's
             dtypes take precedence.
         verify: Whether to check the data against the stored digests.
@@ -161,10 +164,10 @@ def abstract(
         prefix: Which of several trees in the directory. By default the one saved without a prefix, or else the only
             one.
         include: A regular expression on `/`-joined keys, as for `load`.
-        mesh: The mesh for the shardings of the `ShapeDtypeStruct`s. Without it, and without `shardings`, they have
-            none.
+        mesh: The mesh for the shardings of the `ShapeDtypeStruct`s. If it is None, `PartitionSpec`s are for the mesh
+            of `jax.set_mesh`. Without rules and shardings they then have none.
         partition_rules: Pairs of a regular expression and a `PartitionSpec`, as for `load`.
-        shardings: A tree or dict of shardings, as for `load`, but without functions.
+        shardings: A tree or dict of shardings, as for `load`, but without functions. Memory kinds and layouts are kept.
         dtype: The dtype of arrays of the same kind, as for `load`.
 
     Returns:
