@@ -14,6 +14,8 @@ import numpy as np
 
 from shardkeep._version import __version__
 from shardkeep.errors import IntegrityError
+from shardkeep.jaxapi import transfers_allowed
+from shardkeep.loading.moving import on_host
 from shardkeep.model.arrays import Region
 from shardkeep.model.leaves import StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
@@ -142,15 +144,18 @@ def _parts_of(recorded: Mapping[str, str]) -> dict[str, list[tuple[Region, str]]
 
 def _part(value: Any, region: Region) -> Any:
     """A part of an array in host memory; None if not all of it is addressable from this process."""
-    if not _is_spread(value):
-        return np.asarray(value)[region.slices]
+    with transfers_allowed():
+        return _spread_part(value, region) if _is_spread(value) else on_host(value)[region.slices]
+
+
+def _spread_part(value: jax.Array, region: Region) -> Any:
     found = np.empty(region.shape, value.dtype)
     shards = {Region.from_index(shard.index, value.shape): shard.data for shard in value.addressable_shards}
     seen = 0
     for there, data in shards.items():
         common = there.intersect(region)
         if common is not None:
-            found[common.within(region).slices] = np.asarray(data)[common.within(there).slices]
+            found[common.within(region).slices] = on_host(data)[common.within(there).slices]
             seen += common.size
     return found if seen == region.size else None
 
@@ -164,7 +169,8 @@ def _stored(array: Any) -> Any:
 
 def compute_checksum(array: Any) -> str:
     """SHA-256 of an array's C-order bytes, in hex."""
-    return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
+    with transfers_allowed():
+        return hashlib.sha256(on_host(array).tobytes()).hexdigest()
 
 
 def metadata_of(tree: Tree) -> dict[str, Any]:
