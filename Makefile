@@ -3,7 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-eformer test-hf check demo bench faults faults-peers bench-quick bench-buckets format clean
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-hf check demo bench faults faults-peers
+.PHONY: bench-quick bench-buckets bench-devices format clean
 
 setup: $(STAMP)
 
@@ -19,6 +20,34 @@ test: setup
 # The tests of several processes once more, with four of them.
 test-processes: setup
 	$(BIN)/python -m pytest -m processes4 tests/multiprocess
+
+# The suite on the oldest and on the newest JAX and Python that are supported, in environments of their own.
+# TESTS= runs a part of it; PYTHON= chooses the interpreter of the newest, OLDEST_PYTHON= that of the oldest.
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+OLDEST_PYTHON ?= python3.11
+NEWEST_PYTHON := $(if $(filter file,$(origin PYTHON)),python3.13,$(PYTHON))
+TESTS ?= tests
+
+test-versions: test-oldest test-newest
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+test-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+$(OLDEST)/.installed: pyproject.toml
+	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check 'jax==0.8.0' 'jaxlib==0.8.0' -e '.[dev]'
+	touch $@
+
+$(NEWEST)/.installed: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade jax jaxlib -e '.[dev]'
+	touch $@
 
 # Real eFormer beside this package: each reads what the other writes. It needs its own environment (it brings ray).
 EFORMER := .venv-eformer
@@ -71,6 +100,10 @@ bench-quick: $(BENCH_STAMP)
 bench-buckets: setup
 	$(BIN)/python bench/buckets.py
 
+# What saves and loads cost on accelerators, on a simulated one.
+bench-devices: setup
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python bench/devices.py
+
 $(BENCH_STAMP): pyproject.toml
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS) -e .
@@ -85,4 +118,4 @@ faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(EFORMER) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -38,3 +38,37 @@ def test_what_a_process_transfers_is_what_it_writes(tmp_path: Path, platform: st
             # A file has a header, of which nothing was transferred.
             assert process["moved"] <= process["share"] <= process["moved"] * 1.001 + 10_000, f"{name}: {shares}"
             assert process["moved"] == 16 * (1 << 11) * (1 << 10) // 2, f"{name}: {shares}"
+
+
+OWN = """
+import jax, numpy as np, shardkeep
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from multiprocess.inside import caught, put, spread
+from support import bits, pattern
+
+shardkeep.set_memory_budget(1 << 20)
+values = {str(i): pattern("float32", (258, 512 + i)) for i in range(6)}
+everywhere = {key: spread(array, P("a")) for key, array in values.items()}
+own = {"own " + key: jax.device_put(array, jax.local_devices()[0]) for key, array in values.items()}
+two = Mesh(np.array([device for device in jax.devices() if device.process_index < 2]), ("a",))
+some = {name: put(values["0"], NamedSharding(two, spec)) for name, spec in (("whole", P()), ("cut", P("a")))}
+tree = {**everywhere, **own, **some}
+shardkeep.save(root / "now", tree)
+shardkeep.save_async(root / "later", tree).wait()
+device.wait_for("finished", device.counters()["enqueued"])
+right = []
+for name in ("now", "later"):
+    template = {key: np.zeros(array.shape, array.dtype) for key, array in tree.items()}
+    found = shardkeep.load(root / name, template=template)
+    right.append(all(bits(found[key]) == bits(values[key.removeprefix("own ")]) for key in [*values, *own]))
+    right.append(all(bits(found[key]) == bits(values["0"]) for key in some))
+differs = {"own": jax.device_put(values["0"] if index else values["0"] + 1, jax.local_devices()[0]), **everywhere}
+say(right=right, error=caught(shardkeep.save, root / "differing", differs)["message"])
+"""
+
+
+def test_arrays_of_one_process_go_in_batches_too(tmp_path: Path) -> None:
+    """What every process has on its own is compared first, and some processes have nothing of an array."""
+    for process in run_on_devices(OWN, tmp_path, processes=3, devices=1):
+        assert process["right"] == [True] * 4
+        assert "leaf own: float32[258, 512]" in process["error"]

@@ -3,6 +3,7 @@
 The programs run on the simulated device. They look at counters and at the order of events, never at times.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +340,155 @@ say(found=found)
         SHARDKEEP_PINNED_HOST=setting,
     )
     assert said["found"] == [True] * 4
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+@pytest.mark.parametrize("setting", ["always", "never"])
+def test_a_transfer_that_fails_fails_the_save(tmp_path: Path, how: str, setting: str) -> None:
+    """Nothing is committed, nothing stays in memory, and the next save is as good as the first."""
+    said = run(
+        f"HOW = {how!r}\n"
+        + """
+from shardkeep.runtime.budget import budget
+def save(path):
+    pending = getattr(shardkeep, HOW)(path, tree)
+    return pending if HOW == "save" else pending.wait()
+found = []
+for number, first in enumerate((0, 7, 63)):
+    host, tree = state("sharded")
+    device.fail_after(first)
+    try:
+        save(f"{root}/{number}")
+    except jax.errors.JaxRuntimeError as error:
+        found.append([*error.__notes__, shardkeep.exists(f"{root}/{number}"), budget.used])
+        del error
+    counted = device.counters()
+    found[-1] += [counted["pinned_live_bytes"], counted["views"]]
+    save(f"{root}/{number}")
+    found[-1].append(is_saved(f"{root}/{number}", host))
+say(found=found)
+""",
+        tmp_path,
+        SHARDKEEP_PINNED_HOST=setting,
+    )
+    for note, *facts in said["found"]:
+        assert re.fullmatch(r"shardkeep was transferring 1\d,\d{3} bytes of an array that is being saved", note)
+        assert facts == [False, 0, 0, 0, True]
+    assert len(said["found"]) == 3
+
+
+@pytest.mark.parametrize("setting", ["always", "never"])
+def test_an_interrupt_while_transfers_are_started_leaves_nothing_behind(tmp_path: Path, setting: str) -> None:
+    """Before and after any of them is enqueued: no memory, no thread, and the arrays are the caller's alone."""
+    said = run(
+        """
+import gc, threading
+from shardkeep.runtime.budget import budget
+from shardkeep.saving import transfer
+name = "note_pinned" if os.environ["SHARDKEEP_PINNED_HOST"] == "always" else "start"
+usual = getattr(transfer.Arriving, name)
+host, tree = state("half")
+found = []
+for late in (False, True):
+    for at in (1, 20, 32):
+        count = 0
+        def interrupted(self, *arguments):
+            global count
+            count += 1
+            if count == at and not late:
+                raise KeyboardInterrupt
+            usual(self, *arguments)
+            if count == at:
+                raise KeyboardInterrupt
+        setattr(transfer.Arriving, name, interrupted)
+        try:
+            shardkeep.save_async(root + "/x", tree)
+        except KeyboardInterrupt:
+            found.append([count])
+        setattr(transfer.Arriving, name, usual)
+        gc.collect()
+        device.wait_for("finished", device.counters()["enqueued"])
+        found[-1] += [device.counters()["pinned_live_bytes"], budget.used, threading.active_count(), os.listdir(root)]
+shardkeep.save_async(root + "/x", tree).wait()
+say(found=found, right=is_saved(root + "/x", host))
+""",
+        tmp_path,
+        SHARDKEEP_PINNED_HOST=setting,
+    )
+    assert said["right"]
+    assert said["found"] == [[at, 0, 0, 1, []] for _ in range(2) for at in (1, 20, 32)]
+
+
+def test_an_interrupt_between_batches_ends_the_save(tmp_path: Path) -> None:
+    """The call that was interrupted leaves its arrays to the caller: its thread takes no more of them."""
+    said = run(
+        """
+import threading
+from shardkeep.runtime.budget import budget
+from shardkeep.saving import save, transfer
+shardkeep.set_memory_budget(64 << 20)
+host, tree = state("half", leaves=32, rows=4096)
+device.hold("out")  # the first batch does not arrive before the interrupt
+def interrupted(self, until_safe=False):
+    raise KeyboardInterrupt
+usual, transfer.Transfers.wait = transfer.Transfers.wait, interrupted
+try:
+    shardkeep.save_async(root + "/x", tree)
+    raised = False
+except KeyboardInterrupt:
+    raised = True
+transfer.Transfers.wait = usual
+device.release("out")
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join()
+moved = device.counters()["device_to_host_bytes"] / sum(array.nbytes for array in host.values())
+exists = shardkeep.exists(root + "/x")
+shardkeep.save_async(root + "/x", tree).wait()
+say(raised=raised, moved=moved, exists=exists, used=budget.used, right=is_saved(root + "/x", host))
+""",
+        tmp_path,
+        SHARDKEEP_PINNED_HOST="never",
+    )
+    assert said.pop("moved") < 0.7
+    assert said == {"raised": True, "exists": False, "used": 0, "right": True}
+
+
+def test_exchange_files_and_zarr_arrays_transfer_every_byte_once(tmp_path: Path) -> None:
+    """In batches too, and a leaf of many pieces included."""
+    said = run(
+        """
+found = {}
+for name, more in (("x.safetensors", {}), ("y.safetensors", {"max_shard_size": "1MB"}), ("z", {"format": "zarr"})):
+    for limit in (None, 1 << 20):
+        shardkeep.set_memory_budget(limit)
+        host, tree = state("half")
+        shardkeep.save_async(root + "/" + name, tree, overwrite=True, **more).wait()
+        moved = device.counters()["device_to_host_bytes"] / sum(array.nbytes for array in host.values())
+        found[f"{name} {limit}"] = [moved, is_saved(root + "/" + name, host)]
+say(found=found)
+""",
+        tmp_path,
+    )["found"]
+    assert said == {name: [1, True] for name in said}
+    assert len(said) == 6
+
+
+def test_the_documented_manager_leaves_nothing_with_the_arrays(tmp_path: Path) -> None:
+    """With checksums too, and under a transfer guard."""
+    said = run(
+        """
+from shardkeep.serialization.async_manager import AsyncCheckpointManager
+host, tree = state("half", leaves=3)
+manager = AsyncCheckpointManager(float_dtype="float32", enable_validation=True)
+with jax.transfer_guard("disallow"):
+    manager.save(tree, root + "/x")
+device.reset()
+for array in tree.values():
+    np.asarray(array)
+again = device.counters()["device_to_host_bytes"] / sum(array.nbytes for array in host.values())
+say(again=again)
+""",
+        tmp_path,
+    )
+    assert said == {"again": 1}

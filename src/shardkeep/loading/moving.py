@@ -16,11 +16,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
 from shardkeep.jaxapi import private_part, refuse_without_jax, transfers_allowed
-from shardkeep.model.arrays import NUMPY_NAMES, Array, kind_of
+from shardkeep.model.arrays import NUMPY_NAMES, WIDE, Array, carrier_of, is_integer
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
-
-_WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
 
 
 def move(x: Any, sharding: Sharding | None) -> jax.Array:
@@ -40,14 +38,14 @@ def _move(x: Any, sharding: Sharding | None) -> jax.Array:
     if not isinstance(x, jax.Array) or sharding is None or not _needs_computation(x, sharding):
         return jax.device_put(x, sharding)
     dtype = np.dtype(x.dtype)
-    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+    if dtype in WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
             return _move(x, sharding)
     if here and is_on_cpu(sharding):
         return _place(on_host(x), sharding)  # nothing to compile, and host memory is where it goes
-    if _is_integer(dtype):
+    if is_integer(dtype):
         return jax.device_put(x, sharding)
-    carrier = _carrier(dtype)
+    carrier = carrier_of(dtype)
     if carrier is None or not (_is_in_device_memory(x.sharding) and _is_in_device_memory(sharding)):
         return _place(on_host(x) if here else gather_array(x), sharding)
     moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
@@ -61,7 +59,7 @@ def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
     found = cast(Any, x).format.layout
     if found is not None and found.major_to_minor == layout.major_to_minor and layout.tiling in (None, found.tiling):
         return x
-    carrier = _carrier(np.dtype(x.dtype))
+    carrier = carrier_of(np.dtype(x.dtype))
     with transfers_allowed():
         return _lay_out(carrier, Format(layout, x.sharding))(x)
 
@@ -76,20 +74,20 @@ def _take_rows(x: Any, start: int, stop: int) -> Any:
     if not isinstance(x, jax.Array) or is_prng_dtype(x.dtype):
         return x[start:stop]
     dtype = np.dtype(x.dtype)
-    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+    if dtype in WIDE and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):
             return _take_rows(x, start, stop)
-    carrier = _carrier(dtype)
+    carrier = carrier_of(dtype)
     if carrier is not None:
         return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, carrier)[start:stop], dtype)
-    if _is_integer(dtype) or not x.is_fully_addressable:
+    if is_integer(dtype) or not x.is_fully_addressable:
         return x[start:stop]
     return jax.device_put(on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
 
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:
     """Whether JAX, as it is configured now, cannot hold arrays of this dtype without changing them."""
-    if dtype in _WIDE:
+    if dtype in WIDE:
         return not cast(Any, jax.config).jax_enable_x64
     return not _is_known_to_jax(dtype)
 
@@ -133,18 +131,6 @@ def on_host(x: Any) -> Array:
 
 def _place(data: Array, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index], dtype=data.dtype)
-
-
-def _is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether values of this type are whole bytes that no kernel changes."""
-    return dtype.isbuiltin == 1 and kind_of(dtype) in ("int", "bool")
-
-
-def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """The unsigned integer with the width of a float type; None if there is none that JAX can convert it to."""
-    if kind_of(dtype) != "float" or dtype.name.startswith(("float4", "float6")):
-        return None
-    return np.dtype(f"uint{dtype.itemsize * 8}")
 
 
 @lru_cache(maxsize=256)

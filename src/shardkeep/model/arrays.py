@@ -102,6 +102,24 @@ def kind_of(dtype: np.dtype[Any]) -> str:
     return {"f": "float", "i": "int", "u": "int", "c": "complex", "b": "bool"}.get(dtype.kind, "other")
 
 
+WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))  # JAX needs x64 for them
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Whether values of this type are whole bytes that no kernel of XLA changes."""
+    return dtype.isbuiltin == 1 and kind_of(dtype) in ("int", "bool")
+
+
+def carrier_of(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The unsigned integer with the width of a float type; None if there is none that JAX can convert it to.
+
+    XLA may change floats where it should only move them: some kernels set the quiet bit of NaNs, for example.
+    """
+    if kind_of(dtype) != "float" or dtype.name.startswith(("float4", "float6")):  # float64 too: TPUs have none
+        return None
+    return np.dtype(f"uint{dtype.itemsize * 8}")
+
+
 def kind_of_value(value: object) -> str:
     """The kind of a plain number; "other" for any other value."""
     if isinstance(value, np.generic):

@@ -24,6 +24,7 @@ from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
 from shardkeep.saving.rows import settle_rows, unsettled_lengths
 from shardkeep.saving.snapshot import Snapshot
+from shardkeep.saving.transfer import AnyShard, Arriving
 from shardkeep.stores.base import Store
 from shardkeep.targets.transaction import Transaction
 
@@ -67,9 +68,15 @@ def _describe(leaf: StagedLeaf, snapshot: Snapshot) -> str:
     if not leaf.common:
         return f"{name}{what}; sharded over processes (layout {digest(layout.encode())[:12]})"
     held = range(leaf.first_held, leaf.first_held + len(leaf.held))
-    contents = [digest(np.ascontiguousarray(snapshot.shards[i].data).reshape(-1).view(np.uint8).data) for i in held]
+    contents = [_digest(snapshot.shards[number]) for number in held]
     both = layout + "".join(contents)  # different arrays, cut in different ways, can have the same bytes
     return f"{name}{what}; {SAME} (contents {digest(both.encode())[:12]})"
+
+
+def _digest(shard: AnyShard) -> str:
+    """The digest of a shard. One that has to go in batches is not yet in host memory, and does not stay there."""
+    data = shard.glance() if isinstance(shard, Arriving) else shard.data
+    return digest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
 def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:

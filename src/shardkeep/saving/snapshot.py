@@ -32,9 +32,10 @@ from shardkeep.processes.collectives import gather_array
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import Shard
 from shardkeep.saving.buffers import shards_of
+from shardkeep.saving.cutting import can_cut
 from shardkeep.saving.donation import Staging
 from shardkeep.saving.rows import gather_value, in_rows, stage_value
-from shardkeep.saving.transfer import AnyShard, Arriving, Copies, Transfers, can_cut
+from shardkeep.saving.transfer import AnyShard, Arriving, Copies, Transfers
 
 _SHOWN = 10
 _REMEMBERED = 4096
@@ -307,7 +308,7 @@ def _look_at(array: jax.Array) -> _Form:
     if array.is_fully_replicated:
         plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
         whole = Region.whole(array.shape)
-        copies = (_copies(array)[whole],) if where == "device" else ()
+        copies = tuple(_copies(array).values()) if where == "device" else ()  # none if all are of other processes
         return _Form(spec, origin, (whole,), None, plain, where, copies)
     found = _copies(array)
     parts = tuple(copies[0][0] for copies in found.values())

@@ -28,13 +28,12 @@ from shardkeep.model.arrays import Array, Region
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import Shard
 from shardkeep.runtime.scopes import Latch
+from shardkeep.saving.cutting import cut_on_device, is_exhausted
 
 _GROUP = 256 << 20  # bytes that are enqueued by one call; after an error, those of one call are transferred again
 _PINNED = "pinned_host"
 
 Copies = Sequence[tuple[int, Any]]  # parts of an array that have the same region: their numbers and devices
-
-_cutting: dict[str, bool] = {}  # by platform: whether its devices can compile a slice
 
 
 class Arriving:
@@ -47,7 +46,19 @@ class Arriving:
         cut: The region within the part; None if it is all of it.
     """
 
-    __slots__ = ("_array", "_cut", "_data", "_lock", "_part", "_sent", "arrived", "copies", "is_over", "nbytes")
+    __slots__ = (
+        "_array",
+        "_cut",
+        "_data",
+        "_dtype",
+        "_lock",
+        "_part",
+        "_sent",
+        "arrived",
+        "copies",
+        "is_over",
+        "nbytes",
+    )
     stable = True
     private = True
 
@@ -56,7 +67,7 @@ class Arriving:
         self.arrived = 0.0  # when it had, by `time.perf_counter`
         self.is_over = False
         self._array: jax.Array | None = array
-        self._cut = cut
+        self._cut, self._dtype = cut, np.dtype(array.dtype)
         self._part: jax.Array | None = None  # on the device
         self._sent: jax.Array | None = None  # what the transfer was started on
         self._data: Array | None = None
@@ -75,7 +86,7 @@ class Arriving:
         """Choose the part, and return what has to be transferred of it."""
         assert self._array is not None
         part = local_parts(self._array, number + 1)[number]
-        piece = None if self._cut is None else _cut_on_device(part, self._cut)
+        piece = None if self._cut is None else cut_on_device(part, self._cut)
         if piece is not None:
             part, self._cut = piece, None
         self._part = part
@@ -109,15 +120,29 @@ class Arriving:
         with self._lock:
             if self._data is None:
                 assert self._sent is not None, "it was not started, or is released"
-                data = self._read(self._sent)
-                if self._cut is not None:
-                    data = data[self._cut.slices]
-                self._data = data if data.flags.c_contiguous else np.array(data, order="C", copy=True)
+                self._data = self._form(self._read(self._sent))
                 self.arrived = time.perf_counter()
                 if self._sent is self._part:
                     self._sent = None  # the copy in ordinary memory is the array's own
                 self._part = None
             return self._data
+
+    def glance(self) -> Array:
+        """The data in host memory, which is not kept if the transfer has not been started yet."""
+        with self._lock:
+            if self.is_started:
+                return self.data
+            assert self._array is not None
+            number, _ = self.copies[0]
+            with transfers_allowed():
+                whole = np.asarray(private_part(local_parts(self._array, number + 1)[number]))
+            return self._form(whole)
+
+    def _form(self, data: Array) -> Array:
+        """What was transferred as the region that it is of: contiguous, with the dtype of the array."""
+        if self._cut is not None:
+            data = data[self._cut.slices]
+        return (data if data.flags.c_contiguous else np.array(data, order="C", copy=True)).view(self._dtype)
 
     def _read(self, sent: jax.Array) -> Array:
         with transfers_allowed():
@@ -125,7 +150,8 @@ class Arriving:
                 return np.asarray(sent)
             except JaxRuntimeError as error:
                 part = self._part
-                if sent is part or part is None or not _is_exhausted(error):
+                if sent is part or part is None or not is_exhausted(error):
+                    error.add_note(f"shardkeep was transferring {self.nbytes:,} bytes of an array that is being saved")
                     raise
                 if part.is_deleted():
                     raise HostMemoryError(
@@ -166,7 +192,7 @@ class Transfers:
 
     @property
     def nbytes(self) -> int:
-        return sum(arriving.nbytes for arriving in self._all)
+        return _size_of(self._all)
 
     @property
     def in_batches(self) -> bool:
@@ -214,7 +240,7 @@ class Transfers:
             try:
                 copies = [] if left else jax.device_put([part for _, part, _ in group], places)
             except JaxRuntimeError as error:
-                if not _is_exhausted(error):
+                if not is_exhausted(error):
                     raise
                 copies = []
                 self._exhausted.update(device for _, _, device in group)
@@ -273,13 +299,19 @@ class Transfers:
             return [list(tasks)]
         batches: list[list[tuple[Task, Sequence[Arriving]]]] = [[]]
         inside: set[Arriving] = set()
+        filled = 0
         for task, some in tasks:
-            if batches[-1] and sum(arriving.nbytes for arriving in inside.union(some)) > self.room // 2:
+            if batches[-1] and filled + _size_of(set(some) - inside) > self.room // 2:
                 batches.append([])
-                inside = set()
+                inside, filled = set(), 0
             batches[-1].append((task, some))
+            filled += _size_of(set(some) - inside)
             inside.update(some)
         return batches
+
+
+def _size_of(some: Iterable[Arriving]) -> int:
+    return sum(arriving.nbytes for arriving in some)
 
 
 class _Uses:
@@ -296,31 +328,6 @@ class _Uses:
             over = [arriving for arriving in some if not self.count[arriving]]
         for arriving in over:
             arriving.release()
-
-
-def can_cut(array: jax.Array) -> bool:
-    """Whether the devices of an array can cut parts out of it. Tried once for each platform."""
-    platform = next(iter(array.sharding.device_set)).platform
-    if platform not in _cutting:
-        part = local_parts(array, 1)[0]
-        with transfers_allowed():
-            _cutting[platform] = _cut_on_device(part, Region((0,) * part.ndim, (1,) * part.ndim)) is not None
-    return _cutting[platform]
-
-
-def _cut_on_device(part: jax.Array, region: Region) -> jax.Array | None:
-    """A region of an array, on the same device; None if the device cannot compile, or has no memory for it."""
-    ends = tuple(start + length for start, length in zip(region.start, region.shape, strict=True))
-    try:
-        return jax.lax.slice(part, region.start, ends)
-    except JaxRuntimeError as error:
-        if str(error).startswith("UNIMPLEMENTED") or _is_exhausted(error):
-            return None
-        raise
-
-
-def _is_exhausted(error: Exception) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _has_pinned_memory(device: Any) -> bool:
