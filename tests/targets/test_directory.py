@@ -106,9 +106,9 @@ def planned(tmp_path: Path) -> Callable[..., list[str]]:
                 spec = ArraySpec(leaf.value.shape, leaf.value.dtype)
                 plans.append(StagedArray(leaf.path, spec, NATIVE, (Region.whole(spec.shape),)))
         target = at(tmp_path, format)
-        made = plan_save(target.layout, plans, Draft(save_id, prefix, skeleton, {}, ""))
-        assert (made.draft.save_id, made.draft.skeleton) == (save_id, skeleton)
-        return target.reserve(made, None).names
+        made = plan_save(target.layout, plans, [Draft(save_id, prefix, skeleton, {}, "")])
+        assert (made.save_id, made.trees[0].draft.skeleton) == (save_id, skeleton)
+        return target.reserve(made, None).trees[0].names
 
     return plan
 
