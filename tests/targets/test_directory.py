@@ -139,8 +139,8 @@ class TestNames:
         save_id = "2" * 32
         tree = Tree(save_id, "zarr", flatten({})[0], (), (DataFile(f"~{save_id}/{name}", 3),), {}, "", published=True)
         current = Manifest("", save_id, {"": tree})
-        assert at(tmp_path)._is_free(["x", "v/0"], current)
-        assert not at(tmp_path)._is_free(["x", "w/0.0"], current)
+        assert at(tmp_path)._is_free(["x", "v/0"], current, [])
+        assert not at(tmp_path)._is_free(["x", "w/0.0"], current, [])
 
     def test_names_that_carry_the_save_need_no_claim(self, tmp_path: Path, planned: Planned) -> None:
         for _ in range(2):
