@@ -17,7 +17,7 @@ from faults.sweep import SCENARIOS, Violation, sweep
 # One error at every second call; the others at every eighth, together at every second.
 _OTHER_ERRORS = (errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.EROFS)
 _SAVES = [name for name in SCENARIOS if "delete" not in name]
-_COMMITS = [name for name in _SAVES if name.startswith(("overwrite", "first,", "exchange", "one prefix"))]
+_COMMITS = [name for name in _SAVES if name.startswith(("overwrite", "first,", "exchange", "one prefix", "several"))]
 
 
 @dataclass(frozen=True)

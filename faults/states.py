@@ -96,10 +96,14 @@ _KINDS = {
 }
 
 
-def save(path: str, kind: str, number: int, linkless: bool = False, **arguments: Any) -> None:
+def save(
+    path: str, kind: str, number: int, linkless: bool = False, trees: dict[str, str] | None = None, **arguments: Any
+) -> None:
+    """Save a state; `trees` are the kinds of further states of the same number, by prefix, committed with it."""
     if linkless:
         os.link = _refuse_link
-    shardkeep.save(path, make(kind, number), **arguments)
+    further = {prefix: make(each, number) for prefix, each in (trees or {}).items()}
+    shardkeep.save(path, make(kind, number), trees=further, **arguments)
 
 
 def _refuse_link(*_: Any, **__: Any) -> None:

@@ -35,8 +35,9 @@ class Scenario:
     """Steps that lead to the old state, and the step that is disturbed, which leads to the new one.
 
     `old` and `new` are (kind, number) of what loads with `prefix`, None where there is nothing. `others` are trees
-    of other prefixes that must stay, whatever happens. `again` are the arguments of the save that follows.
-    `killed_at`: the step was tried once before and killed at that call.
+    of other prefixes that must stay, whatever happens. `together` are the further trees of the old state and of the
+    new one, committed with them, by prefix. `again` are the arguments of the save that follows, which has the further
+    trees of the new state. `killed_at`: the step was tried once before and killed at that call.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Scenario:
     target: str = "run"
     prefix: str | None = None
     others: dict[str, tuple[str, int]] = field(default_factory=dict)
+    together: tuple[dict[str, tuple[str, int]], dict[str, tuple[str, int]]] = ({}, {})
     again: dict[str, Any] = field(default_factory=dict)
     killed_at: int = 0
 
@@ -78,7 +80,9 @@ def _second_prefix(format: str) -> Scenario:
     step: Step = ("save", {"kind": "fewer", "number": 2, "prefix": "optimizer", "format": format})
     again = {"prefix": "optimizer", "format": format}
     others = {"model": ("plain", 1)}
-    return Scenario(f"second prefix, {format}", step, ("fewer", 2), None, (first,), "run", "optimizer", others, again)
+    return Scenario(
+        f"second prefix, {format}", step, ("fewer", 2), None, (first,), "run", "optimizer", others, again=again
+    )
 
 
 def _replaced_prefix(format: str) -> Scenario:
@@ -90,7 +94,24 @@ def _replaced_prefix(format: str) -> Scenario:
     again = {"prefix": "model", "format": format}
     others = {"optimizer": ("plain", 2)}
     return Scenario(
-        f"one prefix of two, {format}", step, ("other", 3), ("plain", 1), steps, "run", "model", others, again
+        f"one prefix of two, {format}", step, ("other", 3), ("plain", 1), steps, "run", "model", others, again=again
+    )
+
+
+def _several_trees(name: str, **arguments: Any) -> Scenario:
+    """Two trees, replaced together by others of other shapes and one more, beside one that stays."""
+    first = {"kind": "plain", "number": 1, "trees": {"ema": "fewer"}, **arguments}
+    beside = {"kind": "fewer", "number": 7, "prefix": "beside", **arguments}
+    step = {"kind": "other", "number": 2, "trees": {"ema": "plain", "data": "fewer"}, "overwrite": True, **arguments}
+    return Scenario(
+        f"several trees, {name}",
+        ("save", step),
+        ("other", 2),
+        ("plain", 1),
+        (("save", first), ("save", beside)),
+        others={"beside": ("fewer", 7)},
+        together=({"ema": ("fewer", 1)}, {"ema": ("plain", 2), "data": ("fewer", 2)}),
+        again=arguments,
     )
 
 
@@ -130,6 +151,8 @@ SCENARIOS = {
         _second_prefix("tensorstore"),
         _replaced_prefix("safetensors"),
         _replaced_prefix("tensorstore"),
+        _several_trees("safetensors"),
+        _several_trees("tensorstore", **_ZARR),
         _saves("async, safetensors", ("sharded", 1), ("sharded", 2), act="save_async"),
         _saves("async, tensorstore", ("sharded", 1), ("sharded", 2), act="save_async", **_ZARR),
         _saves("exchange, first single", ("plain", 1), target=_FILE),
@@ -241,7 +264,20 @@ def check_state(scenario: Scenario, place: Path) -> str:
         found = next((s for s in (scenario.old, scenario.new) if s and same(tree, make(*s))), ("mix", 0))
     if found not in (scenario.old, scenario.new):
         raise Violation(f"neither the old state nor the new one is there, but {found}")
-    return "new" if found == scenario.new else "old"
+    is_new = found == scenario.new
+    if found is not None:
+        _check_together(scenario, path, scenario.together[is_new])
+    return "new" if is_new else "old"
+
+
+def _check_together(scenario: Scenario, path: Path, further: dict[str, tuple[str, int]]) -> None:
+    """The further trees of one commit are there, and no others."""
+    for prefix, state in further.items():
+        if not same(shardkeep.load(path, prefix=prefix), make(*state)):
+            raise Violation(f"the tree of prefix {prefix!r} is not of the same save as the main tree")
+    prefixes = set(shardkeep.inspect(path).prefixes)
+    if prefixes != {scenario.prefix or "", *further, *scenario.others}:
+        raise Violation(f"there are trees with the prefixes {sorted(prefixes)}")
 
 
 def check_told(scenario: Scenario, outcome: Outcome, state: str, mode: str) -> None:
@@ -268,7 +304,10 @@ def check_told(scenario: Scenario, outcome: Outcome, state: str, mode: str) -> N
 def check_next_save(scenario: Scenario, place: Path, directories: bool) -> None:
     """The next save works, and nothing of the disturbed one is left beside it; empty `directories` count if asked."""
     path = place / scenario.target
-    shardkeep.save(path, make("plain", 99), overwrite=True, **scenario.again)
+    further = dict.fromkeys(scenario.together[1], ("plain", 99))
+    trees = {prefix: make(*state) for prefix, state in further.items()}
+    shardkeep.save(path, make("plain", 99), overwrite=True, trees=trees, **scenario.again)
+    _check_together(scenario, path, further)
     if not same(shardkeep.load(path, prefix=scenario.prefix), make("plain", 99)):
         raise Violation("the next save did not load back")
     if not shardkeep.verify(path).ok:
@@ -333,6 +372,8 @@ def _check_listed(scenario: Scenario, path: Path, prefix: str, entries: list[dic
             raise Violation(f"{entry['path']} is not what the index says")
         found[entry["path"].removeprefix(f"{prefix}/" if prefix else "")] = data.tobytes()
     states = [scenario.others[prefix]] if prefix in scenario.others else [scenario.old, scenario.new, ("plain", 99)]
+    if any(prefix in further for further in scenario.together):
+        states = [*(further.get(prefix) for further in scenario.together), ("plain", 99)]
     wanted = [_arrays(make(*state)) for state in states if state is not None]
     if found not in wanted:
         raise Violation(f"the index lists a mix of trees (prefix {prefix!r})")

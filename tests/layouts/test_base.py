@@ -65,7 +65,7 @@ every_format = pytest.mark.parametrize("format", [make() for make in FORMATS.val
 
 def laid_out(format: Layout, leaves: list[StagedArray], directory: str = "m") -> tuple[list[PiecePlan], list[FilePlan]]:
     pieces = plan_pieces(leaves, format.split, format.whole)
-    files = plan_save(format, leaves, DRAFT).named(f"{directory}/" if directory else "").files
+    files = plan_save(format, leaves, [DRAFT]).trees[0].named(f"{directory}/" if directory else "").files
     return pieces, list(files)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from dtypes import EXTENDED, NUMPY, dtype_of
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.base import SavePlan, TreePlan
 from shardkeep.layouts.codecs import ZSTD
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, WrittenFile
 from shardkeep.layouts.safetensors import SafetensorsLayout
@@ -55,7 +55,8 @@ def _write(
 
 
 def _plan(*files: FilePlan) -> SavePlan:
-    return SavePlan(Draft("0" * 32, "", Skeleton(None), {}, ""), SafetensorsLayout(), (), files)
+    draft = Draft("0" * 32, "", Skeleton(None), {}, "")
+    return SavePlan(draft.save_id, draft.created, (TreePlan(draft, SafetensorsLayout(), (), files),))
 
 
 def _descriptors(below: Path) -> list[str]:

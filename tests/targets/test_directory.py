@@ -106,9 +106,9 @@ def planned(tmp_path: Path) -> Callable[..., list[str]]:
                 spec = ArraySpec(leaf.value.shape, leaf.value.dtype)
                 plans.append(StagedArray(leaf.path, spec, NATIVE, (Region.whole(spec.shape),)))
         target = at(tmp_path, format)
-        made = plan_save(target.layout, plans, Draft(save_id, prefix, skeleton, {}, ""))
-        assert (made.draft.save_id, made.draft.skeleton) == (save_id, skeleton)
-        return target.reserve(made, None).names
+        made = plan_save(target.layout, plans, [Draft(save_id, prefix, skeleton, {}, "")])
+        assert (made.save_id, made.trees[0].draft.skeleton) == (save_id, skeleton)
+        return target.reserve(made, None).trees[0].names
 
     return plan
 
@@ -139,8 +139,8 @@ class TestNames:
         save_id = "2" * 32
         tree = Tree(save_id, "zarr", flatten({})[0], (), (DataFile(f"~{save_id}/{name}", 3),), {}, "", published=True)
         current = Manifest("", save_id, {"": tree})
-        assert at(tmp_path)._is_free(["x", "v/0"], current)
-        assert not at(tmp_path)._is_free(["x", "w/0.0"], current)
+        assert at(tmp_path)._is_free(["x", "v/0"], current, [])
+        assert not at(tmp_path)._is_free(["x", "w/0.0"], current, [])
 
     def test_names_that_carry_the_save_need_no_claim(self, tmp_path: Path, planned: Planned) -> None:
         for _ in range(2):

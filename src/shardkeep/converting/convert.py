@@ -89,8 +89,8 @@ def convert(wanted: Conversion, show: ShowProgress, verbose: bool = False) -> It
             f"{wanted.source} contains several trees ({', '.join(name or '(no prefix)' for name in trees)}), and "
             f"{wanted.destination} can hold one: choose it with --prefix, or convert to a directory"
         )
-    for prefix in () if wanted.overwrite else trees:  # before any work is done; the commit refuses it again
-        refuse_existing(target, prefix)
+    if not wanted.overwrite:  # before any work is done; the commit refuses it again
+        refuse_existing(target, trees)
     for prefix, tree in _chosen(trees, wanted).items():
         if tree.leaves or wanted.include is None:
             yield _convert_tree(opened, prefix, tree, target, dtype, wanted.overwrite, show, verbose)

@@ -317,8 +317,9 @@ class EformerIndex:
         index["prefixes"] = {p: entries for p, entries in trees.items() if p}
         if "" in trees or not trees:
             index["arrays"] = trees.get("", [])
-        newest = next((tree for tree in manifest.trees.values() if tree.save_id == manifest.save_id), None)
-        metadata = {} if newest is None else untagged(dict(newest.metadata))
+        # Of the trees that were saved together, only the main one has metadata.
+        newest = (tree.metadata for tree in manifest.trees.values() if tree.save_id == manifest.save_id)
+        metadata = untagged(dict(next(filter(None, newest), {})))
         return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
 
 

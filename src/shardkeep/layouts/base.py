@@ -1,7 +1,7 @@
 """What a layout is, and the plan of a save that is laid out by one.
 
 A plan is a value, made before anything is written and without looking at the place where it goes. The names in it are
-only the ends of names: what they begin with is chosen when they are reserved (`SavePlan.named`).
+only the ends of names: what they begin with is chosen when they are reserved (`TreePlan.named`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,14 +64,14 @@ class Layout(Protocol):
         """The files to write, each with its pieces and their offsets."""
         ...
 
-    def complete(self, plan: "SavePlan", file: FilePlan, written: WrittenFile) -> bytes:
+    def complete(self, plan: "TreePlan", file: FilePlan, written: WrittenFile) -> bytes:
         """The header with the manifest, as long as the one that was planned. Asked for if the plan has a `document`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """Everything a save will write.
+class TreePlan:
+    """Everything a save will write of one tree.
 
     `start` is what all names begin with, once they are reserved. `document` is the name that the only file gets in the
     end, if its header holds the manifest and it so commits itself. `notes` go into that header: they depend on what
@@ -90,18 +90,9 @@ class SavePlan:
     def names(self) -> list[str]:
         return [file.name for file in self.files]
 
-    @property
-    def nbytes(self) -> int:
-        """An upper bound on the bytes that will be written."""
-        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
-
-    def named(self, start: str) -> "SavePlan":
+    def named(self, start: str) -> "TreePlan":
         """The plan with complete names."""
         return replace(self, files=tuple([file.named(start + file.name) for file in self.files]), start=start)
-
-    def files_of(self, writer: int) -> list[FilePlan]:
-        """The files that one of the processes writes."""
-        return [file for file in self.files if file.writer == writer]
 
     def tree(self, written: Sequence[WrittenFile]) -> Tree:
         """The Tree to commit, once sizes and digests are known."""
@@ -137,7 +128,34 @@ class SavePlan:
         )
 
 
-def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], draft: Draft) -> SavePlan:
-    """What a save of these leaves writes, wherever it goes."""
-    pieces = plan_pieces(arrays_of(leaves), layout.split, layout.whole)
-    return SavePlan(draft, layout, tuple(leaves), tuple(layout.lay_out(leaves, pieces, draft)))
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Everything a save will write: one or more trees, which are committed together."""
+
+    save_id: str
+    created: str
+    trees: tuple[TreePlan, ...]
+
+    @property
+    def files(self) -> list[FilePlan]:
+        return [file for tree in self.trees for file in tree.files]
+
+    @property
+    def nbytes(self) -> int:
+        """An upper bound on the bytes that will be written."""
+        files = (file for tree in self.trees for file in tree.files)
+        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in files)
+
+    def files_of(self, writer: int) -> list[FilePlan]:
+        """The files that one of the processes writes."""
+        return [file for tree in self.trees for file in tree.files if file.writer == writer]
+
+
+def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], drafts: Sequence[Draft]) -> SavePlan:
+    """What a save of these leaves writes, wherever it goes: each tree in files of its own."""
+    trees: list[TreePlan] = []
+    for draft in drafts:
+        own = leaves[draft.leaves]
+        pieces = plan_pieces(arrays_of(own), layout.split, layout.whole)
+        trees.append(TreePlan(draft, layout, tuple(own), tuple(layout.lay_out(own, pieces, draft))))
+    return SavePlan(drafts[0].save_id, drafts[0].created, tuple(trees))

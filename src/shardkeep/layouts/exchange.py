@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardkeep.errors import KeyCollisionError, TreeError
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
@@ -90,9 +90,9 @@ class ExchangeLayout:
         wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
         written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
         aside = f".{os.path.basename(self.where)}.shardkeep/{draft.save_id}{SINGLE_END}"  # longer than the final name
-        return _manifest_of(SavePlan(draft, self, tuple(leaves), (wide.named(aside),)), written)
+        return _manifest_of(TreePlan(draft, self, tuple(leaves), (wide.named(aside),)), written)
 
-    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+    def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         """The header of a single file with its manifest in it, made from its digests."""
         header = json.loads(file.header[8:])
         notes = {name: text for name, text in header.pop("__metadata__").items() if name == "dtypes"}
@@ -103,5 +103,5 @@ class ExchangeLayout:
         return seal(file.header[:8] + text.ljust(len(file.header) - 8))
 
 
-def _manifest_of(plan: SavePlan, written: WrittenFile) -> bytes:
+def _manifest_of(plan: TreePlan, written: WrittenFile) -> bytes:
     return encode_manifest(Manifest("", plan.draft.save_id, {plan.draft.prefix: plan.tree([written])}))

@@ -1,7 +1,7 @@
 """The values a plan is made of: leaves, pieces, files, and what is known of a save when it begins."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from shardkeep.layouts.codecs import RAW, Codec
@@ -81,7 +81,10 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is known about a save when it begins."""
+    """What is known about a tree when its save begins.
+
+    The trees of one save have the same `save_id` and `created`. `leaves` are those of this tree in the snapshot.
+    """
 
     save_id: str
     prefix: str
@@ -90,6 +93,7 @@ class Draft:
     created: str
     indexed: bool = True
     step: int | None = None
+    leaves: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True, slots=True)

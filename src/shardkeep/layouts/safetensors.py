@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, arrays_of
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
@@ -90,7 +90,7 @@ class SafetensorsLayout:
             for number, group in enumerate(groups)
         ]
 
-    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+    def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         return file.header
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
@@ -92,7 +92,7 @@ class ZarrLayout:
         groups = groups_above(file.name for file in files) if self.groups else set[str]()
         return files + [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(groups)]
 
-    def complete(self, plan: SavePlan, file: FilePlan, written: WrittenFile) -> bytes:
+    def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         return file.header
 
     def _array(self, spec: ArraySpec, pieces: list[PiecePlan], place: str) -> list[FilePlan]:

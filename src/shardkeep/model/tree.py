@@ -28,10 +28,14 @@ Path = tuple[str, ...]
 
 @record
 class Leaf:
-    """A leaf of a tree: its value and its path, the names that lead to it."""
+    """A leaf of a tree: its value and its path, the names that lead to it.
+
+    `prefix` is that of the tree, if several trees are saved together.
+    """
 
     path: Path
     value: Any
+    prefix: str = ""
 
     @property
     def key(self) -> str:
@@ -50,13 +54,16 @@ def show_key(path: Path) -> str:
     return "/".join(part.replace("/", "\\/") for part in path)
 
 
-def name_leaf(path: Path) -> str:
+def name_leaf(path: Path, prefix: str = "") -> str:
     """The key of a leaf for a message or a table, readable even if the tree is a single leaf or the key is empty.
 
-    >>> name_leaf(("a", "b")), name_leaf(()), name_leaf(("",))
-    ('a/b', '(the tree itself)', "''")
+    If several trees are saved together, the prefix of its tree follows.
+
+    >>> name_leaf(("a", "b")), name_leaf(()), name_leaf(("",)), name_leaf(("w",), "ema")
+    ('a/b', '(the tree itself)', "''", "w (prefix 'ema')")
     """
-    return (show_key(path) or "''") if path else "(the tree itself)"
+    key = (show_key(path) or "''") if path else "(the tree itself)"
+    return f"{key} (prefix {prefix!r})" if prefix else key
 
 
 def join_key(path: Path) -> str:

@@ -18,7 +18,7 @@ from shardkeep.layouts.plan import StagedArray, StagedLeaf, WrittenFile
 from shardkeep.model.digests import digest
 from shardkeep.model.document import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
-from shardkeep.model.tree import Leaf, name_leaf, show_key
+from shardkeep.model.tree import Leaf, name_leaf
 from shardkeep.model.values import encode
 from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
@@ -29,14 +29,22 @@ from shardkeep.stores.base import Store
 from shardkeep.targets.transaction import Transaction
 
 _PER_PROCESS = "a PerProcess value"
+_ALL = slice(None)
 
 
-def describe(snapshot: Snapshot) -> list[str]:
-    """Lines for each leaf. Processes whose lines are equal can save the tree together."""
-    lines = [_describe(leaf, snapshot) for leaf in snapshot.leaves]
-    for leaf in snapshot.leaves:
+def describe(snapshot: Snapshot, prefix: str = "", leaves: slice = _ALL) -> list[str]:
+    """Lines for each leaf. Processes whose lines are equal can save the tree together.
+
+    Args:
+        snapshot: The snapshot of a tree, or of several that are saved together.
+        prefix: The prefix of the tree, if there are several.
+        leaves: The leaves of the tree in the snapshot.
+    """
+    lines = [_describe(leaf, snapshot, name_leaf(leaf.path, prefix)) for leaf in snapshot.leaves[leaves]]
+    for leaf in snapshot.leaves[leaves]:
         if isinstance(leaf, StagedArray) and not leaf.common:  # who writes it depends on all other leaves too
-            lines.append(f"writers of {show_key(leaf.path)}: {''.join(f'{writer} ' for _, writer in leaf.shares)}")
+            writers = "".join(f"{writer} " for _, writer in leaf.shares)
+            lines.append(f"writers of {name_leaf(leaf.path, prefix)}: {writers}")
     return lines
 
 
@@ -53,8 +61,8 @@ def outline(leaves: Sequence[Leaf]) -> list[str]:
     return lines
 
 
-def _describe(leaf: StagedLeaf, snapshot: Snapshot) -> str:
-    name = f"leaf {name_leaf(leaf.path)}: "
+def _describe(leaf: StagedLeaf, snapshot: Snapshot, name: str) -> str:
+    name = f"leaf {name}: "
     if not isinstance(leaf, StagedArray):
         text = json.dumps(encode(leaf.value))
         return f"{name}{leaf.value!r:.60}; {SAME} (digest {digest(text.encode())[:12]})"
@@ -124,7 +132,7 @@ def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[l
     """What a process noted in its record, once all its files are found with their recorded sizes."""
     files = plan.files_of(process)
     try:
-        document = store.read(f"{store.saves}/{plan.draft.save_id}.{process}").splitlines()
+        document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
         told: dict[str, Any] = json.loads(document[-1])
         part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
         there = store.sizes(file.name for file in files)

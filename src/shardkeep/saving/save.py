@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardkeep.catalog import new_target
-from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.errors import CheckpointNotFoundError, PrefixError, TreeError, an
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.document import check_step
 from shardkeep.model.manifest import check_prefix
@@ -66,6 +66,7 @@ def save(
     max_shard_size: int | str | None = None,
     progress: bool = False,
     step: int | None = None,
+    trees: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save a PyTree and return once the checkpoint is committed and durable.
 
@@ -91,6 +92,11 @@ def save(
             string such as "5GB", which is the default. Larger trees are split into several files with an index.
         progress: Whether to show a progress bar.
         step: The training step, which is recorded with the tree. `latest` orders checkpoints by it.
+        trees: Further trees to commit together with `tree`, in one step: either all of them are saved or none is. A
+            dict from prefixes to PyTrees. Each is stored under its prefix, as if it was saved with `prefix=`, and is
+            loaded with `load(path, prefix=…)`. `metadata` is stored with `tree` only. Trees of other prefixes that are
+            already there stay. With `overwrite=False`, the save is refused if any of the trees exists. Exchange files
+            hold a single tree, so this is a `ValueError` for a path that ends in `.safetensors`.
 
     Returns:
         A `SaveReport` with the bytes and files written and the time it took.
@@ -99,10 +105,17 @@ def save(
     >>> report = shardkeep.save(tmp / "step_100", {"w": jnp.ones((4, 4)), "step": 100})
     >>> shardkeep.load(tmp / "step_100")["step"]
     100
+
+    State, averaged weights and the data iterator's position, in one commit:
+
+    >>> trees = {"ema": {"w": jnp.zeros((4, 4))}, "data": {"position": 6400}}
+    >>> report = shardkeep.save(tmp / "step_200", {"w": jnp.ones((4, 4))}, step=200, trees=trees)
+    >>> shardkeep.load(tmp / "step_200", prefix="data")
+    {'position': 6400}
     """
     with join(f"saving to {name_path(path)}") as operation:
         target = new_target(location(path, "save(path, tree)"), format, compression, max_shard_size)
-        request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step)
+        request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step, trees=trees)
         return run_save(request, operation)
 
 
@@ -119,6 +132,7 @@ def save_async(
     progress: bool = False,
     copy: bool = False,
     step: int | None = None,
+    trees: Mapping[str, Any] | None = None,
 ) -> PendingSave:
     """Like `save`, but return after the snapshot and write in the background.
 
@@ -143,18 +157,21 @@ def save_async(
         step: See `save`.
         copy: Whether to copy every array before this returns, also those that shardkeep would not have to copy. This
             costs time and memory, and is only needed for aliased memory that shardkeep cannot detect.
+        trees: See `save`. They are part of the snapshot, so they may be donated, deleted or changed as well.
 
     Returns:
         A `PendingSave`. Call `wait()` on it to find out how the save ended.
 
     >>> import jax.numpy as jnp, shardkeep
-    >>> pending = shardkeep.save_async(tmp / "step_200", {"w": jnp.ones((4, 4))})
+    >>> pending = shardkeep.save_async(tmp / "step_300", {"w": jnp.ones((4, 4))}, trees={"ema": {"w": jnp.ones(4)}})
     >>> pending.wait().files
-    1
+    2
     """
     with join(f"saving to {name_path(path)}") as operation:
         target = new_target(location(path, "save_async(path, tree)"), format, compression, max_shard_size)
-        request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step)
+        request = SaveRequest(
+            target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step, trees=trees
+        )
         return PendingSave(start_save(request, operation))
 
 
@@ -164,7 +181,9 @@ class SaveRequest:
 
     `indexed`: indexes for other programs may list the tree. `on_commit` is called after the commit; calls of saves with
     the same `order` start in the order in which the saves were called. `checksums`: those of this process, to be added
-    to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array.
+    to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array. `trees`: further trees by prefix,
+    committed together with `tree`. `late` is called once, on the leader, before anything is written; in the background
+    if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit.
     """
 
     target: Target
@@ -180,6 +199,8 @@ class SaveRequest:
     differing: Collection[str] = ()
     copy: bool = False
     step: int | None = None
+    trees: Mapping[str, Any] | None = None
+    late: Callable[[], Mapping[str, Any]] | None = None
 
 
 def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
@@ -219,7 +240,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
         job, leaves = _prepare(request, operation, scope, crew, claim, staging)
         if operation.size == 1 and not request.overwrite:  # otherwise one process may see what another does not see
             with suppress(CheckpointNotFoundError):  # a directory of checkpoints is not a checkpoint
-                refuse_existing(target, job.draft.prefix)
+                refuse_existing(target, [draft.prefix for draft in job.drafts])
         job.outlives_call = True
         shares = _share(job, leaves) if operation.size > 1 else None
         sized = staged_sizes(leaves, shares, operation.index)
@@ -283,21 +304,35 @@ def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
 def _prepare(
     request: SaveRequest, operation: Operation, scope: Scope, crew: Crew, *memory: Resource
 ) -> tuple[SaveJob, list[Leaf]]:
-    """Check the arguments and flatten the tree. Nothing is written."""
+    """Check the arguments and flatten the trees. Nothing is written."""
     started = time.perf_counter()
     target = request.target
-    name = "" if request.prefix is None else check_prefix(request.prefix)
-    checked = {} if request.metadata is None else check_metadata(request.metadata)
-    step = check_step(request.step)
-    skeleton, leaves = flatten(request.tree, serialize=True)
-    skeleton.mention_factories()
+    trees = {"" if request.prefix is None else check_prefix(request.prefix): request.tree}
+    if request.trees:
+        trees |= _further_trees(request, *trees)
+    metadata = {} if request.metadata is None else check_metadata(request.metadata)
+    step, save_id, created = check_step(request.step), os.urandom(16).hex(), now()
+    drafts: list[Draft] = []
+    leaves: list[Leaf] = []
+    for prefix, tree in trees.items():
+        first = len(leaves)
+        try:
+            skeleton, found = flatten(tree, serialize=True)
+        except TreeError as error:
+            if not prefix or len(trees) == 1:
+                raise
+            raise type(error)(f"{error} (in the tree with prefix {prefix!r})") from error
+        skeleton.mention_factories()
+        leaves += found if len(trees) == 1 else [Leaf(leaf.path, leaf.value, prefix) for leaf in found]
+        own = slice(first, len(leaves))
+        drafts.append(Draft(save_id, prefix, skeleton, metadata, created, request.indexed, step, own))
+        metadata = {}  # only the main tree, which is the first one, has it
     if target.layout.gathers:
         arrays = [leaf.path for leaf in leaves if isinstance(leaf.value, jax.Array | np.ndarray | PerProcess)]
         target.layout.check(arrays)
-    draft = Draft(os.urandom(16).hex(), name, skeleton, checked, now(), request.indexed, step)
     job = SaveJob.prepare(
         target,
-        draft,
+        drafts,
         operation,
         scope,
         crew,
@@ -306,8 +341,28 @@ def _prepare(
         overwrite=request.overwrite,
         checksums=request.checksums,
         differing=request.differing,
+        late=request.late,
     )
     return job, leaves
+
+
+def _further_trees(request: SaveRequest, main: str) -> dict[str, Any]:
+    """The trees to commit together with the one of prefix `main`, in an order that is the same on every process."""
+    if not isinstance(request.trees, Mapping):
+        raise TypeError(f"trees must be a dict from prefixes to trees, not {an(type(request.trees).__name__)}")
+    if request.target.layout.gathers:
+        raise ValueError(
+            f"{request.target.where}: exchange files hold a single tree, so `trees` cannot be saved with it; save to a "
+            "directory, or each tree to a path of its own. Nothing was written"
+        )
+    trees: dict[str, Any] = {}
+    for given, tree in request.trees.items():
+        prefix = check_prefix(given)
+        if prefix == main or prefix in trees:
+            what = f"prefix {prefix!r}" if prefix else "no prefix"
+            raise PrefixError(f"two of the trees to save have {what}; each needs its own. Nothing was written")
+        trees[prefix] = tree
+    return dict(sorted(trees.items()))
 
 
 def _share(job: SaveJob, leaves: list[Leaf]) -> Shares:

@@ -110,7 +110,7 @@ def take_snapshot(
             if form.copies and transfers is None:
                 transfers = Transfers()
             if is_weakly_typed(array):
-                weak.append(name_leaf(leaf.path))
+                weak.append(name_leaf(leaf.path, leaf.prefix))
     mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[StagedLeaf] = []
     shards: list[AnyShard] = []
@@ -144,7 +144,9 @@ def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
     """Raise an `UnsupportedLeafError` that names every leaf that cannot be saved."""
     if any(isinstance(leaf.value, jax.Array) for leaf in leaves):
         refuse_without_jax()
-    problems = [(name_leaf(leaf.path), problem) for leaf in leaves if (problem := _problem(leaf.value, size))]
+    problems = [
+        (name_leaf(leaf.path, leaf.prefix), problem) for leaf in leaves if (problem := _problem(leaf.value, size))
+    ]
     if problems:
         raise _unsupported(problems)
 

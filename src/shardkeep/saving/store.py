@@ -8,14 +8,15 @@ import errno
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
 from shardkeep.layouts.base import SavePlan, plan_save
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.manifest import Tree
-from shardkeep.model.metadata import encode_metadata
+from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import to_json
 from shardkeep.processes.agreement import compare
@@ -57,7 +58,7 @@ def store_snapshot(
     started = time.perf_counter()
     with Scope(f"saving to {target.where}") as scope:
         crew = Crew(target.store.traits.concurrency, more=1)
-        job = SaveJob.prepare(target, draft, ALONE, scope, crew, started, overwrite=overwrite, check=check)
+        job = SaveJob.prepare(target, [draft], ALONE, scope, crew, started, overwrite=overwrite, check=check)
         job.snapshot = snapshot
         job.entry.enter()
         return job.run_with_bar(verbose)
@@ -67,12 +68,14 @@ def store_snapshot(
 class SaveJob:
     """One save, from the call to the commit. Its resources are released in the reverse order of `prepare`.
 
-    `checksums`: those of this process, to be added to those in the metadata. `differing`: the keys of the metadata in
-    which processes may differ; the leader's values are saved. `check`: see `store_snapshot`.
+    `drafts`: of the trees to commit together. The first is the main tree: it has the metadata. `checksums`: those of
+    this process, to be added to those in the metadata. `differing`: the keys of the metadata in which processes may
+    differ; the leader's values are saved. `late`: called on the leader before anything is written; it returns more
+    metadata. `check`: see `store_snapshot`.
     """
 
     target: Target
-    draft: Draft
+    drafts: Sequence[Draft]
     operation: Operation
     entry: QueueEntry
     transaction: Transaction
@@ -82,6 +85,7 @@ class SaveJob:
     overwrite: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
     differing: Collection[str] = ()
+    late: Callable[[], Mapping[str, Any]] | None = None
     check: Callable[[Tree], None] = lambda _: None
     snapshot: Snapshot = NOTHING
     snapshot_seconds: float = 0.0
@@ -94,7 +98,7 @@ class SaveJob:
     def prepare(
         cls,
         target: Target,
-        draft: Draft,
+        drafts: Sequence[Draft],
         operation: Operation,
         scope: Scope,
         crew: Crew,
@@ -104,12 +108,13 @@ class SaveJob:
         overwrite: bool = False,
         checksums: Mapping[str, str] | None = None,
         differing: Collection[str] = (),
+        late: Callable[[], Mapping[str, Any]] | None = None,
         check: Callable[[Tree], None] = lambda _: None,
     ) -> "SaveJob":
         """The job with its resources in a scope, `memory` among them: what holds the memory of the snapshot."""
         job = cls(
             target=target,
-            draft=draft,
+            drafts=drafts,
             operation=operation,
             entry=QueueEntry(target.where, scope),
             transaction=Transaction(target, operation.index),
@@ -119,6 +124,7 @@ class SaveJob:
             overwrite=overwrite,
             checksums=checksums or {},
             differing=differing,
+            late=late,
             check=check,
         )
         # Threads end first: after that nothing uses the files, the memory or the names.
@@ -151,6 +157,8 @@ class SaveJob:
             clock = [time.perf_counter()]
             if operation.size > 1 or target.layout.gathers:
                 self._agree()
+            if operation.leads and self.late is not None:
+                self.drafts[0].metadata.update(check_metadata(self.late()))
             plan = self._reserve()
             priority.yield_to_training()
             written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
@@ -158,15 +166,17 @@ class SaveJob:
             priority.yield_to_training()
             target.store.sync([file.name for file in plan.files_of(operation.index)])
             clock.append(time.perf_counter())
-            gathered = plan.layout.gathers  # then the checksums are in the metadata already
+            gathered = target.layout.gathers  # then the checksums are in the metadata already
             everyones, checksums = hand_in(operation, transaction, written, {} if gathered else self.checksums)
             if checksums:
-                self.draft.metadata["checksum"].update(checksums)
+                self.drafts[0].metadata["checksum"].update(checksums)
             if operation.leads:
+                files = iter(everyones)
                 with collector.paused():
-                    tree = plan.tree(everyones)
-                self.check(tree)
-                transaction.commit(tree)
+                    trees = {each.draft.prefix: each.tree([next(files) for _ in each.files]) for each in plan.trees}
+                for tree in trees.values():
+                    self.check(tree)
+                transaction.commit(trees)
             total = close(operation, transaction, [sum(file.size for file in everyones), len(everyones)])
             if not target.keeps_control:
                 leave(target)  # the last one to get here finds no other save running
@@ -202,21 +212,25 @@ class SaveJob:
         compare(operation, self._asked())
         if self.target.layout.gathers:  # files that reserve room for their manifest need the checksums first
             for some in filter(None, operation.gather(dict(self.checksums))):
-                self.draft.metadata["checksum"].update(some)
+                self.drafts[0].metadata["checksum"].update(some)
         self.snapshot = settle(operation, self.snapshot)
 
     def _asked(self) -> Iterator[str]:
         """The arguments that must be the same on every process, line by line."""
-        draft = self.draft
-        metadata = {key: value for key, value in draft.metadata.items() if key not in self.differing}
+        main, *more = self.drafts
+        metadata = {key: value for key, value in main.metadata.items() if key not in self.differing}
         yield f"path {self.target.where}"
-        yield f"prefix {draft.prefix!r}"
+        yield f"prefix {main.prefix!r}"
+        if more:
+            yield f"trees {', '.join(repr(draft.prefix) for draft in more)}"
         yield f"format {self.target.layout.describe()}"
         yield f"overwrite {self.overwrite}"
-        yield f"step {draft.step}"
+        yield f"step {main.step}"
         yield f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}"
-        yield f"structure {json.dumps(to_json(draft.skeleton.root))}"
-        yield from describe(self.snapshot)
+        for draft in self.drafts:
+            prefix = draft.prefix if more else ""
+            yield f"structure {f'of {prefix!r} ' if prefix else ''}{json.dumps(to_json(draft.skeleton.root))}"
+            yield from describe(self.snapshot, prefix, draft.leaves)
 
     def _reserve(self) -> SavePlan:
         """The plan, with names that the leader has reserved. Its files are the same on every process."""
@@ -224,14 +238,16 @@ class SaveJob:
         self.is_tidy = False
         if operation.leads:
             with collector.paused():
-                plan = plan_save(layout, leaves, self.draft)
+                plan = plan_save(layout, leaves, self.drafts)
             plan = self.transaction.begin(plan, self.overwrite)
-            operation.share([plan.draft.save_id, plan.draft.created, plan.start])
+            operation.share([plan.save_id, plan.created, [tree.start for tree in plan.trees]])
             return plan
-        save_id, created, start = operation.share()
-        draft = replace(self.draft, save_id=save_id, created=created)
+        save_id, created, starts = operation.share()
+        drafts = [replace(draft, save_id=save_id, created=created) for draft in self.drafts]
         with collector.paused():
-            plan = plan_save(layout, () if layout.gathers else leaves, draft).named(start)
+            plan = plan_save(layout, () if layout.gathers else leaves, drafts)
+            trees = [tree.named(start) for tree, start in zip(plan.trees, starts, strict=True)]
+            plan = replace(plan, trees=tuple(trees))
         self.transaction.follow(plan)
         return plan
 

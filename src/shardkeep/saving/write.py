@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import TreeError
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.base import SavePlan, TreePlan
 from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
@@ -50,8 +50,12 @@ def write_files(
     progress: Progress,
 ) -> list[WrittenFile]:
     """Write the files of one process as planned, with a digest for every byte. The directories are not synced yet."""
-    files = plan.files_of(process)
-    writers = [_FileWriter(store, plan, file, snapshot, opened, progress) for file in files]
+    writers = [
+        _FileWriter(store, tree, file, snapshot, opened, progress)
+        for tree in plan.trees
+        for file in tree.files
+        if file.writer == process
+    ]
     tasks: list[tuple[Task, list[PiecePlan]]] = []  # with the pieces that each writes
     batch: list[_FileWriter] = []
     cost = 0
@@ -71,7 +75,7 @@ def write_files(
         crew.run([task for task, _ in tasks])
     else:
         snapshot.transfers.run([(task, _arriving(pieces, snapshot.shards)) for task, pieces in tasks], crew)
-    if len(files) <= _FEW:  # here, where each error is raised; then they leave the page cache
+    if len(writers) <= _FEW:  # here, where each error is raised; then they leave the page cache
         opened.sync()
     opened.release()
     return [writer.result() for writer in writers]
@@ -96,13 +100,13 @@ class _FileWriter:
     def __init__(
         self,
         store: Store,
-        save: SavePlan,
+        tree: TreePlan,
         plan: FilePlan,
         snapshot: Snapshot,
         opened: "NewFiles",
         progress: Progress,
     ) -> None:
-        self._store, self._save, self.plan, self._opened, self._progress = store, save, plan, opened, progress
+        self._store, self._tree, self.plan, self._opened, self._progress = store, tree, plan, opened, progress
         self._shards, self._memory = snapshot.shards, snapshot.memory
         self.nbytes = sum(piece.nbytes for piece in plan.pieces)
         self.size = plan.size
@@ -125,7 +129,7 @@ class _FileWriter:
             segments = [self.plan.codec.encode(segments[0])]
             self.size = len(segments[0])
             self.loose_digest = digest(segments[0])
-        header = self._header() if self._save.document else self.plan.header
+        header = self._header() if self._tree.document else self.plan.header
         total = len(header) + sum(map(len, segments))
         file = self._store.write_new(self.plan.name, total, [memoryview(header), *segments])
         if file is not None:
@@ -139,7 +143,7 @@ class _FileWriter:
 
     def _header(self) -> bytes:
         """The header with the manifest, once everything is hashed."""
-        return self._save.layout.complete(self._save, self.plan, self.result())
+        return self._tree.layout.complete(self._tree, self.plan, self.result())
 
     def write_large(self) -> None:
         """Write a file that is too large for memory: hash it first, then put it part by part."""
@@ -147,7 +151,7 @@ class _FileWriter:
         for part in parts:
             self._segments(part)
         before = [list(digests) for digests in self.digests]
-        header = self._header() if self._save.document else self.plan.header
+        header = self._header() if self._tree.document else self.plan.header
 
         def stream() -> Iterator[memoryview]:
             yield memoryview(header)
@@ -173,7 +177,7 @@ class _FileWriter:
         with self._lock:
             self._left -= 1
             if self._left == 0 and self.file is not None:
-                if self._save.document:
+                if self._tree.document:
                     self.file.write(0, [memoryview(self._header())])
                 self._opened.finish(self.file)
                 self.file = None
@@ -232,7 +236,7 @@ class _FileWriter:
                 assert is_editable(self._store), "only its files are written in parts"
                 new = self._store.create(self.plan.name, self.plan.size or 0, self._memory is not None)
                 self.file = self._opened.add(new)
-                if not self._save.document:  # else it is written last
+                if not self._tree.document:  # else it is written last
                     self.file.write(0, [memoryview(self.plan.header)])
             return self.file
 

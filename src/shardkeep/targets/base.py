@@ -1,6 +1,6 @@
 """What a save asks of the place that it commits to: a Target."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from shardkeep.layouts.base import Layout, SavePlan
@@ -67,7 +67,7 @@ class Target(Protocol):
         """
         ...
 
-    def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
+    def refuse_foreign(self, prefixes: Collection[str], overwrite: bool) -> None:
         """`CheckpointExistsError` if a save would replace another program's file, or hide its arrays."""
         ...
 
@@ -82,15 +82,15 @@ class Target(Protocol):
         """Every name that belongs to a tree: its files, and what is kept there for other programs."""
         ...
 
-    def adopt(self, prefix: str, tree: Tree, current: Manifest | None) -> Tree:
-        """The tree as it is to be committed, with the names that it takes over from the tree it replaces.
+    def adopt(self, trees: Mapping[str, Tree], current: Manifest | None) -> Mapping[str, Tree]:
+        """The trees as they are to be committed, with the names that each takes over from the tree it replaces.
 
         Called with the lock held.
         """
         ...
 
-    def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
-        """Commit the tree in one step; returns the name of the document that commits it."""
+    def put(self, plan: SavePlan, trees: Mapping[str, Tree], current: Manifest | None) -> str:
+        """Commit the trees, all in one step; returns the name of the document that commits them."""
         ...
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
@@ -108,6 +108,13 @@ class Target(Protocol):
         ...
 
 
-def name_tree(where: str, prefix: str) -> str:
-    """A tree at a path, for messages."""
-    return f"{where} (prefix {prefix!r})" if prefix else where
+def name_tree(where: str, prefix: str, *more: str) -> str:
+    """A tree at a path, or several, for messages.
+
+    >>> name_tree("run", "ema"), name_tree("run", "", "ema")
+    ("run (prefix 'ema')", "run (without a prefix, prefix 'ema')")
+    """
+    if not prefix and not more:
+        return where
+    shown = ", ".join(f"prefix {each!r}" if each else "without a prefix" for each in (prefix, *more))
+    return f"{where} ({shown})"

@@ -174,7 +174,6 @@ def leave(target: Target, waits: bool = True) -> None:
             log.warning("the control directory at %s could not be removed (%s)", target.where, error)
 
 
-def names_in(target: Target, manifest: Manifest | None, but: str | None = None) -> set[str]:
-    """The names that belong to the trees of a manifest, without those of the prefix `but`."""
-    trees = manifest.trees.items() if manifest else ()
-    return {name for prefix, tree in trees if prefix != but for name in target.names_of(tree)}
+def names_in(target: Target, manifest: Manifest | None) -> set[str]:
+    """The names that belong to the trees of a manifest."""
+    return {name for tree in manifest.trees.values() for name in target.names_of(tree)} if manifest else set()

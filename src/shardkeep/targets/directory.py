@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.recognize import has_our_data, name_foreign
 from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
-from shardkeep.layouts.base import Layout, SavePlan
+from shardkeep.layouts.base import Layout, SavePlan, TreePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
 from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest
@@ -76,7 +76,7 @@ class Directory:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""
         return self.store.control in inside or has_our_data(inside)
 
-    def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
+    def refuse_foreign(self, prefixes: Collection[str], overwrite: bool) -> None:
         inside = self.store.children("")
         if not inside:
             return
@@ -88,7 +88,7 @@ class Directory:
             )
         # Without an index, another program's arrays are found only if nothing of ours is there.
         ours = not {self.store.control, MANIFEST}.isdisjoint(inside)
-        if ours or (overwrite and not prefix) or is_recognized(inside):
+        if ours or (overwrite and "" in prefixes) or is_recognized(inside):
             return
         with suppress(CheckpointNotFoundError):
             if self.read_if_any() is not None:
@@ -157,20 +157,28 @@ class Directory:
         return publishing.names_of(tree) if self.store.traits.editable else tree.names
 
     def reserve(self, plan: SavePlan, current: Manifest | None) -> SavePlan:
-        """Clean names for the first save that claims the prefix, names with the save's id for all others."""
-        prefix, save_id = plan.draft.prefix, plan.draft.save_id
-        clean = plan.named(f"{prefix_directory(prefix)}/") if prefix else plan
-        if all(save_id in file.name for file in plan.files) or self._claims(clean, current):
-            return clean
-        return plan.named(f"{own_directory(prefix, save_id)}/")
+        """Clean names for the first save that claims a prefix, names with the save's id for all others."""
+        trees: list[TreePlan] = []
+        for tree in plan.trees:
+            prefix = tree.draft.prefix
+            clean = tree.named(f"{prefix_directory(prefix)}/") if prefix else tree
+            reserved = [name for other in trees for name in other.names]
+            if all(plan.save_id in file.name for file in tree.files) or self._claims(clean, current, reserved):
+                trees.append(clean)
+            else:
+                trees.append(tree.named(f"{own_directory(prefix, plan.save_id)}/"))
+        return replace(plan, trees=tuple(trees))
 
-    def _claims(self, plan: SavePlan, current: Manifest | None) -> bool:
-        """Claim the clean names of a prefix for this save, permanently; False if they are claimed or in use."""
+    def _claims(self, plan: TreePlan, current: Manifest | None, reserved: Sequence[str]) -> bool:
+        """Claim the clean names of a prefix for this save, permanently; False if they are claimed or in use.
+
+        `reserved` are the names of other trees of the same save.
+        """
         names, start, prefix = plan.names, plan.start, plan.draft.prefix
         claims = f"{self.store.control}/claims"
         name = f"{claims}/{hashed(prefix)}"
         if not self.store.traits.late_requests:
-            return self._is_free(names, current) and self.store.claim(name)
+            return self._is_free(names, current, reserved) and self.store.claim(name)
         # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
         # will be deleted, nor one that belonged to a tree of another prefix.
         below = frozenset(name.removeprefix(start).partition("/")[0] for name in names)
@@ -181,12 +189,14 @@ class Directory:
         except ConflictError:
             return False
         others = [f"{claims}/{other}" for other in self.store.children(claims) if other != hashed(prefix)]
-        return self._is_free(names, current) and not any(claim.meets(_Claim.decode(self.store.read(o))) for o in others)
+        if not self._is_free(names, current, reserved):
+            return False
+        return not any(claim.meets(_Claim.decode(self.store.read(other))) for other in others)
 
-    def _is_free(self, names: Sequence[str], current: Manifest | None) -> bool:
-        """Whether no existing file, no tree and no running save has any of the names."""
+    def _is_free(self, names: Sequence[str], current: Manifest | None, reserved: Sequence[str]) -> bool:
+        """Whether no existing file, no tree and no save, this one included, has any of the names."""
         owned = [name for tree in current.trees.values() for name in tree.clean_names] if current else []
-        return not self.store.is_taken(names) and not _overlap(names, [*self._recorded(), *owned])
+        return not self.store.is_taken(names) and not _overlap(names, [*self._recorded(), *owned, *reserved])
 
     def _recorded(self, but: str = "") -> list[str]:
         """The names that saves have recorded, except for the one with this id."""
@@ -202,8 +212,15 @@ class Directory:
         self.store.replace(MANIFEST, encode_manifest(found, nonce))
         return found if found.trees else self.read_if_any()
 
-    def adopt(self, prefix: str, tree: Tree, current: Manifest | None) -> Tree:
+    def adopt(self, trees: Mapping[str, Tree], current: Manifest | None) -> Mapping[str, Tree]:
+        adopted = dict(trees)
+        for prefix in trees:
+            adopted[prefix] = self._adopt(prefix, adopted, current)
+        return adopted
+
+    def _adopt(self, prefix: str, new: Mapping[str, Tree], current: Manifest | None) -> Tree:
         """Publish a tree under the clean names of its prefix if they are free, or belong to the tree it replaces."""
+        tree = new[prefix]
         if tree.format != "zarr" or not tree.indexed or not tree.files:
             return tree
         if not tree.files[0].name.startswith(own_directory(prefix, tree.save_id) + "/"):
@@ -219,10 +236,12 @@ class Directory:
                 publishing.indexes(),
             )
             return tree
-        trees = dict(current.trees) if current else {}
-        replaced = trees.pop(prefix, None)
+        there = current.trees if current else {}
+        replaced = there.get(prefix)
         published = replace(tree, published=True)
-        others = [*self._recorded(but=tree.save_id), *(name for other in trees.values() for name in other.names)]
+        others = self._recorded(but=tree.save_id)
+        for trees in (there, new):
+            others += [used for other, each in trees.items() if other != prefix for used in each.names]
         own = set[str]() if replaced is None else self.names_of(replaced)
         obstacle = publishing.find_obstacle(self.store, published.clean_names, own, others)
         if obstacle is None:
@@ -238,8 +257,8 @@ class Directory:
         )
         return tree
 
-    def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
-        manifest = Manifest(self.where, tree.save_id, {**(current.trees if current else {}), plan.draft.prefix: tree})
+    def put(self, plan: SavePlan, trees: Mapping[str, Tree], current: Manifest | None) -> str:
+        manifest = Manifest(self.where, plan.save_id, {**(current.trees if current else {}), **trees})
         # There is an index only if other programs can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index

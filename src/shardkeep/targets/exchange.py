@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardkeep.errors import (
     PrefixError,
 )
 from shardkeep.foreign.recognize import has_our_data
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.base import SavePlan, TreePlan
 from shardkeep.layouts.exchange import DEFAULT_SHARD_SIZE, MARK, OVER, SEAL, SINGLE_END, ExchangeLayout
 from shardkeep.layouts.plan import FilePlan
 from shardkeep.model.digests import seal
@@ -140,7 +140,7 @@ class Exchange(ExchangeFiles):
         except (IntegrityError, ValueError, RecursionError):
             return False
 
-    def refuse_foreign(self, prefix: str, overwrite: bool) -> None:
+    def refuse_foreign(self, prefixes: Collection[str], overwrite: bool) -> None:
         """Do nothing: `read_to_replace` refuses what may be another program's."""
 
     def foreign_document(self, inside: Collection[str]) -> str | None:
@@ -163,16 +163,17 @@ class Exchange(ExchangeFiles):
 
         If one of those is in use, and always in a bucket, the names contain the save's id.
         """
-        prefix = plan.draft.prefix
+        (tree,) = plan.trees
+        prefix = tree.draft.prefix
         if current is not None and current.prefixes != [prefix]:
             raise PrefixError(
                 f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, and exchange files hold only one "
                 f"tree; save prefix {prefix!r} to another path, or to a directory"
             )
-        if plan.names == [SINGLE_END]:
+        if tree.names == [SINGLE_END]:
             notes = {OVER: self._index_id() or ""} if self.store.traits.late_requests else {}
-            aside = plan.named(f"{self.store.control}/{plan.draft.save_id}")
-            return replace(aside, document=self.single, notes=notes)
+            aside = tree.named(f"{self.store.control}/{plan.save_id}")
+            return replace(plan, trees=(replace(aside, document=self.single, notes=notes),))
         if self.store.traits.late_requests and self.store.size(self.single) is not None:
             # It would have to be removed, and the request to remove it could arrive late and remove a newer one.
             raise CheckpointExistsError(
@@ -180,9 +181,9 @@ class Exchange(ExchangeFiles):
                 "(shardkeep.delete), save to another path, or pass a larger max_shard_size (a single file has at most "
                 f"{_SINGLE_LIMIT:,} bytes). Nothing was written"
             )
-        clean = plan.named(self.base)
+        clean = tree.named(self.base)
         is_free = not self.store.traits.late_requests and not self._is_in_use(clean.names)
-        return clean if is_free else plan.named(f"{self.base}-{plan.draft.save_id}")
+        return replace(plan, trees=(clean if is_free else tree.named(f"{self.base}-{plan.save_id}"),))
 
     def _is_in_use(self, names: Sequence[str]) -> bool:
         running = self.store.children(self.store.saves)
@@ -192,28 +193,29 @@ class Exchange(ExchangeFiles):
     def names_of(self, tree: Tree) -> set[str]:
         return tree.names
 
-    def adopt(self, prefix: str, tree: Tree, current: Manifest | None) -> Tree:
-        return tree
+    def adopt(self, trees: Mapping[str, Tree], current: Manifest | None) -> Mapping[str, Tree]:
+        return trees
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
         if names:
             self.store.remove(names)
         return True
 
-    def put(self, plan: SavePlan, tree: Tree, current: Manifest | None) -> str:
-        if plan.document and self.store.traits.late_requests:
-            self._put_object(plan, tree)
+    def put(self, plan: SavePlan, trees: Mapping[str, Tree], current: Manifest | None) -> str:
+        (planned,), ((prefix, tree),) = plan.trees, trees.items()
+        if planned.document and self.store.traits.late_requests:
+            self._put_object(planned, tree)
             return self.single
-        if plan.document:
-            self.store.rename(plan.names[0], self.single)
+        if planned.document:
+            self.store.rename(planned.names[0], self.single)
             return self.single
-        self.store.replace(self.index, _encode_index(plan.draft.prefix, tree, plan.files))
+        self.store.replace(self.index, _encode_index(prefix, tree, planned.files))
         if not self.store.traits.late_requests:
             self.store.remove([self.single])  # until now it was what is committed
             self.store.sync_directory("")
         return self.index
 
-    def _put_object(self, plan: SavePlan, tree: Tree) -> None:
+    def _put_object(self, plan: TreePlan, tree: Tree) -> None:
         """Commit a single file in a bucket. An existing index is replaced by one that names the file."""
         (file,) = plan.files
         over = plan.notes[OVER] or None

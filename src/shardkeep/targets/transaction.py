@@ -1,14 +1,16 @@
 """The transaction: how a checkpoint changes from the old state to the new one in a single step.
 
 A save records the names that it will write and holds a lock on that record while it runs (`begin`). It writes only to
-names that nothing else uses. Then, with the checkpoint's lock held, it reads the committed state again, replaces one
-tree in it, and renames the new document over the old one (`commit`). Only then are the replaced files removed. A save
+names that nothing else uses. Then, with the checkpoint's lock held, it reads the committed state again, replaces its
+trees in it, and renames the new document over the old one (`commit`). Only then are the replaced files removed. A save
 that is not committed removes what it wrote (`release`), and later saves clean up after those that died.
+
+A save has one or more trees. The document changes once for all of them, so all are committed or none.
 """
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -53,25 +55,24 @@ class Transaction:
     leader_gave_up: bool = False  # the leader has reported an error and will not commit
     attempted: bool = False  # the commit may have started: only reading back shows whether it happened
     _held: Held | None = None
-    _replaced: str | None = None  # the id of the tree that was there when the save began
+    _replaced: Mapping[str, str] = field(default_factory=dict[str, str])  # by prefix, what was there when it began
     _closed: bool = False
 
     @property
     def name(self) -> str:
-        return name_tree(self.target.where, self.plan.draft.prefix)
+        return name_tree(self.target.where, *(tree.draft.prefix for tree in self.plan.trees))
 
     def begin(self, plan: SavePlan, overwrite: bool) -> SavePlan:
         """Open the checkpoint and reserve names for the plan, which is returned with them. Done by the leader."""
-        target, prefix = self.target, plan.draft.prefix
-        target.refuse_foreign(prefix, overwrite)  # before the lock creates anything
-        self.plan = plan
+        target, self.plan = self.target, plan
+        target.refuse_foreign([tree.draft.prefix for tree in plan.trees], overwrite)  # before the lock creates anything
         with locked(target):
             current = clean_up(target, target.read_to_replace(overwrite))
-            existing = current.trees.get(prefix) if current else None
-            if existing is not None and not overwrite:
-                damage = _damage_or_refuse(target, prefix, existing)
-                log.warning("%s is damaged: %s. This save replaces it", self.name, damage)
-            self._replaced = existing.save_id if existing else None
+            existing = self._own_trees(current)
+            for prefix, tree in existing.items() if not overwrite else ():
+                damage = _damage_or_refuse(target, prefix, tree)
+                log.warning("%s is damaged: %s. This save replaces it", name_tree(target.where, prefix), damage)
+            self._replaced = {prefix: tree.save_id for prefix, tree in existing.items()}
             self.plan = target.reserve(plan, current)
             free = target.store.free_bytes()
             if free is not None and plan.nbytes + _SLACK > free:
@@ -86,19 +87,24 @@ class Transaction:
         """Take part with the names that the leader has reserved. No lock is needed."""
         store = self.target.store
         self.plan = plan
-        if store.size(f"{store.saves}/{plan.draft.save_id}") is None:
+        if store.size(f"{store.saves}/{plan.save_id}") is None:
             raise StorageError(
                 f"saving to {self.target.where}: process {LEADER} sees a different directory at this path. All "
                 "processes must save to the same shared directory or bucket. Nothing was written"
             )
         self._record()
 
+    def _own_trees(self, manifest: Manifest | None) -> dict[str, Tree]:
+        """The trees of a manifest that have the prefixes of this save."""
+        trees = manifest.trees if manifest else {}
+        return {p: trees[p] for p in (plan.draft.prefix for plan in self.plan.trees) if p in trees}
+
     def _record(self) -> None:
         """Record durably, before anything is written, which names this process will use."""
         store, plan = self.target.store, self.plan
         suffix = "" if self.writer == LEADER else f".{self.writer}"
-        self._held = store.hold(f"{store.saves}/{plan.draft.save_id}{suffix}")
-        self._held.take(record_lines([file.name for file in plan.files_of(self.writer)], plan.draft.created))
+        self._held = store.hold(f"{store.saves}/{plan.save_id}{suffix}")
+        self._held.take(record_lines([file.name for file in plan.files_of(self.writer)], plan.created))
 
     def note(self, told: object) -> None:
         """Add a line to the record."""
@@ -134,27 +140,28 @@ class Transaction:
         self._closed = True
 
     def _is_committed(self) -> bool:
-        """Whether what is committed now is this save."""
-        now = self.target.read_if_any()
-        tree = now.trees.get(self.plan.draft.prefix) if now else None
-        return tree is not None and tree.save_id == self.plan.draft.save_id
+        """Whether this save is what is committed now, or what is left of it: a later one may replace single trees."""
+        return self._is_in(self.target.read_if_any())
 
-    def commit(self, tree: Tree) -> None:
-        """Make the tree part of the checkpoint. An error says whether it was committed."""
-        target, prefix = self.target, self.plan.draft.prefix
+    def _is_in(self, manifest: Manifest | None) -> bool:
+        """Whether a manifest has a tree of this save. Trees are committed together, so one of them shows it."""
+        return any(tree.save_id == self.plan.save_id for tree in self._own_trees(manifest).values())
+
+    def commit(self, trees: Mapping[str, Tree]) -> None:
+        """Make the trees, given by prefix, part of the checkpoint. An error says whether they were committed."""
+        target = self.target
         with locked(target):
             old: list[str] = []
             for left in reversed(range(TRIES)):
                 current = target.read_again()
-                replaced = current.trees.get(prefix) if current else None
-                if self.attempted and replaced is not None and replaced.save_id == tree.save_id:
-                    return self._retire(tree, current, old)  # only the answer was lost, and then another process fenced
-                if self.plan.start:
-                    tree = target.adopt(prefix, tree, current)
-                old = self._prepare(tree, replaced)
+                if self.attempted and current is not None and self._is_in(current):
+                    return self._retire(current, current, old)  # only the answer was lost, and then another one fenced
+                if any(tree.start for tree in self.plan.trees):
+                    trees = target.adopt(trees, current)
+                old = self._prepare(trees, self._own_trees(current))
                 self.attempted = True
                 try:
-                    document = target.put(self.plan, tree, current)
+                    document = target.put(self.plan, trees, current)
                 except ConflictError as error:
                     if left == 0:
                         self._settle(error)
@@ -162,35 +169,39 @@ class Transaction:
                 except OSError as error:
                     self._settle(error)
                 else:
-                    return self._retire(tree, current, old, document)
+                    after = Manifest(target.where, self.plan.save_id, {**(current.trees if current else {}), **trees})
+                    return self._retire(current, after, old, document)
 
-    def _prepare(self, tree: Tree, replaced: Tree | None) -> list[str]:
-        """Check that the tree may replace `replaced`, and record the names that are removed then."""
+    def _prepare(self, trees: Mapping[str, Tree], replaced: Mapping[str, Tree]) -> list[str]:
+        """Check that the trees may replace those that are there, and record the names that are removed then."""
         target, store = self.target, self.target.store
-        if (replaced.save_id if replaced else None) != self._replaced:
-            raise ConflictError(
-                f"another save changed {self.name} while this one was running; "
-                "the other one is in place and untouched, this one was not committed"
-            )
-        if store.traits.has_directories and tree.save_id not in store.children(store.saves):
+        for prefix in trees:
+            if (replaced[prefix].save_id if prefix in replaced else None) != self._replaced.get(prefix):
+                raise ConflictError(
+                    f"another save changed {name_tree(target.where, prefix)} while this one was running; "
+                    "the other one is in place and untouched, this one was not committed"
+                )
+        if store.traits.has_directories and self.plan.save_id not in store.children(store.saves):
             raise StorageError(
                 f"saving {self.name}: the directory was removed or renamed while this save was running. "
                 "Nothing was committed"
             )
-        if any(file.writer != LEADER for file in self.plan.files):
-            self._find_again(tree)
-        old = sorted(target.names_of(replaced) - target.names_of(tree)) if replaced else []
+        if any(file.writer != LEADER for tree in self.plan.trees for file in tree.files):
+            self._find_again(trees)
+        old = {name for tree in replaced.values() for name in target.names_of(tree)}
+        old = sorted(old.difference(*map(target.names_of, trees.values()))) if old else []
         # In a bucket this is done even if there are no names: a process that takes the record over after this, and then
         # fences, does so after the document was read. So a put on condition of that document finds all files in place.
         if old or store.traits.late_requests:
             self.note(old)
         return old
 
-    def _find_again(self, tree: Tree) -> None:
+    def _find_again(self, trees: Mapping[str, Tree]) -> None:
         """Check that files of other processes are still there: a process that died may have been cleaned up after."""
         others = {
             file.name: (file.size, plan.writer)
-            for file, plan in zip(tree.files, self.plan.files, strict=True)
+            for planned in self.plan.trees
+            for file, plan in zip(trees[planned.draft.prefix].files, planned.files, strict=True)
             if plan.writer != LEADER
         }
         found = self.target.store.sizes(others)
@@ -198,16 +209,17 @@ class Transaction:
             if found[name] != size:
                 raise StorageError(f"saving {self.name}: {name}, written by process {writer}, is missing or truncated")
 
-    def _retire(self, tree: Tree, current: Manifest | None, old: Sequence[str], document: str | None = None) -> None:
-        """Remove what was replaced, now that the tree is committed; failing to do so does not undo the save."""
-        target, prefix = self.target, self.plan.draft.prefix
-        trees = {**(current.trees if current else {}), prefix: tree}
+    def _retire(
+        self, before: Manifest | None, after: Manifest, old: Sequence[str], document: str | None = None
+    ) -> None:
+        """Remove what was replaced, now that `after` is committed; failing to do so does not undo the save."""
+        target = self.target
         # In a bucket the names of documents are used again, so documents are replaced and never removed.
         documents = () if target.store.traits.late_requests or document is None else target.documents
         try:
             if unneeded := {*old, *documents} - {document}:
-                unneeded -= target.names_of(tree) | names_in(target, current, but=prefix)
-            if target.retire(unneeded, current, Manifest(target.where, tree.save_id, trees)):
+                unneeded -= names_in(target, after)
+            if target.retire(unneeded, before, after):
                 self.close()
         except OSError as error:
             log.warning("%s is saved, but files of the replaced tree remain (%s)", self.name, error)
@@ -244,7 +256,7 @@ class Transaction:
 
         No lock is taken: a leader that died or was stopped during the commit may hold it.
         """
-        store, save_id = self.target.store, self.plan.draft.save_id
+        store, save_id = self.target.store, self.plan.save_id
         if store.traits.late_requests:
             fence(self.target, save_id)
             final = not self.target.layout.gathers  # the put of a single exchange file may already be on its way
@@ -260,8 +272,8 @@ class Transaction:
         )
 
 
-def refuse_existing(target: Target, prefix: str) -> None:
-    """Raise early what `begin` refuses without `overwrite`: a complete tree of this prefix, or another program's file.
+def refuse_existing(target: Target, prefixes: Collection[str]) -> None:
+    """Raise early what `begin` refuses without `overwrite`: a complete tree of a prefix, or another program's file.
 
     A tree that is damaged is not refused: `begin` looks again with the lock held, and the save replaces it.
     """
@@ -269,10 +281,11 @@ def refuse_existing(target: Target, prefix: str) -> None:
         current = target.read_if_any()
     except IntegrityError:
         return
-    if current is None or prefix not in current.trees:
-        target.refuse_foreign(prefix, overwrite=False)
-    else:
-        _damage_or_refuse(target, prefix, current.trees[prefix])
+    existing = {prefix: tree for prefix, tree in current.trees.items() if prefix in prefixes} if current else {}
+    if not existing:
+        target.refuse_foreign(prefixes, overwrite=False)
+    for prefix, tree in existing.items():
+        _damage_or_refuse(target, prefix, tree)
 
 
 def _damage_or_refuse(target: Target, prefix: str, existing: Tree) -> str:
