@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ def cut_on_device(part: jax.Array, region: Region) -> jax.Array | None:
 @partial(jax.jit, static_argnums=(2, 3))
 def _cut(part: jax.Array, starts: Any, shape: tuple[int, ...], carrier: np.dtype[Any] | None) -> jax.Array:
     bits: Any = part if carrier is None else jax.lax.bitcast_convert_type(part, carrier)
-    return jax.lax.dynamic_slice(bits, cast(Any, starts), shape)
+    return jax.lax.dynamic_slice(bits, starts, shape)
 
 
 def is_exhausted(error: Exception) -> bool:
