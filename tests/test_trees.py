@@ -1,8 +1,10 @@
 """Several trees in one commit: all of them or none, each as if it was saved on its own."""
 
+import errno
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from faults.sweep import left_overs
 from shardkeep.catalog import new_target
 from shardkeep.cli.main import main
 from shardkeep.foreign.eformer import INDEX, METADATA
-from shardkeep.model.document import decode_manifest
+from shardkeep.model.document import decode_manifest, encode_manifest
+from shardkeep.model.manifest import MANIFEST
 from shardkeep.processes.operation import join
 from shardkeep.saving.save import SaveRequest, run_save, start_save
 from shardkeep.stores.location import location
+from shardkeep.targets.directory import Directory
 from support import assert_same, mesh_of
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -223,6 +227,36 @@ def test_a_save_to_another_prefix_meanwhile_does_not_conflict(tmp_path: Path, sp
     assert same(shardkeep.load(path, prefix="ema"), make("fewer", 2))
     assert same(shardkeep.load(path, prefix="beside"), make("other", 3))
     assert left_overs(path) == set()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "the disk"), shardkeep.ConflictError("refused")])
+def test_a_commit_in_doubt_is_known_by_any_of_its_trees(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them was replaced before the save could read back what is there: it keeps the files of the others."""
+    path = tmp_path / "run"
+    shardkeep.save(path, state(1), trees={"ema": {"w": np.ones(3)}})
+    shardkeep.save(path, {"w": np.zeros(4)}, prefix="theirs")
+    real = Directory.put
+
+    def put(target: Directory, *arguments: Any) -> str:
+        monkeypatch.undo()
+        real(target, *arguments)
+        there = shardkeep.inspect(path)
+        trees = {**there.trees, "ema": there.trees["theirs"]}  # by one who took over the lock
+        target.store.replace(MANIFEST, encode_manifest(replace(there, trees=trees)))
+        raise error
+
+    monkeypatch.setattr(Directory, "put", put)
+    arguments: Any = {"trees": {"ema": {"w": np.ones(5)}}, "overwrite": True}
+    if isinstance(error, shardkeep.ConflictError):  # it reads again, and finds that only the answer was lost
+        assert shardkeep.save(path, state(2), **arguments).files == 2
+    else:
+        with pytest.raises(shardkeep.StorageError, match="the new checkpoint is committed and in place"):
+            shardkeep.save(path, state(2), **arguments)
+    assert_same(shardkeep.load(path), state(2))
+    assert_same(shardkeep.load(path, prefix="ema"), {"w": np.zeros(4)})
+    assert shardkeep.verify(path).ok
 
 
 @each_kind

@@ -85,6 +85,35 @@ def test_a_fence_beside_another_programs_shards_leaves_them_theirs(place: Place)
     assert shardkeep.load(path)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_save_of_several_trees_that_a_fence_refuses_commits_all_or_none(
+    given_up: bool, kept: tuple[Place, Keeper]
+) -> None:
+    """It reads again and commits, unless its record was taken over."""
+    place, keeper = kept
+    path = f"{place.url}/run"
+    shardkeep.save(path, tree(1), trees={"ema": tree(1)}, **FORM)
+    keeper.keeps = lambda method, target: method == "PUT" and target.endswith("manifest.json")
+    options = {"overwrite": True, "trees": ["data", "ema"], **FORM}
+    with Writer.hire().save(path, 2, place.environment(), **options) as writer:
+        assert keeper.kept.wait(20)
+        (record,) = (each for each in place.names() if "/saves/" in each)
+        assert fence(find(location(path)), record.rpartition("/")[2] if given_up else None) is not None
+        assert (number_at(path), number_at(path, "ema")) == (1, 1)
+        keeper.let_through.set()
+        outcome = writer.outcome()
+    assert outcome.startswith("ConflictError" if given_up else "committed"), outcome
+    now = 1 if given_up else 2
+    prefixes = shardkeep.inspect(path).prefixes
+    assert {p: number_at(path, p) for p in prefixes} == dict.fromkeys(
+        ["", "ema"] if given_up else ["", "ema", "data"], now
+    )
+    assert shardkeep.verify(path).ok
+    shardkeep.save(path, tree(3), trees={"ema": tree(3)}, overwrite=True, **FORM)
+    assert (number_at(path), number_at(path, "ema")) == (3, 3)
+    assert not [name for name in place.names() if "/saves/" in name]
+
+
 @pytest.mark.parametrize(("name", "options"), [("run", FORM), ("model.safetensors", {"max_shard_size": 4096})])
 def test_a_live_save_that_a_fence_refuses_reads_again_and_commits(
     name: str, options: dict[str, Any], kept: tuple[Place, Keeper]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from typing import Any
+from urllib.parse import unquote
 
 import jax
 import numpy as np
@@ -149,3 +150,18 @@ def test_an_eformer_checkpoint_is_listed_once(watched: Place) -> None:
     assert sum("list-type" in request.target for request in requests) == 3
     assert sum(request.method == "HEAD" for request in requests) == 0
     assert sum(".zarray" in request.target or "%2Ezarray" in request.target for request in requests) == arrays
+
+
+def test_a_further_tree_costs_one_request_beside_those_of_one_save(watched: Place) -> None:
+    """That is the one for its data: the lock, the record and the manifest are those of one save."""
+    counts: list[Counter[str]] = []
+    shardkeep.save(f"{watched.url}/first", {"w": np.arange(10)})  # the first save to a bucket tests its conditions
+    for number, prefixes in enumerate(((), ("ema",), ("ema", "data", "more"))):
+        watched.forget()
+        trees = {prefix: {"w": np.arange(10)} for prefix in prefixes}
+        shardkeep.save(f"{watched.url}/run_{number}", {"w": np.arange(10)}, trees=trees)
+        counts.append(Counter(request.method for request in watched.requests))
+        puts = [unquote(request.target) for request in watched.requests if request.method == "PUT"]
+        assert sum("manifest.json" in target for target in puts) == 1
+        assert sum(".safetensors" in target for target in puts) == 1 + len(prefixes)
+    assert [count - counts[0] for count in counts] == [Counter(), Counter({"PUT": 1}), Counter({"PUT": 3})]

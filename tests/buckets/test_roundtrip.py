@@ -116,6 +116,29 @@ def test_several_trees_share_a_place(kind: str, place: Place) -> None:
         shardkeep.load(path)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "tensorstore", "zstd"])
+def test_several_trees_are_committed_together_and_go_away(kind: str, place: Place) -> None:
+    path, arguments = where(kind, place)
+    shardkeep.save(path, {"kept": 1}, prefix="other", **arguments)
+    for number in (1, 2, 3):
+        # A prefix that is a key of the main tree, too: in the zarr format only one of them can have the clean names.
+        trees = {"ema": {"w": pattern(np.float32, (50 + number,), number)}, "data.train": {"at": number}}
+        main = {"w": pattern(np.float32, (4, number), number), "ema": {"w": np.full(3, number)}}
+        shardkeep.save(path, main, trees=trees, overwrite=number > 1, metadata={"number": number}, **arguments)
+        for prefix, tree in {None: main, **trees}.items():
+            assert_same(shardkeep.load(path, prefix=prefix or ""), tree)
+        found = shardkeep.inspect(path)
+        assert {p: tree.save_id == found.save_id for p, tree in found.trees.items()} == {
+            "other": False, "": True, "data.train": True, "ema": True
+        }  # fmt: skip
+        assert shardkeep.verify(path).ok
+    with pytest.raises(shardkeep.CheckpointExistsError, match="already holds a tree with prefix 'ema'"):
+        shardkeep.save(path, {"a": 1}, prefix="new", trees={"ema": {"a": 2}}, **arguments)
+    assert "new" not in shardkeep.inspect(path).prefixes
+    shardkeep.delete(path)
+    assert place.names() == {}
+
+
 def test_formats_replace_each_other(place: Place) -> None:
     path = f"{place.url}/run"
     for number, kind in enumerate(("tensorstore", "safetensors", "zstd", "tensorstore")):

@@ -35,8 +35,9 @@ print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
     os.environ.update(order["environment"])
+    trees = {prefix: tree(order["number"]) for prefix in order["options"].pop("trees", ())}
     try:
-        shardkeep.save(order["path"], tree(order["number"]), **order["options"])
+        shardkeep.save(order["path"], tree(order["number"]), trees=trees, **order["options"])
         print("committed", flush=True)
     except BaseException as error:
         print(" ".join(f"{type(error).__name__}: {error}".split()), flush=True)
@@ -57,7 +58,10 @@ def number_at(path: str, prefix: str | None = None) -> int:
 
 
 class Writer:
-    """A program that saves `tree(number)` when it is told to. It is ended afterwards only if it has not answered."""
+    """A program that saves `tree(number)` when it is told to. It is ended afterwards only if it has not answered.
+
+    The option `trees` has the prefixes under which it saves the same tree in the same commit.
+    """
 
     _idle: ClassVar[list["Writer"]] = []
 
