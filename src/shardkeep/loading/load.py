@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardkeep.loading.hostcasts import goes_to_devices
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import Target, plan_targets
+from shardkeep.loading.read import read_targets
 from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
@@ -308,34 +310,34 @@ def read_leaves(
         means = Means(reader, request, crew, progress, claim)
         for start in range(0, len(wanted), step):
             some = wanted[start : start + step]
-            placed = _read_for_all(some, means, operation) if read_once else _read(some, means)
+            placed = _read(some, means, operation if read_once else None)
             # Nothing is claimed here, where functions of the caller's run: they may wait for another load or save.
             values += [adapt(w, value, request) for w, value in zip(some, placed, strict=True)]
     warn_numpy(wanted, values)
     return values
 
 
-def _read(wanted: Sequence[Wanted], means: Means) -> list[Any]:
-    """The leaves, each read by the process that needs it. What goes to devices that copy goes through a pipeline."""
-    sent = {i: w for i, w in enumerate(wanted) if goes_to_devices(w, means.request)}
+def _read(wanted: Sequence[Wanted], means: Means, sender: Operation | None) -> list[Any]:
+    """The leaves, each read by the process that needs it, or all by the leader of `sender`, which sends them to all.
+
+    What a process reads for devices that copy goes through a pipeline.
+    """
+    sent = {} if sender else {i: w for i, w in enumerate(wanted) if goes_to_devices(w, means.request)}
     here = [w for i, w in enumerate(wanted) if i not in sent] if sent else wanted
     with collector.paused():
-        targets, fetches = plan_targets(here)
-    means.read(targets, fetches)
+        targets, fetches = plan_targets(here, whole=sender is not None)
+    if sender is None or sender.leads:
+        # The targets become the loaded arrays. What is needed beside them is claimed in steps.
+        claim = partial(means.claim.change, what=means.claim.scope.what)
+        read_targets(means.reader, targets, fetches, budget.limit, means.crew, means.progress, claim)
+        means.claim.release()
+    if sender is not None:
+        _send(here, targets, sender)
     placed = place(here, targets)
     if not sent:
         return placed
     arrays, others = load_to_devices(sent, means), iter(placed)
     return [arrays[i] if i in sent else next(others) for i in range(len(wanted))]
-
-
-def _read_for_all(wanted: Sequence[Wanted], means: Means, operation: Operation) -> list[Any]:
-    """The leaves, read by the leader and sent to all processes."""
-    targets, fetches = plan_targets(wanted, whole=True)
-    if operation.leads:
-        means.read(targets, fetches)
-    _send(wanted, targets, operation)
-    return place(wanted, targets)
 
 
 def _send(wanted: Sequence[Wanted], targets: Mapping[int, Target], operation: Operation) -> None:

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import sleep
 from typing import Any
 from weakref import ref
@@ -18,7 +17,7 @@ from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.groups import Part, plan_groups
 from shardkeep.loading.hostcasts import cast_before, cast_targets
 from shardkeep.loading.place import put_leaves
-from shardkeep.loading.plan import Fetch, Target, plan_read
+from shardkeep.loading.plan import Target, plan_read
 from shardkeep.loading.read import read_targets
 from shardkeep.loading.select import Request, Wanted
 from shardkeep.loading.shardings import device_regions
@@ -39,12 +38,6 @@ class Means:
     crew: Crew
     progress: Progress
     claim: Claim
-
-    def read(self, targets: Mapping[int, Target], fetches: Sequence[Fetch]) -> None:
-        """Fill targets that are the memory of the loaded arrays. What is needed beside them is claimed in steps."""
-        change = partial(self.claim.change, what=self.claim.scope.what)
-        read_targets(self.reader, targets, fetches, budget.limit, self.crew, self.progress, change)
-        self.claim.release()
 
 
 def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:
