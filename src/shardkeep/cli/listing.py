@@ -1,5 +1,6 @@
 """`shardkeep ls`: the checkpoints at and below a path."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, name_prefix, plain
@@ -33,7 +34,7 @@ def _problem(name: str, path: str, problem: str) -> str:
 
 
 def _row(found: Found) -> list[Cell]:
-    trees = found.manifest.trees if found.manifest else {}
+    trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     leaves = sum(len(tree.leaves) for tree in trees.values())
     return [
         plain(found.name),
@@ -66,7 +67,7 @@ def format_of(tree: Tree) -> str:
 
 
 def _document(found: Found) -> dict[str, Any]:
-    trees = found.manifest.trees if found.manifest else {}
+    trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     created = found.created
     return {
         "name": found.name,

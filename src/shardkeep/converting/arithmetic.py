@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -130,8 +130,8 @@ def _numbers_of_run(run: Array) -> Numbers:
     return found
 
 
-def _limits(dtype: np.dtype[Any]) -> Any:
-    return ml_dtypes.finfo(dtype)
+def _limits(dtype: np.dtype[Any]) -> "np.finfo[np.floating[Any]]":
+    return cast("np.finfo[np.floating[Any]]", ml_dtypes.finfo(dtype))
 
 
 @dataclass

@@ -31,6 +31,7 @@ from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path
+from shardkeep.model.values import Json
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.store import store_snapshot
 from shardkeep.stores.location import location
@@ -203,7 +204,8 @@ def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) ->
         return metadata
     arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
     leaves = dict(zip(dotted_names([leaf.path for leaf in arrays]), arrays, strict=True))
-    checksums, described = metadata["checksum"], metadata["array_metadata"]
+    checksums: Json = metadata["checksum"]
+    described: Json = metadata["array_metadata"]
     if isinstance(checksums, dict):
         same = {name for name, leaf in leaves.items() if leaf.path not in changed}
         metadata["checksum"] = {name: text for name, text in checksums.items() if name in same}

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.hostmemory import available_memory
-from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.progress import NO_BAR, Bar
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.snapshot import is_prng_dtype
 
@@ -137,7 +136,7 @@ def apply_gather_functions(
     functions = None if gather_fns is True else _functions(gather_fns)
     total = sum(int(getattr(leaf.value, "nbytes", 0)) for leaf in leaves)
     values: list[Any] = []
-    with Bar("gathering", total) if verbose else nullcontext(lambda _: None) as progress:
+    with Bar("gathering", total) if verbose else NO_BAR as progress:
         for leaf in leaves:
             values.append(_gathered(leaf.value, ".".join(leaf.path), functions, mismatch_allowed))
             progress(int(getattr(leaf.value, "nbytes", 0)))

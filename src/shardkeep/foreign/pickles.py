@@ -7,7 +7,7 @@ result consists of plain values, with records in place of everything else.
 import io
 import pickle
 import struct
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -99,15 +99,16 @@ _InertUnpickler.dispatch |= {
 }
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: object) -> bool:
     """Whether a value is quick to hash: plain, or a small tuple that does not nest or repeat itself endlessly."""
-    pending = [value]
+    pending: list[object] = [value]
     for _ in range(_MOST_IN_KEY):
         if not pending:
             return True
         item = pending.pop()
-        if type(item) is tuple and len(item) <= _MOST_IN_KEY:
-            pending += item
+        kind = type(item)
+        if kind is tuple and len(within := cast("tuple[object, ...]", item)) <= _MOST_IN_KEY:
+            pending += within
         elif not (item is None or is_plain(item)) or (type(item) is int and item.bit_length() > 64):
             return False
     return not pending
@@ -152,19 +153,22 @@ def _opaque(class_name: str) -> Node:
     return Node("custom", (), (), class_name=class_name, has_aux=False)
 
 
-def is_plain_within(value: Any, most: int, depth: int = 50) -> bool:
+def is_plain_within(value: object, most: int, depth: int = 50) -> bool:
     """Whether a decoded value is plain at every level, having at most `most` values in at most `depth` levels."""
-    pending = [(value, 0)]
+    pending: list[tuple[object, int]] = [(value, 0)]
     for seen in range(most + 1):
         if not pending:
             return True
         item, level = pending.pop()
         if item is None or is_plain(item):
             continue
-        if type(item) not in (list, tuple, dict) or level >= depth or len(item) > most - seen:
+        if type(item) not in (list, tuple, dict) or level >= depth:
             return False
-        pending += [(child, level + 1) for child in item]
-        pending += [(child, level + 1) for child in item.values()] if type(item) is dict else []
+        within = cast("list[object] | tuple[object, ...] | dict[object, object]", item)
+        if len(within) > most - seen:
+            return False
+        pending += [(child, level + 1) for child in within]
+        pending += [(child, level + 1) for child in within.values()] if isinstance(within, dict) else []
     return False
 
 

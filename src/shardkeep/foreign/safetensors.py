@@ -16,6 +16,7 @@ from shardkeep.model.digests import digest
 from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
 from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.tree import Path, flatten, nest
+from shardkeep.model.values import Json
 
 _PACKED = {"F4": "float4_e2m1fn"}
 
@@ -80,7 +81,7 @@ def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
 def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:
     """The dtypes of tensors that are stored under another one because safetensors has no name for theirs."""
     try:
-        notes = json.loads(metadata.get("dtypes", "{}"))
+        notes: Json = json.loads(metadata.get("dtypes", "{}"))
     except (ValueError, RecursionError):
         return {}
     return {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}

@@ -223,7 +223,8 @@ class _Opened:
                 self._memory = tensorstore.KvStore.open(place, context=context).result()
                 self._fetch([ZARRAY])
             spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
-            self._tensor = tensorstore.open(spec, read=True, context=context).result()
+            open_array = tensorstore.open  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            self._tensor = open_array(spec, read=True, context=context).result()
         return self._tensor
 
     def read(self, array: ZarrArray, region: Region, chunks: Iterable[str]) -> Array:

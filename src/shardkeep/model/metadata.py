@@ -122,7 +122,8 @@ def _place(where: _Where) -> str:
     return "metadata" + "".join(f"[{part!r}]" for part in where)
 
 
-def _refused(value: Any, where: _Where) -> MetadataError:
+def _refused(value: object, where: _Where) -> MetadataError:
+    kind = type(value)
     advice = "convert it to a string, a number, a list or a dict"
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         advice = "save it as a leaf of the tree, or convert it with .tolist()"
@@ -132,7 +133,7 @@ def _refused(value: Any, where: _Where) -> MetadataError:
         advice = "decode it to a string"
     elif isinstance(value, datetime.timedelta):
         advice = "convert it with .total_seconds()"
-    return MetadataError(f"{_place(where)} is {an(type(value).__name__)}, which has no obvious JSON form; {advice}")
+    return MetadataError(f"{_place(where)} is {an(kind.__name__)}, which has no obvious JSON form; {advice}")
 
 
 def encode_metadata(value: Any) -> Json:
@@ -141,7 +142,7 @@ def encode_metadata(value: Any) -> Json:
     >>> encode_metadata({"loss": math.inf})
     {'loss': {'$shardkeep': {'float': 'inf'}}}
     """
-    kind = type(value)  # exact: `check_metadata` has made it so, and so does a JSON reader
+    kind = type(cast(object, value))  # exact: `check_metadata` has made it so, and so does a JSON reader
     if kind is str:
         return value if is_unicode(value) else {TAG: encode(value)}
     if kind is int:
@@ -157,7 +158,7 @@ def encode_metadata(value: Any) -> Json:
     return value
 
 
-def decode_metadata(data: Json) -> Any:
+def decode_metadata(data: Json) -> Json:
     """The metadata that `encode_metadata` was given. A tag that this version does not know is left as it is."""
     if isinstance(data, dict):
         if TAG in data and len(data) == 1 and isinstance(data[TAG], dict):
