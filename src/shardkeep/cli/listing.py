@@ -1,7 +1,6 @@
 """`shardkeep ls`: the checkpoints at and below a path."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, name_prefix, plain
 from shardkeep.converting.survey import Found, survey
@@ -66,7 +65,7 @@ def format_of(tree: Tree) -> str:
     return tree.format + (f"+{tree.compression}" if tree.compression else "")
 
 
-def _document(found: Found) -> dict[str, Any]:
+def _document(found: Found) -> dict[str, object]:
     trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     created = found.created
     return {

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
 from shardkeep.catalog import new_target
 from shardkeep.converting.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
 from shardkeep.converting.rename import renamed, subtrees
@@ -24,7 +22,7 @@ from shardkeep.converting.scratch import cast_spec, make, recorded_leaf, snapsho
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import IntegrityError
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.arrays import DType, parse_dtype
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
@@ -108,7 +106,7 @@ def _chosen(trees: dict[str, Tree], wanted: Conversion) -> dict[str, Tree]:
     return renamed(chosen, wanted.rename) if wanted.rename else chosen
 
 
-def _parse_dtype(name: str | None) -> np.dtype[Any] | None:
+def _parse_dtype(name: str | None) -> DType | None:
     try:
         return None if name is None else parse_dtype(name)
     except ValueError as error:
@@ -143,7 +141,7 @@ def _convert_tree(
     prefix: str,
     tree: Tree,
     target: Target,
-    dtype: np.dtype[Any] | None,
+    dtype: DType | None,
     overwrite: bool,
     show: ShowProgress,
     verbose: bool,

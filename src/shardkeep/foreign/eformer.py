@@ -37,7 +37,7 @@ METADATA = "checkpoint_metadata.json"
 _MARK = "shardkeep"
 _MOST_AUX = 10_000  # plain values allowed in the aux data of one node
 _FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without a name
-_FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
+_FACTORIES: dict[str, object] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
 class EformerReader:

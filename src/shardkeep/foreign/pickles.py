@@ -36,10 +36,10 @@ class Record:
     args: tuple[Any, ...]
     state: Any
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         raise pickle.UnpicklingError("it sets items on an object that is not a dict")
 
     @classmethod
@@ -64,7 +64,7 @@ class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
             known = self._classes[module, name] = type("Record", (Record,), {"module": module, "name": name})
         return known
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("persistent ids are not supported")
 
     def get_extension(self, code: int) -> None:
@@ -139,7 +139,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
         raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error!r:.200}", file=where) from error
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: object) -> object:
     """A decoded leaf as a plain value. Numbers that pickle as calls are rebuilt, the rest is an `OpaqueNode`."""
     if isinstance(value, Record):
         scalar = _complex(value) if value.class_name() == "builtins:complex" else _numpy_scalar(value)
@@ -177,7 +177,7 @@ def _complex(record: Record) -> complex | None:
     return complex(*record.args) if [type(part) for part in record.args] == [float, float] else None
 
 
-def _numpy_scalar(record: Record) -> Any:
+def _numpy_scalar(record: Record) -> np.generic | None:
     """A NumPy scalar, which is pickled as scalar(dtype, bytes)."""
     if record.name != "scalar" or not record.module.startswith("numpy") or len(record.args) != 2:
         return None

@@ -62,7 +62,7 @@ def describe_static(value: object) -> Json:
         return None
 
 
-def build_static(cls: type[object], described: Json) -> Any:
+def build_static(cls: type[object], described: Json) -> object:
     """An object of `cls` from what `describe_static` gave, without running its constructor; None if it does not fit."""
     kind, body = next(iter(cast(JsonObject, described).items()))
     if issubclass(cls, enum.Enum):

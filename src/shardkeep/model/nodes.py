@@ -118,7 +118,7 @@ class Node:
     kind: str  # list, tuple, dict, odict, defaultdict, namedtuple, custom
     names: tuple[str, ...]
     children: tuple[Child, ...]
-    keys: tuple[Any, ...] = ()
+    keys: tuple[object, ...] = ()
     class_name: str = ""
     cls: type[object] | None = None
     aux: object = None
@@ -153,7 +153,7 @@ def _is_plain_aux(aux: object) -> bool:
     return True
 
 
-def _call_serializer(node: Node, name: str, serialize: Callable[[Any], Any]) -> bytes:
+def _call_serializer(node: Node, name: str, serialize: Callable[[object], bytes]) -> bytes:
     try:
         return bytes(memoryview(serialize(node.aux)))
     except Exception as error:  # the program's own code

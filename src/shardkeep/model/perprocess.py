@@ -84,12 +84,12 @@ def _is_same(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or not isinstance(a, dict | list | tuple):
         return a is b or bool(a == b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in cast(dict[Any, Any], a))
-    return len(cast(Any, a)) == len(b) and all(map(_is_same, cast(Any, a), b))
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in cast(_Dict, a))
+    return len(cast(_Sequence, a)) == len(b) and all(map(_is_same, cast(_Sequence, a), b))
 
 
 def find_problem(
-    value: object, problem_of: Callable[[Any], str | None], where: str = "PerProcess value", depth: int = 0
+    value: object, problem_of: Callable[[object], str | None], where: str = "PerProcess value", depth: int = 0
 ) -> str | None:
     """Why a value cannot be saved, and where in it; None if it can. `problem_of` judges what is not a container."""
     if depth > _MAX_DEPTH:

@@ -146,7 +146,7 @@ def _decode_numpy(body: Any) -> np.generic:
     return cast(np.generic, np.frombuffer(raw, dtype=dtype)[0])
 
 
-_ENCODERS: dict[type, Callable[[Any], Json]] = {
+_ENCODERS: dict[type[object], Callable[[Any], Json]] = {
     type(None): lambda v: v,
     bool: lambda v: v,
     str: lambda v: _encode_text(v),
