@@ -4,12 +4,13 @@ If one fails after an upgrade of JAX, shardkeep still works, more slowly or with
 lost), and `shardkeep/jaxapi.py` needs the name that JAX uses now.
 """
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,53 @@ def test_no_other_module_uses_a_private_name_of_jax(module: str) -> None:
     if module != "jaxapi.py":
         code = re.sub(r'""".*?"""|#.*', "", (SOURCE / module).read_text(), flags=re.DOTALL)
         assert PRIVATE.findall(code) == []
+
+
+@pytest.mark.parametrize("module", ["jaxlib._jax", "jaxlib._jax.pytree", "jaxlib.xla_client"])
+def test_the_types_written_down_for_jaxlib_name_what_it_has(module: str) -> None:
+    """The stubs in `typings/` are for the type checker only; it would not notice that jaxlib has changed."""
+    path = SOURCE.parents[1] / "typings" / module.replace(".", "/")
+    stub = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".pyi")
+    found = sys.modules[module]
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            assert hasattr(found, node.name), node.name
+        for inside in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inside, ast.FunctionDef):
+                assert hasattr(getattr(found, node.name), inside.name), f"{node.name}.{inside.name}"
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jaxlib"):
+            assert all(hasattr(found, name.name) for name in node.names)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_typed_forms_place_compile_and_wait_like_those_of_jax(several: bool) -> None:
+    sharding = NamedSharding(mesh_of(8), P("a"))
+    host = np.arange(16, dtype=np.float32)
+    placed = jaxapi.device_put([host], [sharding])[0] if several else jaxapi.device_put(host, sharding)
+    jaxapi.block_until_ready([placed])
+    doubled = jaxapi.jit(lambda x: x * 2, sharding)(placed)
+    assert placed.sharding == doubled.sharding == sharding
+    assert bits(placed) == bits(host)
+    assert bits(doubled) == bits(host * 2)
+
+
+def test_whether_jax_holds_64_bits_is_what_it_is_configured_to_here() -> None:
+    assert jaxapi.has_x64() is False
+    with jax.enable_x64(True):
+        assert jaxapi.has_x64() is True
+
+
+class _Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_a_container_is_taken_apart_one_level_deep() -> None:
+    children, data = jaxapi.flatten_once(_Pair([1, 2], None))
+    assert [child for _, child in children] == [[1, 2], None]
+    assert data is not None
+    assert data[0] is _Pair
+    assert jaxapi.flatten_once(3) == ([], None)
 
 
 @pytest.fixture(scope="module")

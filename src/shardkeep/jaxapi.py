@@ -12,12 +12,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 from shardkeep.errors import ProcessError
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
+    from jax.experimental.layout import Format
+    from jax.sharding import Sharding
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Functions of JAX that only run compiled code, as the innermost frame of the traceback of an array. Several are fast
 # paths for computations outside of jit. One that is missing here costs a copy, nothing else.
@@ -93,6 +101,60 @@ def process_index() -> int:
     import jax
 
     return jax.process_index()  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+@overload
+def device_put(
+    x: "Sequence[jax.Array | Array]", device: "Sharding | Sequence[Sharding] | None" = None
+) -> "list[jax.Array]": ...
+@overload
+def device_put(x: "jax.Array | Array", device: "Sharding | jax.Device | None" = None) -> "jax.Array": ...
+def device_put(x: Any, device: Any = None) -> Any:
+    """`jax.device_put` of one array, or of a list of arrays in one call."""
+    import jax
+
+    return jax.device_put(x, device)  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+def block_until_ready(arrays: "Sequence[jax.Array]") -> None:
+    """Wait until the arrays are computed and on their devices."""
+    import jax
+
+    jax.block_until_ready(arrays)  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+def flatten_once(node: object) -> tuple[list[tuple[object, Any]], tuple[type[object], Any] | None]:
+    """The children of a container, each with JAX's name for it, and its class and auxiliary data; None for a leaf."""
+    from jax import tree_util
+
+    def is_inside(x: object) -> bool:
+        return x is not node
+
+    flatten = tree_util.tree_flatten_with_path  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    pairs, treedef = cast("tuple[list[tuple[tuple[object, ...], Any]], tree_util.PyTreeDef]", flatten(node, is_inside))
+    data = treedef.node_data()
+    return [] if data is None else [(path[0], child) for path, child in pairs], data
+
+
+def wrap_key_data(data: "jax.Array | Array", impl: str) -> "jax.Array":
+    """Typed PRNG keys from their data."""
+    import jax
+
+    return cast("jax.Array", jax.random.wrap_key_data(cast("jax.Array", data), impl=impl))
+
+
+def jit(function: Callable[_P, _T], out_shardings: "Sharding | Format") -> Callable[_P, _T]:
+    """`jax.jit`, which does not tell what the compiled function takes and returns."""
+    import jax
+
+    return jax.jit(function, out_shardings=out_shardings)  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+def has_x64() -> bool:
+    """Whether JAX holds 64-bit numbers, as it is configured in this thread."""
+    import jax
+
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009  (an attribute that JAX makes at run time)
 
 
 def set_key(client: Any, key: str, value: str) -> None:

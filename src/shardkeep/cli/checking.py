@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardkeep.catalog import find
 from shardkeep.cli.output import Output, counted, human, message_of, plain, shows_progress
@@ -121,7 +120,7 @@ def _described(problem: Problem) -> str:
     return problem.message + ("" if problem.file in problem.message else f" ({problem.file})")
 
 
-def _document(verdict: _Verdict) -> dict[str, Any]:
+def _document(verdict: _Verdict) -> dict[str, object]:
     report = verdict.report
     if report is None:
         if verdict.error is None:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardkeep.cli.output import Output, ask, counted, human, plain
 from shardkeep.cli.parser import FINDINGS
@@ -115,7 +114,7 @@ def _show(found: Sequence[_LeftOver], path: str, output: Output) -> None:
             output.line(f"  … and {counted(len(rows) - _SHOWN, 'more file')}")
 
 
-def _document(path: str, found: Sequence[_LeftOver], dry_run: bool) -> dict[str, Any]:
+def _document(path: str, found: Sequence[_LeftOver], dry_run: bool) -> dict[str, object]:
     return {
         "path": path,
         "dry_run": dry_run,

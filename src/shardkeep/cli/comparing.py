@@ -163,7 +163,7 @@ def _side_by_side(prefix_a: str, a: Tree, prefix_b: str, b: Tree, wanted: Callab
     return _Comparison(prefix_a, prefix_b, found, list(left.values()), list(right.values()), containers)
 
 
-def _containers(tree: Tree, wanted: Callable[[StoredLeaf], bool]) -> Any:
+def _containers(tree: Tree, wanted: Callable[[StoredLeaf], bool]) -> object:
     """The containers of the leaves that are compared."""
     keep = [wanted(leaf) for leaf in tree.leaves]
     return (tree.skeleton if all(keep) else tree.skeleton.prune(keep)).to_json()
@@ -329,7 +329,7 @@ def _what(leaf: StoredLeaf) -> str:
 
 def _document(
     a: str, b: str, paired: Sequence[_Comparison], lone_a: list[str], lone_b: list[str], different: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "a": a,
         "b": b,
@@ -351,8 +351,8 @@ def _document(
     }
 
 
-def _pair_document(pair: _Pair) -> dict[str, Any]:
-    body: dict[str, Any] = {
+def _pair_document(pair: _Pair) -> dict[str, object]:
+    body: dict[str, object] = {
         "key": pair.a.key,
         "path": list(pair.a.path),
         "equal": None if pair.how == "not_compared" and not pair.reasons else not pair.reasons,
@@ -374,7 +374,7 @@ def _pair_document(pair: _Pair) -> dict[str, Any]:
     return body
 
 
-def _side(leaf: StoredLeaf) -> dict[str, Any]:
+def _side(leaf: StoredLeaf) -> dict[str, object]:
     if not isinstance(leaf, StoredArray):
         return {"type": type(leaf.value).__name__, "value": json_value(leaf.value)}
     return {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape)}

@@ -1,7 +1,6 @@
 """`shardkeep convert`: write any checkpoint in another format, and say what became of each tree."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from shardkeep.cli.output import Output, bar, counted, human, plain, shows_progress
 from shardkeep.converting.convert import Conversion, Converted, convert
@@ -35,7 +34,7 @@ def _show(done: Converted, wanted: Conversion, output: Output) -> None:
         output.line(output.paint(text, "yellow"))
 
 
-def _document(wanted: Conversion, done: Sequence[Converted]) -> dict[str, Any]:
+def _document(wanted: Conversion, done: Sequence[Converted]) -> dict[str, object]:
     return {
         "source": wanted.source,
         "destination": wanted.destination,

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardkeep.cli.listing import format_of
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_value, layout, name_prefix, plain, short
@@ -145,7 +144,7 @@ def _unroll(branch: _Branch, path: tuple[str, ...], depth: int | None, sort: str
             _unroll(child, where, depth, sort, rows)
 
 
-def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, list[_Row]]) -> dict[str, Any]:
+def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, list[_Row]]) -> dict[str, object]:
     return {
         "path": path,
         "save_id": save_id,
@@ -173,9 +172,9 @@ def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, 
     }
 
 
-def describe_leaf(leaf: StoredLeaf) -> dict[str, Any]:
+def describe_leaf(leaf: StoredLeaf) -> dict[str, object]:
     """What `--json` says of a leaf."""
-    body: dict[str, Any] = {"key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
+    body: dict[str, object] = {"key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
     if not isinstance(leaf, StoredArray):
         return {**body, "type": type(leaf.value).__name__, "value": json_value(leaf.value)}
     digests = bool(leaf.pieces) and all(piece.digests is not None for piece in leaf.pieces)

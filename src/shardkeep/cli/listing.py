@@ -1,6 +1,6 @@
 """`shardkeep ls`: the checkpoints at and below a path."""
 
-from typing import Any
+from collections.abc import Mapping
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, name_prefix, plain
 from shardkeep.converting.survey import Found, survey
@@ -33,7 +33,7 @@ def _problem(name: str, path: str, problem: str) -> str:
 
 
 def _row(found: Found) -> list[Cell]:
-    trees = found.manifest.trees if found.manifest else {}
+    trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     leaves = sum(len(tree.leaves) for tree in trees.values())
     return [
         plain(found.name),
@@ -65,8 +65,8 @@ def format_of(tree: Tree) -> str:
     return tree.format + (f"+{tree.compression}" if tree.compression else "")
 
 
-def _document(found: Found) -> dict[str, Any]:
-    trees = found.manifest.trees if found.manifest else {}
+def _document(found: Found) -> dict[str, object]:
+    trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     created = found.created
     return {
         "name": found.name,

@@ -4,7 +4,6 @@ import math
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -96,7 +95,7 @@ def _tasks(opened: Opened, tree: Tree, measured: _Measured, progress: Progress) 
     return [lambda r=region: measure(r) for region in regions_of(opened, leaf)]
 
 
-def _flags_of_value(value: Any) -> list[str]:
+def _flags_of_value(value: object) -> list[str]:
     """The flags of a plain value: numbers that are not finite."""
     if not isinstance(value, float | complex | np.inexact):
         return []
@@ -163,9 +162,9 @@ def _shown(value: float | int | str | None) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _document(measured: _Measured) -> dict[str, Any]:
+def _document(measured: _Measured) -> dict[str, object]:
     leaf, numbers = measured.leaf, measured.numbers
-    body: dict[str, Any] = {"prefix": measured.prefix, "key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
+    body: dict[str, object] = {"prefix": measured.prefix, "key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
     body["flags"] = measured.flags
     if not isinstance(leaf, StoredArray):
         return {**body, "value": json_value(leaf.value)}

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import counted as counted
 from shardkeep.model.values import show
@@ -61,7 +61,7 @@ class Output:
                 parts.append(padding + painted if i in to_the_right else painted + padding)
             self.line((indent + "  ".join(parts)).rstrip())
 
-    def document(self, body: Any) -> None:
+    def document(self, body: object) -> None:
         """Print the JSON document of a command. A NaN or an infinity in it is a mistake: JSON has none."""
         sys.stdout.write(json.dumps(body, indent=1, allow_nan=False) + "\n")
 
@@ -136,14 +136,14 @@ def age(moment: datetime.datetime | None, now: datetime.datetime | None = None) 
     return "now"
 
 
-def json_number(value: Any) -> Any:
+def json_number(value: object) -> object:
     """A number as strict JSON; NaN and infinities become the strings nan, inf and -inf."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> object:
     """A plain value of a tree as strict JSON: the value itself if JSON holds it exactly, else its `repr`."""
     if value is None or type(value) is bool or (type(value) is str and plain(value) == value):
         return value
@@ -152,14 +152,14 @@ def json_value(value: Any) -> Any:
     return show(value)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A plain value in one line of at most 60 characters; of a long string or bytes, the start and the length.
 
     >>> short(1.5), short(b"x" * 1_000_000)
     ('1.5', "b'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx… (1,000,000 bytes)")
     """
     is_long = isinstance(value, str | bytes) and len(value) > _LONGEST  # megabytes are not written out to be cut
-    text = plain(show(value[:_LONGEST] if is_long else value))
+    text = plain(show(cast("str | bytes", value)[:_LONGEST] if is_long else value))
     if not is_long and len(text) <= _LONGEST:
         return text
     if isinstance(value, str | bytes):

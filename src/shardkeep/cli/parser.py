@@ -1,7 +1,7 @@
 """The commands, their options and their help. Imports nothing else of the library, so that help comes at once."""
 
 import argparse
-from typing import Any
+from typing import TypeAlias
 
 from shardkeep._version import __version__
 
@@ -40,7 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, summary: str, about: str, example: str) -> argparse.ArgumentParser:
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]  (it has no public name)
+
+
+def _command(commands: _Commands, name: str, summary: str, about: str, example: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -59,7 +62,7 @@ def _add_choice(command: argparse.ArgumentParser, *, include: bool = True) -> No
         command.add_argument("--include", metavar="REGEX", help=_INCLUDE)
 
 
-def _add_ls(commands: Any) -> None:
+def _add_ls(commands: _Commands) -> None:
     command = _command(
         commands,
         "ls",
@@ -76,7 +79,7 @@ def _add_ls(commands: Any) -> None:
     )
 
 
-def _add_inspect(commands: Any) -> None:
+def _add_inspect(commands: _Commands) -> None:
     command = _command(
         commands,
         "inspect",
@@ -92,7 +95,7 @@ def _add_inspect(commands: Any) -> None:
     command.add_argument("--sort", choices=("name", "size"), help="order of siblings (default: as in the tree)")
 
 
-def _add_verify(commands: Any) -> None:
+def _add_verify(commands: _Commands) -> None:
     command = _command(
         commands,
         "verify",
@@ -107,7 +110,7 @@ def _add_verify(commands: Any) -> None:
     _add_choice(command, include=False)
 
 
-def _add_diff(commands: Any) -> None:
+def _add_diff(commands: _Commands) -> None:
     command = _command(
         commands,
         "diff",
@@ -131,7 +134,7 @@ def _add_diff(commands: Any) -> None:
     )
 
 
-def _add_convert(commands: Any) -> None:
+def _add_convert(commands: _Commands) -> None:
     command = _command(
         commands,
         "convert",
@@ -171,7 +174,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
 
 
-def _add_stats(commands: Any) -> None:
+def _add_stats(commands: _Commands) -> None:
     command = _command(
         commands,
         "stats",
@@ -197,7 +200,7 @@ def _add_stats(commands: Any) -> None:
     )
 
 
-def _add_clean(commands: Any) -> None:
+def _add_clean(commands: _Commands) -> None:
     command = _command(
         commands,
         "clean",

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
 from shardkeep.converting.blocks import Array, runs_of
-from shardkeep.model.arrays import kind_of
+from shardkeep.model.arrays import DType, kind_of
 
 _HUGE = 1e8
 _DENORMALS = 0.01  # the share of denormal values above which an array is flagged
@@ -28,7 +28,7 @@ def _integers(run: Array) -> Array:
     return run if run.dtype.kind in "iu" and run.dtype.isbuiltin == 1 else run.astype(np.int64)
 
 
-def is_exact(dtype: np.dtype[Any]) -> bool:
+def is_exact(dtype: DType) -> bool:
     """Whether values are compared as integers."""
     return kind_of(dtype) in ("int", "bool") or dtype.kind in "mM"
 
@@ -69,7 +69,7 @@ class Numbers:
         self.squares += other.squares + apart * apart * self.finite * other.finite / total
         self.finite = total
 
-    def flags(self, dtype: np.dtype[Any]) -> list[str]:
+    def flags(self, dtype: DType) -> list[str]:
         """The flags of an array that looks wrong: all_nan or nan, inf, all_zero or constant, huge, denormal."""
         found: list[str] = []
         if self.nan:
@@ -130,8 +130,8 @@ def _numbers_of_run(run: Array) -> Numbers:
     return found
 
 
-def _limits(dtype: np.dtype[Any]) -> Any:
-    return ml_dtypes.finfo(dtype)
+def _limits(dtype: DType) -> "np.finfo[np.floating[Any]]":
+    return cast("np.finfo[np.floating[Any]]", ml_dtypes.finfo(dtype))
 
 
 @dataclass

@@ -5,7 +5,6 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.plan import Target, plan_read
 from shardkeep.loading.read import read_targets
-from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import name_leaf
@@ -25,8 +24,6 @@ from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import location
 from shardkeep.targets.steady import Attempt
-
-Array = np.ndarray[Any, Any]
 
 BLOCK = 16 << 20  # bytes that each thread reads at once
 _EXAMPLES = 3

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
 from shardkeep.catalog import new_target
 from shardkeep.converting.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
 from shardkeep.converting.rename import renamed, subtrees
@@ -24,13 +22,14 @@ from shardkeep.converting.scratch import cast_spec, make, recorded_leaf, snapsho
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import IntegrityError
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.arrays import DType, parse_dtype
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path
+from shardkeep.model.values import Json
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.store import store_snapshot
 from shardkeep.stores.location import location
@@ -107,7 +106,7 @@ def _chosen(trees: dict[str, Tree], wanted: Conversion) -> dict[str, Tree]:
     return renamed(chosen, wanted.rename) if wanted.rename else chosen
 
 
-def _parse_dtype(name: str | None) -> np.dtype[Any] | None:
+def _parse_dtype(name: str | None) -> DType | None:
     try:
         return None if name is None else parse_dtype(name)
     except ValueError as error:
@@ -142,7 +141,7 @@ def _convert_tree(
     prefix: str,
     tree: Tree,
     target: Target,
-    dtype: np.dtype[Any] | None,
+    dtype: DType | None,
     overwrite: bool,
     show: ShowProgress,
     verbose: bool,
@@ -203,7 +202,8 @@ def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) ->
         return metadata
     arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
     leaves = dict(zip(dotted_names([leaf.path for leaf in arrays]), arrays, strict=True))
-    checksums, described = metadata["checksum"], metadata["array_metadata"]
+    checksums: Json = metadata["checksum"]
+    described: Json = metadata["array_metadata"]
     if isinstance(checksums, dict):
         same = {name for name, leaf in leaves.items() if leaf.path not in changed}
         metadata["checksum"] = {name: text for name, text in checksums.items() if name in same}

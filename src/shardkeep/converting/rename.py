@@ -11,6 +11,7 @@ from shardkeep.model.manifest import Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.nodes import Child, Node
 from shardkeep.model.tree import Path, Skeleton, flatten, split_key
+from shardkeep.model.values import Json
 
 _SHOWN = 8
 _BY_NAME = ("checksum", "array_metadata")  # metadata with an entry for each array
@@ -131,7 +132,7 @@ def _renamed_metadata(tree: Tree, before: Sequence[StoredLeaf], after: Sequence[
     new = {old[path]: name for (path, _), name in zip(pairs, dotted_names([p for _, p in pairs]), strict=True)}
     metadata = dict(tree.metadata)
     for entry in _BY_NAME:
-        recorded: Any = metadata.get(entry)
+        recorded: Json = metadata.get(entry)
         if isinstance(recorded, dict):
             metadata[entry] = {new[name]: facts for name, facts in recorded.items() if name in new}
     return metadata

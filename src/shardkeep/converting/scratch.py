@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from shardkeep.errors import storage_error
 from shardkeep.layouts.plan import StagedArray, StagedValue
 from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.blocks import BlockReader, Range, parts_of
-from shardkeep.model.arrays import ArraySpec, Region, kind_of
+from shardkeep.model.arrays import ArraySpec, DType, Region, kind_of
 from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
 from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
@@ -55,7 +54,7 @@ class Made:
     lost: dict[Path, int]  # by leaf, the number of values that a cast made infinite or NaN
 
 
-def cast_spec(leaf: StoredLeaf, dtype: "np.dtype[Any] | None") -> ArraySpec | None:
+def cast_spec(leaf: StoredLeaf, dtype: DType | None) -> ArraySpec | None:
     """What an array becomes: casts stay within one kind, and never touch PRNG keys or values of processes."""
     if not isinstance(leaf, StoredArray):
         return None
@@ -204,7 +203,7 @@ class _Maker:
 
         return [lambda r=region: fill(r) for region in regions_of(self._opened, leaf)]
 
-    def _cast(self, data: Array, dtype: "np.dtype[Any]", leaf: StoredLeaf) -> Array:
+    def _cast(self, data: Array, dtype: DType, leaf: StoredLeaf) -> Array:
         """The values as another dtype. Integers out of range are an error; floats that become infinite are counted."""
         if data.dtype == dtype:
             return data

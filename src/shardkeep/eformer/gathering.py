@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -12,23 +11,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from shardkeep.jaxapi import transfers_allowed
 from shardkeep.loading.adapt import apply_function, cast_array
 from shardkeep.loading.moving import move, on_host, stays_numpy, take_rows
-from shardkeep.model.arrays import kind_of, parse_dtype
+from shardkeep.model.arrays import Array, DType, kind_of, parse_dtype
 from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.hostmemory import available_memory
-from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.progress import NO_BAR, Bar
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
 
 
-def cpu_device() -> Any:
+def cpu_device() -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
 
 
-def move_tree(tree: Any, float_dtype: Any, mesh: Mesh | None, gather: bool, cpu_offload: bool) -> Any:
+def move_tree(tree: Any, float_dtype: object, mesh: Mesh | None, gather: bool, cpu_offload: bool) -> Any:
     """A tree as a save stores it: floats cast, arrays gathered or moved to the host."""
     if float_dtype is not None:
         parse_float_dtype(float_dtype)
@@ -44,7 +43,7 @@ def move_tree(tree: Any, float_dtype: Any, mesh: Mesh | None, gather: bool, cpu_
     return skeleton.rebuild(values)
 
 
-def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
+def to_host(x: Any, float_dtype: object, mesh: Mesh | None, cpu_offload: bool) -> Any:
     """Gather an array.
 
     Args:
@@ -70,7 +69,7 @@ def to_host(x: Any, float_dtype: Any, mesh: Mesh | None, cpu_offload: bool) -> A
 
 def _one_device(x: Any) -> Sharding | None:
     """The first device of an array that is on several; None: leave it, or put it where JAX puts new arrays."""
-    devices: Any = x.devices() if isinstance(x, jax.Array) else ()
+    devices = x.devices() if isinstance(x, jax.Array) else ()
     return SingleDeviceSharding(min(devices, key=lambda device: device.id)) if len(devices) > 1 else None
 
 
@@ -83,7 +82,7 @@ def offload(array: jax.Array, key: str, mesh: Mesh | None, cpu_offload: bool) ->
         return to_host(array, None, mesh, True)
 
 
-def cast_floats(x: Any, float_dtype: Any) -> Any:
+def cast_floats(x: Any, float_dtype: object) -> Any:
     """A float array cast to `float_dtype`; anything else unchanged, and everything if it is None."""
     if float_dtype is None or not isinstance(x, jax.Array | np.ndarray):
         return x
@@ -94,7 +93,7 @@ def cast_floats(x: Any, float_dtype: Any) -> Any:
         return on_host(x).astype(dtype) if stays_numpy(dtype) else x.astype(dtype)
 
 
-def parse_float_dtype(dtype: Any) -> np.dtype[Any]:
+def parse_float_dtype(dtype: object) -> DType:
     """A dtype that floats can be cast to; `ValueError` for any other."""
     parsed = parse_dtype(dtype)
     if kind_of(parsed) != "float":
@@ -139,7 +138,7 @@ def apply_gather_functions(
     functions = None if gather_fns is True else _functions(gather_fns)
     total = sum(int(getattr(leaf.value, "nbytes", 0)) for leaf in leaves)
     values: list[Any] = []
-    with Bar("gathering", total) if verbose else nullcontext(lambda _: None) as progress:
+    with Bar("gathering", total) if verbose else NO_BAR as progress:
         for leaf in leaves:
             values.append(_gathered(leaf.value, ".".join(leaf.path), functions, mismatch_allowed))
             progress(int(getattr(leaf.value, "nbytes", 0)))
@@ -162,7 +161,7 @@ def _gathered(value: Any, key: str, functions: dict[str, Any] | None, mismatch_a
     return function(value)
 
 
-def _on_host(array: jax.Array) -> Any:
+def _on_host(array: jax.Array) -> Array:
     """The whole array as NumPy. If it spans processes, all of them must call this."""
     return on_host(array) if array.is_fully_addressable else gather_array(array)
 
@@ -237,7 +236,7 @@ def estimate_available_memory() -> int:
     """The bytes of memory that are free: on the host, in its container, or on the device with the least."""
     found = [available_memory()]
     for device in jax.local_devices():
-        stats: Any = device.memory_stats() or {}
+        stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             found.append(int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)))
     return max(min(found), 0)
@@ -249,7 +248,7 @@ def read_process_array(
     mismatch_allowed: bool,
     manager: Any,
     callback: Any = None,
-    dtype: Any = None,
+    dtype: object = None,
 ) -> tuple[str, Any, int]:
     """Read one array and apply its shard function, a callback and a cast, in that order.
 

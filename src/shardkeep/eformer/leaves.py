@@ -20,7 +20,7 @@ from shardkeep.saving.save import SaveRequest, run_save, start_save
 from shardkeep.stores.location import any_path_text, location, name_path
 
 
-def is_array_like(x: Any) -> bool:
+def is_array_like(x: object) -> bool:
     """Whether `x` has a shape and a dtype.
 
     Args:
@@ -32,7 +32,7 @@ def is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def join_key(prefix: str | None, k: Any) -> str:
+def join_key(prefix: str | None, k: object) -> str:
     """Join a prefix and a key with a dot.
 
     Args:
@@ -64,7 +64,7 @@ def leaf_key_paths(pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[A
 
 
 def tree_serialize_leaves(
-    checkpoint_dir: Any,
+    checkpoint_dir: object,
     pytree: Any,
     manager: Any = None,
     *,
@@ -109,7 +109,7 @@ def tree_serialize_leaves(
 
 
 def tree_deserialize_leaves(
-    checkpoint_dir: Any,
+    checkpoint_dir: object,
     mesh: Mesh | None,
     manager: Any = None,
     *,

@@ -50,13 +50,13 @@ class CheckpointLoader:
 
     def load(
         self,
-        path: Any,
+        path: object,
         mesh: Mesh | None,
         shardings: Any = None,
         mismatch_allowed: bool = True,
         callback: Callback | None = None,
         partition_rules: Rules | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         validate: bool | None = None,
         prefix_filter: str | None = None,
         prefix: str | None = None,
@@ -108,13 +108,13 @@ class CheckpointLoader:
 
     def load_pytree(
         self,
-        path: Any,
+        path: object,
         mesh: Mesh | None,
         *,
         prefix: str,
         shardings: Any = None,
         partition_rules: Rules | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         template: Any = None,
         strict_shapes: bool = True,
         callback: Callback | None = None,
@@ -160,11 +160,11 @@ class CheckpointLoader:
 
     def load_tree_parallel(
         self,
-        path: Any,
+        path: object,
         shardings: Any = None,
         mismatch_allowed: bool = True,
         callback: Callback | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         validate: bool | None = None,
         prefix_filter: str | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -208,7 +208,7 @@ class CheckpointLoader:
         return compute_checksum(array)
 
     @staticmethod
-    def is_tensorstore(path: Any) -> bool:
+    def is_tensorstore(path: object) -> bool:
         """Whether there is a checkpoint in the TensorStore format at `path`. Never raises.
 
         Args:
@@ -221,7 +221,7 @@ class CheckpointLoader:
         return any(has_zarr_arrays(tree) for tree in manifest.trees.values())
 
     @staticmethod
-    def safe_loadpath(path: Any) -> LoadPath:
+    def safe_loadpath(path: object) -> LoadPath:
         """The path without the name of the index file, as an object with `/`, `str()` and `exists()`.
 
         Args:
@@ -233,7 +233,7 @@ class CheckpointLoader:
         if self.verbose:
             log.warning("%s %s", what, report)
 
-    def _located(self, path: Any, call: str = "") -> Location:
+    def _located(self, path: object, call: str = "") -> Location:
         text = without_index(any_path_text(path, call))
         if self.gcs_bucket is not None and text and "://" not in text and not os.path.isabs(text):
             text = f"gs://{self.gcs_bucket}/{text}"

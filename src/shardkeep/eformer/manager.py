@@ -59,7 +59,7 @@ class AsyncCheckpointManager(CheckpointLoader):
     def __init__(
         self,
         enable: bool | None = None,
-        float_dtype: Any = jnp.bfloat16,
+        float_dtype: object = jnp.bfloat16,
         verbose: bool = False,
         gcs_bucket: str | None = None,
         gcs_credentials_path: str | None = None,
@@ -79,11 +79,11 @@ class AsyncCheckpointManager(CheckpointLoader):
     def save(
         self,
         tree: Any,
-        path: Any,
+        path: object,
         mesh: Mesh | None = None,
         gather_fns: bool | Mapping[str, Any] | None = None,
-        float_dtype: Any = None,
-        metadata: Mapping[str, Any] | None = None,
+        float_dtype: object = None,
+        metadata: Mapping[str, object] | None = None,
         callback: Callable[[str], None] | None = None,
         prefix: str | None = None,
         do_all_gather: bool = False,
@@ -122,11 +122,11 @@ class AsyncCheckpointManager(CheckpointLoader):
     def save_async(
         self,
         tree: Any,
-        path: Any,
+        path: object,
         mesh: Mesh | None = None,
         gather_fns: bool | Mapping[str, Any] | None = None,
-        float_dtype: Any = None,
-        metadata: Mapping[str, Any] | None = None,
+        float_dtype: object = None,
+        metadata: Mapping[str, object] | None = None,
         callback: Callable[[str], None] | None = None,
         prefix: str | None = None,
         do_all_gather: bool = False,
@@ -161,14 +161,14 @@ class AsyncCheckpointManager(CheckpointLoader):
     def save_pytree(
         self,
         pytree: Any,
-        path: Any,
+        path: object,
         mesh: Mesh | None = None,
         *,
         prefix: str,
         do_all_gather: bool = False,
         cpu_offload: bool = True,
-        dtype: Any = None,
-        extras: Mapping[str, Any] | None = None,
+        dtype: object = None,
+        extras: Mapping[str, object] | None = None,
         write_index: bool = True,
     ) -> str:
         """Save a tree with its exact structure to a directory, its data below `<path>/<prefix>/`.
@@ -262,19 +262,19 @@ class AsyncCheckpointManager(CheckpointLoader):
             self._tell("saved", earlier.report)
         return PendingSave(save)
 
-    def _is_off(self, path: Any, call: str) -> bool:
+    def _is_off(self, path: object, call: str) -> bool:
         if self.enable is not False:
             return False
         log.warning("saving is disabled (enable=False): nothing was written to %s", any_path_text(path, call))
         return True
 
-    def _target(self, path: Any, directory: bool) -> Target:
+    def _target(self, path: object, directory: bool) -> Target:
         format = "zarr" if self.use_tensorstore else "safetensors"
         compression = "zstd" if self.use_tensorstore and self.enable_compression else None
         return new_target(self._located(path), format, compression, None, directory or self.use_tensorstore)
 
     def _prepared(
-        self, tree: Any, mesh: Mesh | None, gather_fns: Any, float_dtype: Any, do_all_gather: bool, cpu_offload: bool
+        self, tree: Any, mesh: Mesh | None, gather_fns: Any, float_dtype: object, do_all_gather: bool, cpu_offload: bool
     ) -> Any:
         """The tree as it will be stored: gathered, cast and moved to the host as requested."""
         if mesh is None:
@@ -287,7 +287,7 @@ class AsyncCheckpointManager(CheckpointLoader):
         self,
         tree: Any,
         path: Any,
-        metadata: Mapping[str, Any] | None,
+        metadata: Mapping[str, object] | None,
         callback: Callable[[str], None] | None,
         prefix: str | None,
         directory: bool = False,

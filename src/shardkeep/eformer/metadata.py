@@ -89,7 +89,7 @@ def _iso(moment: datetime.datetime | str | None) -> str | None:
     return (moment.astimezone(datetime.UTC) if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).isoformat()
 
 
-def describe_arrays(arrays: Mapping[str, Any], custom: Mapping[str, Any] | None, checksums: bool) -> dict[str, Any]:
+def describe_arrays(arrays: Mapping[str, Any], custom: Mapping[str, object] | None, checksums: bool) -> dict[str, Any]:
     """The metadata that a save records for arrays by name; with `checksums`, the SHA-256 of each as it is stored.
 
     Arrays that are not fully addressable from this process are left to `checksums_of_parts`.

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from shardkeep.foreign.eformer import INDEX
 from shardkeep.model.naming import base_of_shard
@@ -44,7 +43,7 @@ def without_index(path: str) -> str:
     return path[: -len(INDEX)].rstrip("/") or "/" if path.endswith("/" + INDEX) else path
 
 
-def derive_base_prefix_from_path(path_str: Any) -> str:
+def derive_base_prefix_from_path(path_str: object) -> str:
     """What the file names of a model begin with.
 
     Args:
@@ -56,7 +55,7 @@ def derive_base_prefix_from_path(path_str: Any) -> str:
     return base_of_shard(any_path_text(path_str, "derive_base_prefix_from_path(path_str)"))
 
 
-def is_gcs_path(path: Any) -> bool:
+def is_gcs_path(path: object) -> bool:
     """Whether a path is in Google Cloud Storage.
 
     Args:
@@ -68,7 +67,7 @@ def is_gcs_path(path: Any) -> bool:
     return str(path).startswith("gs://")
 
 
-def parse_gcs_path(gcs_path: Any) -> tuple[str, str]:
+def parse_gcs_path(gcs_path: object) -> tuple[str, str]:
     """The bucket and the name in it. Anything but a `gs://` path is a `ValueError`.
 
     Args:

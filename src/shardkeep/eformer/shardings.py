@@ -65,7 +65,7 @@ def apply_sharding_tree(arrays: Any, sharding_tree: Any, mesh: Mesh | None = Non
 
 
 def create_sharding_tree_from_index(
-    checkpoint_dir: Any, mesh: Mesh | None = None, prefix: str | None = None, default_sharding: Any = None
+    checkpoint_dir: object, mesh: Mesh | None = None, prefix: str | None = None, default_sharding: Any = None
 ) -> dict[str, Any]:
     """A nested dict with the keys of a checkpoint and a sharding for each array, to pass as `shardings`.
 
@@ -139,7 +139,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
     return {".".join(leaf.path): leaf.value for leaf in leaves}
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 

@@ -12,7 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError
 from shardkeep.foreign.base import Listing
@@ -25,9 +25,9 @@ from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf, Stored
 from shardkeep.model.manifest import MANIFEST, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import untagged
 from shardkeep.model.naming import prefix_directory
-from shardkeep.model.nodes import LEAF, Node, find_class
+from shardkeep.model.nodes import LEAF, Child, Node, find_class
 from shardkeep.model.tree import Path, Skeleton, flatten, name_children, nest
-from shardkeep.model.values import is_plain
+from shardkeep.model.values import Json, JsonObject, is_plain
 from shardkeep.stores.base import CONTROL, Store
 
 log = logging.getLogger("shardkeep")
@@ -37,7 +37,7 @@ METADATA = "checkpoint_metadata.json"
 _MARK = "shardkeep"
 _MOST_AUX = 10_000  # plain values allowed in the aux data of one node
 _FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without a name
-_FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
+_FACTORIES: dict[str, object] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
 class EformerReader:
@@ -58,6 +58,26 @@ class EformerReader:
         return ZarrReader(store, leaf)
 
 
+class _Entry(TypedDict):
+    """One array in the index. Those of a file are checked where they are used."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+
+
+class _Structure(TypedDict):
+    """A structure file: the leaves in order, and the pickled structure of the tree."""
+
+    prefix: str
+    leaf_keys_full: list[str]
+    arr_mask: list[bool]
+    array_relpaths: list[str]
+    nonarray_payload: dict[str, str]
+    treedef_b64: str
+    extras: NotRequired[JsonObject | None]
+
+
 def _detect(store: Store, search: bool) -> Manifest | None:
     """The checkpoint in a directory. `search`: whether to search for zarr arrays if there is no index."""
     index = _read_json(store, INDEX)
@@ -76,9 +96,10 @@ def _detect(store: Store, search: bool) -> Manifest | None:
             f"{where} has the format {index.get('format')!r}; only 'tensorstore' is supported", file=where
         )
     try:
-        grouped = {p: _paths(entries) for p, entries in index.get("prefixes", {}).items() if check_prefix(p)}
+        prefixes = cast("dict[str, list[_Entry]]", index.get("prefixes", {}))
+        grouped = {p: _paths(entries) for p, entries in prefixes.items() if check_prefix(p)}
         if "arrays" in index or not grouped:
-            grouped = {"": _paths(index["arrays"]), **grouped}
+            grouped = {"": _paths(cast("list[_Entry]", index["arrays"])), **grouped}
     except (TypeError, AttributeError, KeyError) as error:
         raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
     if len(grouped) > 1 and not grouped.get("", True):
@@ -117,8 +138,8 @@ def _tree(
     store: Store,
     prefix: str,
     directories: Sequence[str],
-    metadata: Mapping[str, Any],
-    structure: dict[str, Any] | None,
+    metadata: Mapping[str, Json],
+    structure: JsonObject | None,
     identity: str,
 ) -> Tree:
     leaves: list[StoredLeaf] = []
@@ -127,7 +148,7 @@ def _tree(
         skeleton, places = _nested(directories, prefix.replace(".", "/"), store.locate(INDEX))
     else:
         name = f"{prefix}_structure.json"
-        skeleton, places, extras = _structured(structure, store.locate(name))
+        skeleton, places, extras = _structured(cast(_Structure, structure), store.locate(name))
         metadata = {**metadata, "custom_metadata": extras}
         files.append(DataFile(name, store.size(name) or 0))  # part of the tree, so it is removed with it
     for path, place in zip(skeleton.paths(), places, strict=True):
@@ -140,7 +161,7 @@ def _tree(
     return Tree(identity, "foreign", skeleton, tuple(leaves), tuple(files), dict(metadata), created="")
 
 
-def _nested(directories: Sequence[str], prefix: str, where: str) -> tuple[Skeleton, list[Any]]:
+def _nested(directories: Sequence[str], prefix: str, where: str) -> tuple[Skeleton, list[str]]:
     """The nested dict implied by the names of arrays, and the directory of each leaf."""
     start = f"{prefix}/" if prefix else ""
     places = {tuple(d.removeprefix(start).split("/")): d for d in directories}
@@ -165,11 +186,11 @@ _MALFORMED = (
 class _Plain:
     """A leaf that is not an array."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
-def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[Any], dict[str, Any]]:
+def _structured(structure: _Structure, where: str) -> tuple[Skeleton, list[str | _Plain], JsonObject]:
     """The tree in a structure file, the directory or value of each leaf, and the user's metadata."""
     try:
         keys, mask = structure["leaf_keys_full"], structure["arr_mask"]
@@ -178,8 +199,8 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
         treedef = decode_pickle(base64.b64decode(structure["treedef_b64"]), where)
         start = len(str(structure["prefix"]).split("."))
         names: list[Path] = [tuple(_FLAT.sub(r"\1", part) for part in str(key).split("."))[start:] for key in keys]
-        places: list[Any] = []
-        no_leaves: dict[int, Any] = {}
+        places: list[str | _Plain] = []
+        no_leaves: dict[int, Node | None] = {}
         for number, (is_array, _) in enumerate(zip(mask, keys, strict=True)):
             if is_array:
                 places.append(check_name(next(relpaths)))
@@ -198,7 +219,7 @@ def _structured(structure: dict[str, Any], where: str) -> tuple[Skeleton, list[A
         raise IntegrityError(f"{where} is malformed: {error!r}", file=where) from error
 
 
-def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any]) -> Skeleton:
+def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Node | None]) -> Skeleton:
     """A pickled PyTreeDef (nodes in post-order) as a Skeleton.
 
     `no_leaves` gives, by leaf number, the nodes that replace leaves which are neither arrays nor plain values.
@@ -206,7 +227,7 @@ def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any])
     if not isinstance(treedef, Record) or treedef.name != "PyTreeDef":
         raise ValueError("not a pickled PyTreeDef")
     nodes = cast(tuple[Any, list[Any]], treedef.state)[1]
-    stack: list[tuple[Any, int]] = []  # (child, its first leaf)
+    stack: list[tuple[Child, int]] = []  # (child, its first leaf)
     leaves = 0
     for kind, arity, data, cls, *_ in nodes:
         children = stack[len(stack) - arity :] if arity else []
@@ -224,7 +245,7 @@ def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Any])
     return skeleton
 
 
-def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int], names: Sequence[Path]) -> Any:
+def _node(kind: int, data: Any, cls: Any, children: list[Child], firsts: list[int], names: Sequence[Path]) -> Child:
     below = tuple(children)
     numbers = tuple(str(i) for i in range(len(children)))
     if kind == 1:
@@ -242,7 +263,7 @@ def _node(kind: int, data: Any, cls: Any, children: list[Any], firsts: list[int]
     return _custom(cls.class_name(), data, _names_of(firsts, names) or numbers, below)
 
 
-def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Any, ...]) -> Node:
+def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Child, ...]) -> Node:
     """A node of a registered class. Aux data that is not plain is dropped: rebuilding then needs a template."""
     if class_name == "collections:OrderedDict":
         keys = tuple(_key(key) for key in aux)
@@ -255,9 +276,10 @@ def _custom(class_name: str, aux: Any, names: tuple[str, ...], below: tuple[Any,
     return Node("custom", names, below, class_name=class_name, aux=aux if plain else None, has_aux=plain)
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> object:
     """A dict key, if it is plain or a small tuple of plain values (deeper nesting could be endless)."""
-    if key is None or is_plain(key) or (type(key) is tuple and is_plain_within(key, 100)):
+    kind = type(key)
+    if key is None or is_plain(key) or (kind is tuple and is_plain_within(key, 100)):
         return key
     raise ValueError("a dict key is not a plain value")
 
@@ -274,13 +296,13 @@ def _names_of(firsts: list[int], names: Sequence[Path]) -> tuple[str, ...] | Non
     return None
 
 
-def _paths(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _paths(entries: Sequence[_Entry]) -> list[str]:
     return [check_name(entry["path"]) for entry in entries]
 
 
-def _read_json(store: Store, name: str) -> dict[str, Any] | None:
+def _read_json(store: Store, name: str) -> JsonObject | None:
     try:
-        data = json.loads(store.read(name), object_pairs_hook=no_duplicates)
+        data: Json = json.loads(store.read(name), object_pairs_hook=no_duplicates)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:
@@ -302,7 +324,9 @@ class EformerIndex:
             return None
         try:
             index = _read_json(store, INDEX) or {}
-            entries = [*index.get("arrays", ()), *(e for listed in index.get("prefixes", {}).values() for e in listed)]
+            entries = list(cast("list[_Entry]", index.get("arrays", [])))
+            for listed in cast("dict[str, list[_Entry]]", index.get("prefixes", {})).values():
+                entries += listed
             save_id = index.get(_MARK)
             arrays = frozenset(str(entry["path"]) for entry in entries)
             return Listing(save_id if isinstance(save_id, str) else None, arrays)
@@ -313,17 +337,17 @@ class EformerIndex:
         trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
         if not trees and not empty:
             return {METADATA: None, INDEX: None}
-        index: dict[str, Any] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
+        index: dict[str, object] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
         index["prefixes"] = {p: entries for p, entries in trees.items() if p}
         if "" in trees or not trees:
             index["arrays"] = trees.get("", [])
         # Of the trees that were saved together, only the main one has metadata.
         newest = (tree.metadata for tree in manifest.trees.values() if tree.save_id == manifest.save_id)
-        metadata = untagged(dict(next(filter(None, newest), {})))
+        metadata = untagged(dict(next(filter(None, newest), dict[str, Any]())))
         return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
 
 
-def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
+def _entries(prefix: str, tree: Tree) -> list[_Entry] | None:
     """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
     if not tree.indexed or not has_zarr_arrays(tree):
         return None
@@ -333,7 +357,7 @@ def _entries(prefix: str, tree: Tree) -> list[dict[str, Any]] | None:
     start = f"{directory}/" if directory else ""
     present = tree.clean_names or {file.name for file in tree.files}
     arrays = tree.arrays
-    entries: list[dict[str, Any]] = []
+    entries: list[_Entry] = []
     for leaf in arrays:
         place = leaf.origin.directory if isinstance(leaf.origin, ForeignArray) else start + "/".join(leaf.path)
         if f"{place}/{ZARRAY}" in present and _same_type(leaf):

@@ -7,7 +7,7 @@ result consists of plain values, with records in place of everything else.
 import io
 import pickle
 import struct
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -36,10 +36,10 @@ class Record:
     args: tuple[Any, ...]
     state: Any
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         raise pickle.UnpicklingError("it sets items on an object that is not a dict")
 
     @classmethod
@@ -64,7 +64,7 @@ class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
             known = self._classes[module, name] = type("Record", (Record,), {"module": module, "name": name})
         return known
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("persistent ids are not supported")
 
     def get_extension(self, code: int) -> None:
@@ -99,15 +99,16 @@ _InertUnpickler.dispatch |= {
 }
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: object) -> bool:
     """Whether a value is quick to hash: plain, or a small tuple that does not nest or repeat itself endlessly."""
-    pending = [value]
+    pending: list[object] = [value]
     for _ in range(_MOST_IN_KEY):
         if not pending:
             return True
         item = pending.pop()
-        if type(item) is tuple and len(item) <= _MOST_IN_KEY:
-            pending += item
+        kind = type(item)
+        if kind is tuple and len(within := cast("tuple[object, ...]", item)) <= _MOST_IN_KEY:
+            pending += within
         elif not (item is None or is_plain(item)) or (type(item) is int and item.bit_length() > 64):
             return False
     return not pending
@@ -138,7 +139,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
         raise IntegrityError(f"{where}: a pickled structure cannot be decoded: {error!r:.200}", file=where) from error
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: object) -> object:
     """A decoded leaf as a plain value. Numbers that pickle as calls are rebuilt, the rest is an `OpaqueNode`."""
     if isinstance(value, Record):
         scalar = _complex(value) if value.class_name() == "builtins:complex" else _numpy_scalar(value)
@@ -152,19 +153,22 @@ def _opaque(class_name: str) -> Node:
     return Node("custom", (), (), class_name=class_name, has_aux=False)
 
 
-def is_plain_within(value: Any, most: int, depth: int = 50) -> bool:
+def is_plain_within(value: object, most: int, depth: int = 50) -> bool:
     """Whether a decoded value is plain at every level, having at most `most` values in at most `depth` levels."""
-    pending = [(value, 0)]
+    pending: list[tuple[object, int]] = [(value, 0)]
     for seen in range(most + 1):
         if not pending:
             return True
         item, level = pending.pop()
         if item is None or is_plain(item):
             continue
-        if type(item) not in (list, tuple, dict) or level >= depth or len(item) > most - seen:
+        if type(item) not in (list, tuple, dict) or level >= depth:
             return False
-        pending += [(child, level + 1) for child in item]
-        pending += [(child, level + 1) for child in item.values()] if type(item) is dict else []
+        within = cast("list[object] | tuple[object, ...] | dict[object, object]", item)
+        if len(within) > most - seen:
+            return False
+        pending += [(child, level + 1) for child in within]
+        pending += [(child, level + 1) for child in within.values()] if isinstance(within, dict) else []
     return False
 
 
@@ -173,7 +177,7 @@ def _complex(record: Record) -> complex | None:
     return complex(*record.args) if [type(part) for part in record.args] == [float, float] else None
 
 
-def _numpy_scalar(record: Record) -> Any:
+def _numpy_scalar(record: Record) -> np.generic | None:
     """A NumPy scalar, which is pickled as scalar(dtype, bytes)."""
     if record.name != "scalar" or not record.module.startswith("numpy") or len(record.args) != 2:
         return None

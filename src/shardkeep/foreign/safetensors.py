@@ -5,26 +5,24 @@ They have no digests.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 from shardkeep.errors import IntegrityError
-from shardkeep.layouts.safetensors import element_type
-from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name
+from shardkeep.layouts.safetensors import TensorEntry, element_type
+from shardkeep.model.arrays import ArraySpec, DType, Region, dtype_from_name
 from shardkeep.model.digests import digest
 from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
 from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.tree import Path, flatten, nest
+from shardkeep.model.values import Json
 
 _PACKED = {"F4": "float4_e2m1fn"}
 
 
 def tree_of_safetensors(
-    files: Sequence[DataFile], headers: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], where: str
+    files: Sequence[DataFile], headers: Sequence[tuple[Mapping[str, str], Mapping[str, TensorEntry]]], where: str
 ) -> Tree:
     """One Tree of all tensors in some safetensors files; dots in their names start subtrees."""
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    found: dict[str, tuple[int, TensorEntry]] = {}
     notes: dict[str, str] = {}
     for number, (metadata, tensors) in enumerate(headers):
         notes |= _dtype_notes(metadata)
@@ -43,7 +41,7 @@ def _leaf(
     path: Path,
     name: str,
     number: int,
-    entry: dict[str, Any],
+    entry: TensorEntry,
     files: Sequence[DataFile],
     notes: dict[str, str],
     where: str,
@@ -70,7 +68,7 @@ def _leaf(
     return StoredArray(path, spec, (piece,), UNSHARDED)
 
 
-def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
+def _noted(noted: str, name: str, where: str) -> DType:
     try:
         return dtype_from_name(noted)
     except ValueError as error:
@@ -80,7 +78,7 @@ def _noted(noted: str, name: str, where: str) -> np.dtype[Any]:
 def _dtype_notes(metadata: Mapping[str, str]) -> dict[str, str]:
     """The dtypes of tensors that are stored under another one because safetensors has no name for theirs."""
     try:
-        notes = json.loads(metadata.get("dtypes", "{}"))
+        notes: Json = json.loads(metadata.get("dtypes", "{}"))
     except (ValueError, RecursionError):
         return {}
     return {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}

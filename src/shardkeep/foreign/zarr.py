@@ -19,10 +19,11 @@ import zstandard
 
 from shardkeep.errors import IntegrityError, MissingDataError, missing_of
 from shardkeep.layouts.zarr import ZARRAY
-from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
+from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.model.manifest import Tree
+from shardkeep.model.values import JsonObject
 from shardkeep.stores.base import Store
 
 KIND = "zarr"  # of these arrays in manifests
@@ -104,7 +105,7 @@ def describe(store: Store, directory: str) -> ZarrArray:
     return ZarrArray(ArraySpec(shape, dtype), chunks, compressor, separator)
 
 
-def _dtype(name: Any) -> np.dtype[Any]:
+def _dtype(name: object) -> DType:
     if not isinstance(name, str):
         raise TypeError("dtype is not a string")
     if name[:1] in "<>|":
@@ -217,13 +218,14 @@ class _Opened:
 
         if self._tensor is None:
             context = tensorstore.Context()
-            place: dict[str, Any] = {"driver": "file", "path": self._store.locate(self._directory) + os.sep}
+            place: JsonObject = {"driver": "file", "path": self._store.locate(self._directory) + os.sep}
             if not self._store.traits.has_paths:
                 place = {"driver": "memory", "path": "array/"}
                 self._memory = tensorstore.KvStore.open(place, context=context).result()
                 self._fetch([ZARRAY])
-            spec: dict[str, Any] = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
-            self._tensor = tensorstore.open(spec, read=True, context=context).result()
+            spec: JsonObject = {"driver": "zarr", "kvstore": place, "recheck_cached_data": "open"}
+            open_array = tensorstore.open  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            self._tensor = open_array(spec, read=True, context=context).result()
         return self._tensor
 
     def read(self, array: ZarrArray, region: Region, chunks: Iterable[str]) -> Array:

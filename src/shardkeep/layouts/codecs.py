@@ -63,7 +63,10 @@ class Zstd:
         filled = 0
         try:
             with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(stored.data)) as reader:
-                while filled < memory.size and (count := reader.readinto(view[filled:])):
+                while filled < memory.size:
+                    count = reader.readinto(view[filled:])  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+                    if not count:
+                        break
                     filled += count
                 complete = filled == memory.size and not reader.read(1)  # never beyond the declared size
         except zstandard.ZstdError as error:

@@ -6,19 +6,18 @@ page, then pieces whose length is a multiple of 64. A mapped file can then be us
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TypedDict, TypeVar, cast
 
 from shardkeep.errors import IntegrityError, TreeError
 from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, arrays_of
-from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
+from shardkeep.model.arrays import ArraySpec, DType, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key
+from shardkeep.model.values import Json
 from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import PAGE, file_order
@@ -108,13 +107,24 @@ def safe_text(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
+_T = TypeVar("_T")
+
+
+class TensorEntry(TypedDict):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
 def group_by_size(
     sizes: Sequence[int],
-    items: Sequence[Any],
+    items: Sequence[_T],
     limit: int,
     lengths: Sequence[int] | None = None,
     writers: Sequence[int] | None = None,
-) -> list[list[Any]]:
+) -> list[list[_T]]:
     """Group consecutive items so that no group exceeds `limit`, except for single items that do by themselves.
 
     Args:
@@ -127,7 +137,7 @@ def group_by_size(
     >>> group_by_size([4, 4, 9, 1], "abcd", 8)
     [['a', 'b'], ['c'], ['d']]
     """
-    groups: list[list[Any]] = []
+    groups: list[list[_T]] = []
     filled = header = last = 0
     nothing = [0] * len(sizes)
     for size, item, length, writer in zip(sizes, items, lengths or nothing, writers or nothing, strict=True):
@@ -159,7 +169,7 @@ def pack(
         end += piece.nbytes
     if notes:
         metadata = {**metadata, "dtypes": json.dumps(notes)}
-    tensors = {
+    tensors: dict[str, TensorEntry] = {
         piece.name: {
             "dtype": code,
             "shape": [*piece.region.shape, *tail],
@@ -172,7 +182,7 @@ def pack(
     return FilePlan(name, header, placed, len(header) + end, placed[0].writer if placed else LEADER)
 
 
-def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int = 0) -> bytes:
+def encode_header(metadata: dict[str, str], tensors: Mapping[str, TensorEntry], room: int = 0) -> bytes:
     """The start of a file, padded with spaces so that data begins on a page boundary."""
     text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
     length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
@@ -184,23 +194,24 @@ def encode_header(metadata: dict[str, str], tensors: dict[str, Any], room: int =
     return struct.pack("<Q", length) + text.ljust(length)
 
 
-def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
+def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, str], dict[str, TensorEntry], int]:
     """The metadata, the tensors and the offset of the data in a file that begins with `start`, all of it checked."""
     length = header_length(start, file_size, where)
     try:
-        header = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
+        header: Json = json.loads(start[8 : 8 + length], object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             f"{where} is not a safetensors file: its header is not valid JSON ({error})", file=where
         ) from None
     if not isinstance(header, dict):
         raise IntegrityError(f"{where} is not a safetensors file: its header is not a JSON object", file=where)
-    metadata: Any = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise IntegrityError(f"{where}: __metadata__ contains values that are not strings", file=where)
+    tensors = cast("dict[str, TensorEntry]", header)  # each is checked below
     end = 0
     try:
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
             end = _check_entry(name, entry, end, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise IntegrityError(f"{where} has a malformed header ({error})", file=where) from None
@@ -208,7 +219,7 @@ def decode_header(start: bytes, file_size: int, where: str) -> tuple[dict[str, s
         raise IntegrityError(
             f"{where} has {file_size:,} bytes, but its header describes {8 + length + end:,}", file=where
         )
-    return metadata, header, 8 + length
+    return cast("dict[str, str]", metadata), tensors, 8 + length
 
 
 def header_length(start: bytes, file_size: int, where: str) -> int:
@@ -221,7 +232,7 @@ def header_length(start: bytes, file_size: int, where: str) -> int:
     return length
 
 
-def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> int:
+def _check_entry(name: str, entry: TensorEntry, begin: int, where: str) -> int:
     start, end = entry["data_offsets"]
     shape = entry["shape"]
     if any(type(n) is not int or n < 0 for n in (start, end, *shape)) or not is_possible(shape, 16):
@@ -236,7 +247,7 @@ def _check_entry(name: str, entry: dict[str, Any], begin: int, where: str) -> in
     return end
 
 
-def element_type(code: str) -> "np.dtype[Any] | None":
+def element_type(code: str) -> DType | None:
     """The dtype for a safetensors code; None for packed sub-byte types."""
     return dtype_from_name(FROM_CODE[code]) if code in FROM_CODE else None
 

@@ -9,16 +9,16 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
-from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
+from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, DType, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
 from shardkeep.model.tree import Path
+from shardkeep.model.values import JsonObject
 from shardkeep.processes.operation import LEADER
 
 ZARRAY, ZGROUP = ".zarray", ".zgroup"
@@ -163,7 +163,7 @@ def groups_above(names: Iterable[str]) -> set[str]:
     return found
 
 
-def zarray(spec: ArraySpec, chunk: Sequence[int], codec: Codec) -> dict[str, Any]:
+def zarray(spec: ArraySpec, chunk: Sequence[int], codec: Codec) -> JsonObject:
     """The content of `.zarray`, which describes an array to zarr readers."""
     return {
         "zarr_format": 2,
@@ -178,7 +178,7 @@ def zarray(spec: ArraySpec, chunk: Sequence[int], codec: Codec) -> dict[str, Any
     }
 
 
-def zarr_dtype(dtype: np.dtype[Any]) -> str:
+def zarr_dtype(dtype: DType) -> str:
     """The dtype's name in `.zarray`. Types that zarr lacks are stored as unsigned integers of the same width."""
     if dtype.name in _EXTENDED:
         return dtype.name

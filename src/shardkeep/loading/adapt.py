@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
 from shardkeep.errors import IntegrityError
-from shardkeep.jaxapi import transfers_allowed
+from shardkeep.jaxapi import transfers_allowed, wrap_key_data
 from shardkeep.loading.moving import move, stays_numpy, with_layout
 from shardkeep.loading.place import put_all
 from shardkeep.loading.select import Request, Wanted
@@ -39,7 +39,7 @@ def adapt(w: Wanted, value: Any, request: Request) -> Any:
     if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and not isinstance(origin, PrngKeys):
         value = cast_array(value, w.dtype, w.stored.key)
     if isinstance(value, np.ndarray):
-        value = _settled(w, origin, value)
+        value = _settled(w, origin, cast(Array, value))
     if w.place.layout is not None and isinstance(value, jax.Array) and not isinstance(origin, PrngKeys):
         value = with_layout(value, w.place.layout)
     return value if w.like is None else _like(w.like, value, w.stored.key)
@@ -57,10 +57,10 @@ def _decode(w: Wanted, rows: PerProcessRows, data: Array) -> Any:
     return [rows.decode(i, data[rows.region(i).slices], key) for i in range(len(rows.lengths))]
 
 
-def _as_keys(data: Any, impl: str, key: str) -> Any:
+def _as_keys(data: jax.Array | Array, impl: str, key: str) -> jax.Array:
     try:
         with transfers_allowed():
-            return jax.random.wrap_key_data(data, impl=impl)
+            return wrap_key_data(data, impl)
     except (ValueError, TypeError) as error:
         problem = f"leaf {key!r} does not hold PRNG keys that this JAX can use: {error}"
         raise IntegrityError(problem, leaf=key) from error

@@ -4,9 +4,8 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from jax.sharding import Mesh
@@ -31,7 +30,7 @@ from shardkeep.processes.operation import ALONE, LEADER, Operation, join
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
-from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.progress import NO_BAR, Bar
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import Location, location, name_path
@@ -205,7 +204,7 @@ def abstract(
 
 def _pattern(include: Any) -> re.Pattern[str] | None:
     if include is None or isinstance(include, re.Pattern):
-        return include
+        return cast("re.Pattern[str] | None", include)
     if not isinstance(include, str):
         raise TypeError(f"include must be a regular expression (str or re.Pattern), not {an(type(include).__name__)}")
     try:
@@ -302,7 +301,7 @@ def read_leaves(
     mapped = store.traits.costly_requests or (request.mmap and store.mappable)
     reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
     total = sum(w.stored.nbytes for w in wanted)
-    bar = Bar(f"loading {store.url}", total) if request.verbose else nullcontext(lambda _: None)
+    bar = Bar(f"loading {store.url}", total) if request.verbose else NO_BAR
     values: list[Any] = []
     with Scope(f"loading {store.url}") as scope, bar as progress:
         claim = scope.add(Claim(budget, scope))

@@ -6,6 +6,7 @@ Some types are worse off: resharding 2-bit integers corrupts memory, and 6-bit f
 travel as unsigned integers of their width, and the other odd types through host memory.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from shardkeep.jaxapi import private_part, refuse_without_jax, transfers_allowed
+from shardkeep.jaxapi import device_put, has_x64, jit, private_part, refuse_without_jax, transfers_allowed
 from shardkeep.model.arrays import NUMPY_NAMES, WIDE, Array, carrier_of, is_integer
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
@@ -36,19 +37,19 @@ def _move(x: Any, sharding: Sharding | None) -> jax.Array:
         # device_put would compare the values of the processes as numbers, and NaN is not equal to itself.
         return _place(on_host(x), sharding)
     if not isinstance(x, jax.Array) or sharding is None or not _needs_computation(x, sharding):
-        return jax.device_put(x, sharding)
+        return device_put(x, sharding)
     dtype = np.dtype(x.dtype)
-    if dtype in WIDE and not jax.config.read("jax_enable_x64"):
+    if dtype in WIDE and not has_x64():
         with jax.enable_x64(True):  # as when the array was made: JAX would truncate it now, or crash
             return _move(x, sharding)
     if here and is_on_cpu(sharding):
         return _place(on_host(x), sharding)  # nothing to compile, and host memory is where it goes
     if is_integer(dtype):
-        return jax.device_put(x, sharding)
+        return device_put(x, sharding)
     carrier = carrier_of(dtype)
     if carrier is None or not (_is_in_device_memory(x.sharding) and _is_in_device_memory(sharding)):
         return _place(on_host(x) if here else gather_array(x), sharding)
-    moved = jax.device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
+    moved = device_put(jax.lax.bitcast_convert_type(x, carrier), sharding)
     return _reinterpret(dtype, sharding)(moved)
 
 
@@ -74,7 +75,7 @@ def _take_rows(x: Any, start: int, stop: int) -> Any:
     if not isinstance(x, jax.Array) or is_prng_dtype(x.dtype):
         return x[start:stop]
     dtype = np.dtype(x.dtype)
-    if dtype in WIDE and not jax.config.read("jax_enable_x64"):
+    if dtype in WIDE and not has_x64():
         with jax.enable_x64(True):
             return _take_rows(x, start, stop)
     carrier = carrier_of(dtype)
@@ -82,13 +83,13 @@ def _take_rows(x: Any, start: int, stop: int) -> Any:
         return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, carrier)[start:stop], dtype)
     if is_integer(dtype) or not x.is_fully_addressable:
         return x[start:stop]
-    return jax.device_put(on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
+    return device_put(on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
 
 
 def stays_numpy(dtype: np.dtype[Any]) -> bool:
     """Whether JAX, as it is configured now, cannot hold arrays of this dtype without changing them."""
     if dtype in WIDE:
-        return not cast(Any, jax.config).jax_enable_x64
+        return not has_x64()
     return not _is_known_to_jax(dtype)
 
 
@@ -98,7 +99,7 @@ def _is_known_to_jax(dtype: np.dtype[Any]) -> bool:
         return dtype.kind not in "mM"
     try:
         with transfers_allowed():
-            jax.device_put(np.zeros(1, dtype)).block_until_ready()
+            device_put(np.zeros(1, dtype)).block_until_ready()
     except (TypeError, ValueError, RuntimeError):
         return False
     return True
@@ -134,8 +135,11 @@ def _place(data: Array, sharding: Sharding) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _reinterpret(dtype: np.dtype[Any], sharding: Sharding) -> Any:
-    return jax.jit(lambda x: jax.lax.bitcast_convert_type(x, dtype), out_shardings=sharding)
+def _reinterpret(dtype: np.dtype[Any], sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    def reinterpret(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, dtype)
+
+    return jit(reinterpret, sharding)
 
 
 def is_on_cpu(sharding: Sharding | None) -> bool:
@@ -155,13 +159,13 @@ def _is_on_cpu(sharding: Sharding) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _lay_out(carrier: np.dtype[Any] | None, form: Format) -> Any:
+def _lay_out(carrier: np.dtype[Any] | None, form: Format) -> Callable[[jax.Array], jax.Array]:
     def copy(x: jax.Array) -> jax.Array:
         if carrier is None:
             return jnp.copy(x)
         return jax.lax.bitcast_convert_type(jnp.copy(jax.lax.bitcast_convert_type(x, carrier)), x.dtype)
 
-    return jax.jit(copy, out_shardings=form)
+    return jit(copy, form)
 
 
 def _is_in_device_memory(sharding: Sharding) -> bool:

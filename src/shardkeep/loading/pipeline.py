@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.jaxapi import refuse_without_jax, service_error, transfers_allowed
+from shardkeep.jaxapi import block_until_ready, device_put, refuse_without_jax, service_error, transfers_allowed
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.groups import Part, plan_groups
 from shardkeep.loading.hostcasts import cast_before, cast_targets
@@ -123,9 +123,9 @@ class _Transfer:
         JAX hears a moment after the first that it may let go of the memory, and does so in the next call that has to do
         with several arrays. A device that keeps the memory, instead of copying it, is not waited for.
         """
-        jax.block_until_ready(self._arrays)
+        block_until_ready(self._arrays)
         for _ in range(_LOOKS):
-            jax.block_until_ready([*self._arrays[-1:]] * 2)
+            block_until_ready([*self._arrays[-1:]] * 2)
             if all(memory() is None for memory in self._memory.values()):
                 return
             sleep(_LOOK)
@@ -173,7 +173,7 @@ class _Arrays:
                     places.append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
                     slots.append((part.number, device))
         with transfers_allowed():
-            arrays: list[jax.Array] = jax.device_put(sources, places) if sources else []
+            arrays: list[jax.Array] = device_put(sources, places) if sources else []
         for (number, device), array in zip(slots, arrays, strict=True):
             self._parts.setdefault(number, {})[device] = array
         for part, _ in cut:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardkeep.jaxapi import put_like, refuse_without_jax, transfers_allowed
+from shardkeep.jaxapi import block_until_ready, device_put, put_like, refuse_without_jax, transfers_allowed
 from shardkeep.loading.plan import Target
 from shardkeep.loading.select import Wanted
 from shardkeep.model.arrays import Array, Region
@@ -28,7 +28,7 @@ def place(wanted: Sequence[Wanted], targets: Mapping[int, Target]) -> list[Any]:
         placed = put_leaves(leaves)
         for number, array in placed.items():
             values[number] = array
-        jax.block_until_ready(list(placed.values()))
+        block_until_ready(list(placed.values()))
     return values
 
 
@@ -92,7 +92,7 @@ def put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax.
     """Put host arrays on their devices. Each process fills its own devices, without communication."""
     with transfers_allowed():
         if sharding is None or sharding.is_fully_addressable:
-            return jax.device_put(list(arrays), sharding)
+            return device_put(list(arrays), sharding)
         return [jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i], dtype=a.dtype) for a in arrays]
 
 

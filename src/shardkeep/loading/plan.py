@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from shardkeep.model.arrays import Array, Region
+from shardkeep.model.arrays import Array, DType, Region
 from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.model.records import record
 
@@ -22,7 +20,7 @@ class Target:
     regions: Sequence[Region]
     own: bool
     arrays: list[Array | None]
-    cast: np.dtype[Any] | None = None  # what they are cast to once they are read
+    cast: DType | None = None  # what they are cast to once they are read
 
     @property
     def whole(self) -> Array:
@@ -32,7 +30,7 @@ class Target:
         return array
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The dtype of the arrays once they are read and cast."""
         return self.leaf.spec.dtype if self.cast is None else self.cast
 

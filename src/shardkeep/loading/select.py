@@ -337,7 +337,8 @@ def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatc
 def _key_dtype(impl: str) -> Any:
     """The dtype of PRNG keys; None if JAX does not have the implementation. No key is made, which would compile."""
     try:
-        return jax.eval_shape(partial(jax.random.key, impl=impl), 0).dtype
+        make = partial(jax.random.key, impl=impl)
+        return jax.eval_shape(make, 0).dtype  # pyright: ignore[reportUnknownMemberType]  (its parameters)
     except ValueError:
         return None
 

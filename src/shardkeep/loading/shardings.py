@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
+import jax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
@@ -16,7 +17,7 @@ from shardkeep.errors import ShardingError, counted
 from shardkeep.jaxapi import current_mesh
 from shardkeep.model.arrays import Region
 from shardkeep.model.keys import loose_key
-from shardkeep.model.leaves import SavedSharding
+from shardkeep.model.leaves import Axes, SavedSharding
 from shardkeep.model.tree import Path, flatten, name_leaf
 
 log = logging.getLogger("shardkeep")
@@ -113,7 +114,7 @@ def _has_specs(asked: Iterable[Any]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def device_regions(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Region]:
+def device_regions(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, Region]:
     """The region of an array of this shape that each device of this process holds."""
     indices = sharding.addressable_devices_indices_map(shape)
     return {device: Region.from_index(index, shape) for device, index in indices.items() if index is not None}
@@ -131,9 +132,9 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
     """A spec on a mesh for one array: cut to the rank of the array, and checked."""
     if mesh is None:
         raise ShardingError(f"leaf {name!r}: {spec} needs a mesh; pass mesh=, or set one with jax.set_mesh")
-    entries = list(cast(Any, spec))[: len(shape)]
+    entries: list[Axes] = list(spec)[: len(shape)]
     for axis, (extent, entry) in enumerate(zip(shape, entries, strict=False)):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        axes = _axes(entry)
         unknown = [a for a in axes if a not in mesh.shape]
         if unknown:
             raise ShardingError(
@@ -146,7 +147,7 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
                 f"leaf {name!r} of shape {shape}: {spec} splits dimension {axis} ({extent}) into {parts} parts, "
                 f"which does not divide it; the mesh is {dict(mesh.shape)}"
             )
-    used = [a for entry in entries if entry for a in (entry if isinstance(entry, tuple) else (entry,))]
+    used = [a for entry in entries if entry for a in _axes(entry)]
     if len(set(used)) < len(used):
         raise ShardingError(f"leaf {name!r} of shape {shape}: {spec} uses an axis of the mesh {dict(mesh.shape)} twice")
     return NamedSharding(mesh, PartitionSpec(*entries))
@@ -362,7 +363,7 @@ def _saved_spec(leaf: ShapedLeaf, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: Axes) -> tuple[str, ...]:
     """The axes in one entry of a spec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 

@@ -1,7 +1,7 @@
 """Checking every stored byte without loading it."""
 
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import aligned_empty
-from shardkeep.runtime.progress import Bar, Progress
+from shardkeep.runtime.progress import NO_BAR, Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, location, path_text
@@ -76,7 +76,7 @@ def _verify(
 ) -> VerifyReport:
     trees = [manifest.tree(prefix)] if prefix is not None else list(manifest.trees.values())
     total = sum(file.size for tree in trees for file in tree.files)
-    with Bar(f"checking {place}", total) if progress else nullcontext(lambda _: None) as show:
+    with Bar(f"checking {place}", total) if progress else NO_BAR as show:
         checks = [_Check(store, tree, show) for tree in trees]
         with Scope(f"checking {place}") as scope:
             crew = scope.add(Crew(store.traits.concurrency))

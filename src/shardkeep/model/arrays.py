@@ -3,14 +3,15 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
 
 from shardkeep.model.records import record
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+DType: TypeAlias = np.dtype[Any]
 NUMPY_NAMES = frozenset(
     [
         "bool",
@@ -30,7 +31,7 @@ NUMPY_NAMES = frozenset(
     ]
 )
 _MOST_SPLITS = 64  # beyond the number needed: split another axis rather than into thousands of slivers
-_EXTENDED = {
+_EXTENDED: dict[str, DType] = {
     name: np.dtype(kind)
     for name in dir(ml_dtypes)
     if isinstance(kind := getattr(ml_dtypes, name), type) and issubclass(kind, np.generic)
@@ -39,7 +40,7 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "f
 
 
 @lru_cache(maxsize=256)
-def dtype_name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: DType) -> str:
     """The name under which a dtype is stored; `TypeError` for those without a stored form (object, string, record).
 
     >>> dtype_name(np.dtype(">f4")), dtype_name(np.dtype("M8[ns]"))
@@ -49,7 +50,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _name_of(dtype: np.dtype[Any]) -> str:
+def _name_of(dtype: DType) -> str:
     name = dtype.name
     if name in NUMPY_NAMES or name in _EXTENDED or (dtype.kind in "mM" and "[" in name):
         return name
@@ -57,7 +58,7 @@ def _name_of(dtype: np.dtype[Any]) -> str:
 
 
 @lru_cache(maxsize=256)
-def dtype_from_name(name: str) -> np.dtype[Any]:
+def dtype_from_name(name: str) -> DType:
     """The dtype stored under `name`; `ValueError` if there is none.
 
     >>> dtype_from_name("bfloat16").itemsize
@@ -75,7 +76,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     raise ValueError(f"unknown dtype {name!r}")
 
 
-def parse_dtype(dtype: object) -> np.dtype[Any]:
+def parse_dtype(dtype: object) -> DType:
     """A dtype from a name (also bf16, fp16, fp32, fp64, fp8), a `np.dtype` or a `jnp` type; `ValueError` otherwise.
 
     >>> parse_dtype("bf16")
@@ -87,14 +88,14 @@ def parse_dtype(dtype: object) -> np.dtype[Any]:
     try:
         if dtype is None:
             raise TypeError("None")
-        parsed: np.dtype[Any] = own if isinstance(own, np.dtype) else np.dtype(cast(Any, dtype))
+        parsed: DType = own if isinstance(own, np.dtype) else np.dtype(cast(Any, dtype))
         dtype_name(parsed)
     except TypeError as error:
         raise ValueError(f"unknown dtype {dtype!r}") from error
     return parsed
 
 
-def kind_of(dtype: np.dtype[Any]) -> str:
+def kind_of(dtype: DType) -> str:
     """ "float", "int", "complex", "bool" or "other": casts stay within one kind."""
     name = dtype.name
     if name in _EXTENDED:
@@ -133,7 +134,7 @@ class ArraySpec:
     """The shape and dtype of an array."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: DType
 
     @property
     def nbytes(self) -> int:

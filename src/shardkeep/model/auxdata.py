@@ -14,17 +14,17 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from shardkeep.jaxapi import export_registry
-from shardkeep.model.values import Json, NotPlainError, decode, encode
+from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode
 
-_BASES: tuple[type, ...] = (str, int, float, bytes, tuple)
+_BASES: tuple[type[object], ...] = (str, int, float, bytes, tuple)
 
 
-def serializer_of(cls: type) -> tuple[str, Callable[[Any], Any]] | None:
+def serializer_of(cls: type[object]) -> tuple[str, Callable[[object], bytes]] | None:
     """The name a class is registered under with `jax.export`, and the function from its auxiliary data to bytes."""
     return export_registry("serialization_registry").get(cls)
 
 
-def deserializer_named(name: str) -> tuple[type, Callable[[bytes], Any]] | None:
+def deserializer_named(name: str) -> tuple[type[object], Callable[[bytes], object]] | None:
     """The class registered under a name in this program, and the function from bytes to its auxiliary data."""
     found = export_registry("deserialization_registry").get(name)
     return None if found is None else (found[0], found[1])
@@ -35,7 +35,7 @@ def has_serializers() -> bool:
     return len(export_registry("serialization_registry")) > 1
 
 
-def describe_static(value: Any) -> Json:
+def describe_static(value: object) -> Json:
     """What is stored of an object that is its own auxiliary data; None if it holds more than plain values.
 
     >>> import dataclasses
@@ -48,7 +48,7 @@ def describe_static(value: Any) -> Json:
     cls = type(value)
     try:
         if isinstance(value, enum.Enum):
-            return {"member": value.name} if cls.__members__.get(value.name) is value else None  # type: ignore[attr-defined]
+            return {"member": value.name} if type(value).__members__.get(value.name) is value else None
         if dataclasses.is_dataclass(value):
             names = [field.name for field in dataclasses.fields(value)]
             if not set(getattr(value, "__dict__", ())) <= set(names):
@@ -62,17 +62,18 @@ def describe_static(value: Any) -> Json:
         return None
 
 
-def build_static(cls: type, described: Json) -> Any:
+def build_static(cls: type[object], described: Json) -> object:
     """An object of `cls` from what `describe_static` gave, without running its constructor; None if it does not fit."""
-    kind, body = next(iter(cast("dict[str, Any]", described).items()))
+    kind, body = next(iter(cast(JsonObject, described).items()))
     if issubclass(cls, enum.Enum):
-        return cls.__members__.get(body) if kind == "member" else None
-    stored = None if kind == "member" else decode(body)
+        return cls.__members__.get(cast(str, body)) if kind == "member" else None
+    stored: object = None if kind == "member" else decode(body)
     if kind == "fields" and dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__:
-        if not isinstance(stored, dict) or {field.name for field in dataclasses.fields(cls)} != set(cast(Any, stored)):
+        values = cast("dict[str, object]", stored) if isinstance(stored, dict) else None
+        if values is None or {field.name for field in dataclasses.fields(cls)} != set(values):
             return None
-        made: Any = object.__new__(cls)
-        for name, value in cast("dict[str, Any]", stored).items():
+        made = object.__new__(cls)
+        for name, value in values.items():
             object.__setattr__(made, name, value)
         return made
     base = type(stored)
@@ -81,18 +82,18 @@ def build_static(cls: type, described: Json) -> Any:
     return cast(Any, base).__new__(cls, stored)
 
 
-def check_static(described: Any) -> Json:
+def check_static(described: Json) -> Json:
     """What a file says of such an object, or a `ValueError` if it is malformed."""
-    if not isinstance(described, dict) or len(cast(Any, described)) != 1:
+    if not isinstance(described, dict) or len(described) != 1:
         raise ValueError("a static object must have one description")
-    ((kind, body),) = cast("dict[str, Any]", described).items()
+    ((kind, body),) = described.items()
     if kind not in ("member", "fields", "value") or (kind == "member" and not isinstance(body, str)):
         raise ValueError(f"unknown description of a static object: {kind!r}")
     if kind != "member":
         decode(body)
-    return cast("dict[str, Any]", described)
+    return described
 
 
-def _has_slots(cls: type, base: type) -> bool:
+def _has_slots(cls: type[object], base: type[object]) -> bool:
     """Whether a subclass of a plain type has further attributes, in slots."""
     return any(vars(part).get("__slots__") for part in cls.__mro__ if part is not base and issubclass(part, base))

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import NotRequired, SupportsIndex, TypedDict, TypeGuard, cast
 
 from shardkeep.errors import IntegrityError, NewerFormatError, an
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition, is_possible
@@ -19,6 +19,7 @@ from shardkeep.model.leaves import (
     NATIVE,
     UNSHARDED,
     Axes,
+    ByteOrder,
     ForeignArray,
     JaxArray,
     NumpyArray,
@@ -35,7 +36,7 @@ from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.model.naming import clean_name
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.tree import Path, Skeleton, join_key, to_json
-from shardkeep.model.values import Json, decode, encode
+from shardkeep.model.values import Json, JsonObject, decode, encode
 
 VERSION = 1
 _STEPS = 1 << 63  # recorded steps are below
@@ -47,6 +48,48 @@ _START = b'{"shardkeep":'
 _ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
 _MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
 _HEX32 = re.compile(r"[0-9a-f]{32}")
+
+
+# What the parts of a document hold. Those of a file are taken to be like this, and checked field by field: whatever is
+# not, raises an error that `decode_manifest` reports. A leaf has the fields of an array, or a value.
+_FileRecord = list[Json]  # name, size, length and digest of the header
+
+
+class _PieceRecord(TypedDict):
+    file: int
+    offset: int
+    digests: Sequence[str] | None
+    start: NotRequired[list[int]]
+    shape: NotRequired[list[int]]
+    stored: NotRequired[int | None]
+
+
+class _LeafRecord(TypedDict):
+    key: Json
+    kind: str
+    value: Json
+    dtype: str
+    shape: list[int]
+    pieces: list[_PieceRecord]
+    order: NotRequired[ByteOrder]
+    impl: NotRequired[str]
+    lengths: NotRequired[Json]
+    sharding: NotRequired[Json]
+    directory: NotRequired[str]
+
+
+class _TreeRecord(TypedDict):
+    save: str
+    format: str
+    compression: str | None
+    created: str
+    indexed: bool
+    published: NotRequired[bool]
+    step: NotRequired[int]
+    metadata: Json
+    structure: Json
+    files: list[_FileRecord]
+    leaves: list[_LeafRecord]
 
 
 def add_format(name: str) -> None:
@@ -94,7 +137,7 @@ def is_foreign_manifest(document: bytes) -> bool:
     if document.startswith(_START) or _START.startswith(document) or not document.strip(b"\0 \t\r\n"):
         return False
     try:
-        body = json.loads(document)
+        body: Json = json.loads(document)
     except (ValueError, RecursionError):
         return b"\0" not in document and not any(mark in document for mark in _MARKS)
     if not isinstance(body, dict):
@@ -105,7 +148,7 @@ def is_foreign_manifest(document: bytes) -> bool:
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for a later version."""
     try:
-        body = json.loads(document, object_pairs_hook=no_duplicates)
+        body: Json = json.loads(document, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where} is damaged: {error}", file=where) from None
     if not isinstance(body, dict) or "shardkeep" not in body:
@@ -119,13 +162,14 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
     if version != VERSION or body.get("block") != BLOCK or body.get("algorithm") != ALGORITHM:
         raise IntegrityError(f"{where} has an unknown version, digest algorithm or block size", file=where)
     try:
-        trees = {check_prefix(prefix): _decode_tree(tree) for prefix, tree in body["trees"].items()}
+        records = cast("dict[str, _TreeRecord]", body["trees"])
+        trees = {check_prefix(prefix): _decode_tree(tree) for prefix, tree in records.items()}
         return Manifest(path, _checked_id(body["save"]), trees)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
 
 
-def check_step(step: Any) -> int | None:
+def check_step(step: object) -> int | None:
     """The step as it is recorded, from any integer; `TypeError` or `ValueError` for anything else.
 
     >>> check_step(100), check_step(None)
@@ -136,7 +180,7 @@ def check_step(step: Any) -> int | None:
     if isinstance(step, bool) or getattr(getattr(step, "dtype", None), "kind", "i") not in "iu":
         raise TypeError(f"step must be an integer, not {step!r}")
     try:
-        number = operator.index(step)
+        number = operator.index(cast(SupportsIndex, step))
     except TypeError:
         raise TypeError(f"step must be an integer, not {an(type(step).__name__)}") from None
     if not 0 <= number < _STEPS:
@@ -144,7 +188,7 @@ def check_step(step: Any) -> int | None:
     return number
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Json]]) -> JsonObject:
     """For `json.loads`: refuse an object with a repeated key, which readers interpret differently."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -152,7 +196,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check_name(name: Any) -> str:
+def check_name(name: object) -> str:
     """A file name from a document: relative, inside the checkpoint, without odd characters."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name or len(name) > 4000:
         raise IntegrityError(f"not a file name: {str(name)[:80]!r}")
@@ -165,7 +209,7 @@ def check_name(name: Any) -> str:
     return name
 
 
-def _checked_id(value: Any) -> str:
+def _checked_id(value: object) -> str:
     if not isinstance(value, str) or not _HEX32.fullmatch(value):
         raise ValueError(f"not a save id: {value!r}")
     return value
@@ -176,11 +220,11 @@ def _encode_leaf(leaf: StoredLeaf) -> Json:
     written = key if key.isascii() else encode(key)
     if not isinstance(leaf, StoredArray):
         return {"key": written, "kind": leaf.kind, "value": encode(leaf.value)}
-    pieces: list[Json] = []
+    pieces: list[_PieceRecord] = []
     for piece in leaf.pieces:
-        record: dict[str, Any] = {"file": piece.file, "offset": piece.offset, "digests": piece.digests}
+        record: _PieceRecord = {"file": piece.file, "offset": piece.offset, "digests": piece.digests}
         if piece.region.shape != leaf.spec.shape:
-            record |= {"start": list(piece.region.start), "shape": list(piece.region.shape)}
+            record["start"], record["shape"] = list(piece.region.start), list(piece.region.shape)
         if piece.stored is not None:
             record["stored"] = piece.stored
         pieces.append(record)
@@ -189,17 +233,18 @@ def _encode_leaf(leaf: StoredLeaf) -> Json:
         "kind": leaf.origin.kind,
         "dtype": dtype_name(leaf.spec.dtype),
         "shape": list(leaf.spec.shape),
-        "pieces": pieces,
+        "pieces": cast("list[Json]", pieces),
         **encode_origin(leaf.origin),
     }
 
 
-def encode_origin(origin: Origin) -> dict[str, Json]:
+def encode_origin(origin: Origin) -> JsonObject:
     """What a manifest says about the origin of an array, besides its kind."""
     match origin:
         case JaxArray(SavedSharding(spec, mesh)):
-            axes = [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
-            return {"sharding": {"spec": axes, "mesh": dict(mesh)}}
+            axes: list[Json] = [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+            sizes: JsonObject = dict(mesh)
+            return {"sharding": {"spec": axes, "mesh": sizes}}
         case NumpyArray(order) if order is not None:
             return {"order": order}
         case PrngKeys(impl):
@@ -212,7 +257,7 @@ def encode_origin(origin: Origin) -> dict[str, Json]:
             return {}
 
 
-def _decode_tree(data: dict[str, Any]) -> Tree:
+def _decode_tree(data: _TreeRecord) -> Tree:
     files = tuple(_decode_file(f) for f in data["files"])
     skeleton = Skeleton.from_json(data["structure"])
     paths = skeleton.paths()
@@ -224,7 +269,7 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
     if data["compression"] is None and any(p.stored is not None for array in arrays for p in array.pieces):
         raise ValueError("a tree without compression has a compressed piece")
-    metadata = data["metadata"] if data["metadata"] == {} else decode_metadata(data["metadata"])
+    metadata: Json = {} if data["metadata"] == {} else decode_metadata(data["metadata"])
     if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool):
         raise ValueError("metadata is not an object, or indexed is not a boolean")
     published = data.get("published", False)
@@ -240,7 +285,7 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
         skeleton=skeleton,
         leaves=leaves,
         files=files,
-        metadata=cast(dict[str, Any], metadata),
+        metadata=metadata,
         created=str(data["created"]),
         compression=data["compression"],
         indexed=data["indexed"],
@@ -249,14 +294,15 @@ def _decode_tree(data: dict[str, Any]) -> Tree:
     )
 
 
-def _decode_file(data: list[Any]) -> DataFile:
+def _decode_file(data: _FileRecord) -> DataFile:
     name, size, header_length, header_digest = data
-    if not 0 <= _integer(header_length) <= _integer(size) or not (header_digest is None or _is_digest(header_digest)):
+    size, header_length = _integer(size), _integer(header_length)
+    if not 0 <= header_length <= size or not (header_digest is None or _is_digest(header_digest)):
         raise ValueError(f"invalid file record for {name!r}")
     return DataFile(check_name(name), size, header_length, header_digest)
 
 
-def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) -> StoredLeaf:
+def _decode_leaf(data: _LeafRecord, path: Path, files: Sequence[DataFile]) -> StoredLeaf:
     if decode(data["key"]) != join_key(path):
         raise ValueError(f"leaf {data['key']!r} is not at this place in the structure")
     if data["kind"] == "value":
@@ -268,42 +314,42 @@ def _decode_leaf(data: dict[str, Any], path: Path, files: Sequence[DataFile]) ->
     spec = _spec(shape, data["dtype"])
     pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
     if is_foreign:
-        return StoredArray(path, spec, (), ForeignArray(check_name(data["directory"]), data["kind"]))
+        return StoredArray(path, spec, (), ForeignArray(check_name(data.get("directory")), data["kind"]))
     if not is_partition(shape, [piece.region for piece in pieces]):
         raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
     return StoredArray(path, spec, pieces, _decode_origin(data, spec))
 
 
-def _decode_origin(data: dict[str, Any], spec: ArraySpec) -> Origin:
+def _decode_origin(data: _LeafRecord, spec: ArraySpec) -> Origin:
     """What an array was, from what is recorded besides its kind. Malformed records are refused for every kind."""
     kind = data["kind"]
     rows = PerProcessRows.stored(data.get("lengths"), spec) if kind == PerProcessRows.kind else None
-    if kind == PrngKeys.kind and not isinstance(data.get("impl"), str):
-        raise ValueError(f"leaf {data['key']!r} has no PRNG implementation")
     sharded = _decode_sharding(data["sharding"]) if "sharding" in data else UNSHARDED
     if data.get("order", "<") not in ("<", ">") or sharded is None:
         raise ValueError(f"leaf {data['key']!r} has an unknown byte order or sharding")
     if rows is not None:
         return rows
     if kind == PrngKeys.kind:
-        return PrngKeys(data["impl"])
+        if not isinstance(impl := data.get("impl"), str):
+            raise ValueError(f"leaf {data['key']!r} has no PRNG implementation")
+        return PrngKeys(impl)
     if kind == NumpyArray.kind:
         return NumpyArray(data["order"]) if "order" in data else NATIVE
     return sharded
 
 
-def _decode_sharding(data: Any) -> JaxArray | None:
+def _decode_sharding(data: Json) -> JaxArray | None:
     """A `jax.Array` with this sharding; None if its spec is malformed. The mesh is only shown: it may be missing."""
-    spec: Any = data.get("spec", []) if isinstance(data, dict) else None
-    if not isinstance(spec, list):
+    spec = data.get("spec", []) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(spec, list):
         return None
-    entries = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in cast(list[Any], spec))
+    entries = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in spec)
     for axes in entries:
         if not (axes is None or all(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))):
             return None
     mesh = data.get("mesh")
-    sizes = cast(dict[str, Any], mesh).items() if isinstance(mesh, dict) else ()
-    return _sharded(entries, tuple((axis, size) for axis, size in sizes if type(size) is int))
+    sizes = mesh.items() if isinstance(mesh, dict) else ()
+    return _sharded(cast("tuple[Axes, ...]", entries), tuple((axis, size) for axis, size in sizes if type(size) is int))
 
 
 @lru_cache(maxsize=1024)
@@ -321,14 +367,15 @@ def _spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
     return spec
 
 
-def _decode_piece(data: dict[str, Any], spec: ArraySpec, files: Sequence[DataFile]) -> Piece:
+def _decode_piece(data: _PieceRecord, spec: ArraySpec, files: Sequence[DataFile]) -> Piece:
     region = Region.whole(spec.shape)
     if "start" in data:
-        region = Region(tuple(map(_integer, data["start"])), tuple(map(_integer, data["shape"])))
+        region = Region(tuple(map(_integer, data["start"])), tuple(map(_integer, cast(list[int], data.get("shape")))))
         if len(region.start) != len(spec.shape) or min((*region.start, *region.shape), default=0) < 0:
             raise ValueError("invalid region")
     length = region.size * spec.dtype.itemsize
-    stored = None if data.get("stored") is None else _integer(data["stored"])
+    stored = data.get("stored")
+    stored = None if stored is None else _integer(stored)
     file, offset, digests = _integer(data["file"]), _integer(data["offset"]), data["digests"]
     if stored is not None and stored < 1:
         raise ValueError("a compressed piece has no bytes")
@@ -341,11 +388,11 @@ def _decode_piece(data: dict[str, Any], spec: ArraySpec, files: Sequence[DataFil
     return Piece(region, file, offset, length, digests, stored)
 
 
-def _is_digest(value: Any) -> bool:
+def _is_digest(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and _HEX32.fullmatch(value) is not None
 
 
-def _integer(value: Any) -> int:
+def _integer(value: object) -> int:
     if type(value) is not int:
         raise ValueError(f"not an integer: {value!r}")
     return value

@@ -51,7 +51,7 @@ class KeyTable(dict[str, _Value]):
 
     _loose: dict[str, list[str]] | None = None
 
-    def __missing__(self, key: Any) -> _Value:
+    def __missing__(self, key: object) -> _Value:
         found = self._meant(key)
         if found is None:
             raise KeyError(key)

@@ -17,8 +17,8 @@ import numpy as np
 
 from shardkeep.errors import IntegrityError, MetadataError, an
 from shardkeep.jaxapi import transfers_allowed
-from shardkeep.model.arrays import kind_of
-from shardkeep.model.values import Json, decode, encode, is_unicode, show
+from shardkeep.model.arrays import Array, kind_of
+from shardkeep.model.values import Json, JsonObject, decode, encode, is_unicode, show
 
 TAG = "$shardkeep"
 _DEEPEST = 100
@@ -28,7 +28,7 @@ _UNCHANGED = frozenset((type(None), bool, int, str))
 _Where = tuple[str | int, ...]
 
 
-def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def check_metadata(metadata: Mapping[str, Any] | None) -> JsonObject:
     """A copy of the metadata in its JSON form; `MetadataError` naming what has no obvious one.
 
     NumPy and JAX scalars become Python numbers, tuples lists, paths strings, enums their values, dates ISO strings,
@@ -45,8 +45,8 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return _mapping(metadata, ())
 
 
-def _mapping(value: Mapping[Any, Any], where: _Where) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _mapping(value: Mapping[Any, Any], where: _Where) -> JsonObject:
+    found: JsonObject = {}
     for key, inner in value.items():
         name = key if type(key) is str and is_unicode(key) else _key(key, where)
         if name in found:
@@ -55,7 +55,7 @@ def _mapping(value: Mapping[Any, Any], where: _Where) -> dict[str, Any]:
     return found
 
 
-def _key(key: Any, where: _Where) -> str:
+def _key(key: object, where: _Where) -> str:
     """The string that a key becomes: that of the plain value which it is, or stands for."""
     plain = key.value if isinstance(key, enum.Enum) else key
     name = None
@@ -67,7 +67,7 @@ def _key(key: Any, where: _Where) -> str:
     return name
 
 
-def _convert(value: Any, where: _Where) -> Any:
+def _convert(value: Any, where: _Where) -> Json:
     """A value in its JSON form. Subclasses of the builtin types become the builtin type."""
     if type(value) in _UNCHANGED:
         return value
@@ -95,11 +95,11 @@ def _convert(value: Any, where: _Where) -> Any:
     raise _refused(value, where)
 
 
-def _scalar(value: Any, where: _Where) -> Any:
+def _scalar(value: object, where: _Where) -> Json:
     """A NumPy or JAX scalar, or an array without axes, as a Python value. A JAX array is fetched from its device."""
     try:
         with transfers_allowed():
-            host: np.ndarray[Any, Any] = np.asarray(value)
+            host: Array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         raise MetadataError(f"{_place(where)} is {an(type(value).__name__)} without a readable value: {why}") from error
@@ -122,7 +122,8 @@ def _place(where: _Where) -> str:
     return "metadata" + "".join(f"[{part!r}]" for part in where)
 
 
-def _refused(value: Any, where: _Where) -> MetadataError:
+def _refused(value: object, where: _Where) -> MetadataError:
+    kind = type(value)
     advice = "convert it to a string, a number, a list or a dict"
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         advice = "save it as a leaf of the tree, or convert it with .tolist()"
@@ -132,7 +133,7 @@ def _refused(value: Any, where: _Where) -> MetadataError:
         advice = "decode it to a string"
     elif isinstance(value, datetime.timedelta):
         advice = "convert it with .total_seconds()"
-    return MetadataError(f"{_place(where)} is {an(type(value).__name__)}, which has no obvious JSON form; {advice}")
+    return MetadataError(f"{_place(where)} is {an(kind.__name__)}, which has no obvious JSON form; {advice}")
 
 
 def encode_metadata(value: Any) -> Json:
@@ -141,7 +142,7 @@ def encode_metadata(value: Any) -> Json:
     >>> encode_metadata({"loss": math.inf})
     {'loss': {'$shardkeep': {'float': 'inf'}}}
     """
-    kind = type(value)  # exact: `check_metadata` has made it so, and so does a JSON reader
+    kind = type(cast(object, value))  # exact: `check_metadata` has made it so, and so does a JSON reader
     if kind is str:
         return value if is_unicode(value) else {TAG: encode(value)}
     if kind is int:
@@ -157,7 +158,7 @@ def encode_metadata(value: Any) -> Json:
     return value
 
 
-def decode_metadata(data: Json) -> Any:
+def decode_metadata(data: Json) -> Json:
     """The metadata that `encode_metadata` was given. A tag that this version does not know is left as it is."""
     if isinstance(data, dict):
         if TAG in data and len(data) == 1 and isinstance(data[TAG], dict):
@@ -176,9 +177,9 @@ def untagged(value: Any) -> Json:
     {'loss': 'nan', 'best': ['-inf']}
     """
     if isinstance(value, dict):
-        return {str(key): untagged(inner) for key, inner in cast(dict[Any, Any], value).items()}
+        return {str(key): untagged(inner) for key, inner in cast(dict[object, object], value).items()}
     if isinstance(value, list | tuple):
-        return [untagged(inner) for inner in cast("list[Any]", value)]
+        return [untagged(inner) for inner in cast("list[object]", value)]
     if type(value) is float and not math.isfinite(value):
         return str(value)
     if type(value) is int and value.bit_length() > _LONGEST:

@@ -5,6 +5,7 @@ program has imported it and registered it with JAX; otherwise an `OpaqueNode` ta
 """
 
 import dataclasses
+import enum
 import logging
 import sys
 import threading
@@ -13,11 +14,15 @@ from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, cast
 
 from shardkeep.errors import TreeError
+from shardkeep.jaxapi import flatten_once
 from shardkeep.model.auxdata import build_static, describe_static, deserializer_named, has_serializers, serializer_of
 from shardkeep.model.values import Json, NotPlainError, encode
+
+if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
 
 log = logging.getLogger("shardkeep")
 
@@ -62,14 +67,14 @@ class OpaqueNode:
     def __repr__(self) -> str:
         return f"OpaqueNode({self.class_name!r}, {', '.join(f'{k}={v!r}' for k, v in self.children.items())})"
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, tuple[str, ...]]]:
         from jax import tree_util
 
         children = [(tree_util.GetAttrKey(name), value) for name, value in self.children.items()]
         return children, (self.class_name, tuple(self.children))
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> "OpaqueNode":
+    def tree_unflatten(cls, aux: tuple[str, tuple[str, ...]], children: Sequence[Any]) -> "OpaqueNode":
         return cls(aux[0], dict(zip(aux[1], children, strict=True)))
 
 
@@ -92,12 +97,14 @@ if "jax" in sys.modules:
     _register_opaque_nodes()
 
 
-class _Leaf:
+class _Position(enum.Enum):
     """Marks the position of a leaf in a Skeleton. Leaves are filled in order."""
 
+    LEAF = enum.auto()
 
-LEAF = _Leaf()
-Child = Any  # a Node, LEAF or None
+
+LEAF: Final = _Position.LEAF
+Child: TypeAlias = "Node | Literal[_Position.LEAF] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +118,10 @@ class Node:
     kind: str  # list, tuple, dict, odict, defaultdict, namedtuple, custom
     names: tuple[str, ...]
     children: tuple[Child, ...]
-    keys: tuple[Any, ...] = ()
+    keys: tuple[object, ...] = ()
     class_name: str = ""
-    cls: type | None = None
-    aux: Any = None
+    cls: type[object] | None = None
+    aux: object = None
     has_aux: bool = True
     fields: tuple[str, ...] = ()  # of a dataclass: the names of all its fields, in order
     registered: str = ""  # the name the class is registered under with jax.export
@@ -138,7 +145,7 @@ def serialize_aux(node: Node) -> Node:
     return replace(node, aux_bytes=_call_serializer(node, *found))
 
 
-def _is_plain_aux(aux: Any) -> bool:
+def _is_plain_aux(aux: object) -> bool:
     try:
         encode(aux)
     except NotPlainError:
@@ -146,7 +153,7 @@ def _is_plain_aux(aux: Any) -> bool:
     return True
 
 
-def _call_serializer(node: Node, name: str, serialize: Callable[[Any], Any]) -> bytes:
+def _call_serializer(node: Node, name: str, serialize: Callable[[object], bytes]) -> bytes:
     try:
         return bytes(memoryview(serialize(node.aux)))
     except Exception as error:  # the program's own code
@@ -155,13 +162,13 @@ def _call_serializer(node: Node, name: str, serialize: Callable[[Any], Any]) -> 
         ) from error
 
 
-def usable_class(node: Node) -> type | None:
+def usable_class(node: Node) -> type[object] | None:
     """The class a Node can be rebuilt as: the live one, or one that this program has registered; else None."""
     cls = node.cls if node.cls is not None else _registered_class(node)
     if cls is None:
         return None
     if node.kind == "namedtuple":
-        return cls if issubclass(cls, tuple) and getattr(cls, "_fields", 0) == node.names else None
+        return cls if _is_namedtuple(cls, node.names) else None
     if node.cls is None and not node.has_aux:
         if node.aux_bytes is not None:
             usable = deserializer_named(node.registered) is not None
@@ -173,22 +180,26 @@ def usable_class(node: Node) -> type | None:
     return cls if _treedef(cls, node) is not None else None
 
 
-def _registered_class(node: Node) -> type | None:
+def _is_namedtuple(cls: type[object], names: tuple[str, ...]) -> bool:
+    return getattr(cls, "_fields", 0) == names and issubclass(cls, tuple)
+
+
+def _registered_class(node: Node) -> type[object] | None:
     """The class registered under the stored name, wherever it is defined now; else the one at the stored place."""
     found = deserializer_named(node.registered) if node.registered else None
     return find_class(node.class_name) if found is None else found[0]
 
 
-def find_class(class_name: str) -> type | None:
+def find_class(class_name: str) -> type[object] | None:
     """A class by `module:qualname`, if the program has imported it. Nothing is imported to find it."""
     module, _, qualname = class_name.partition(":")
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for name in qualname.split("."):
         found = vars(found).get(name) if isinstance(found, types.ModuleType | type) else None
     return found if isinstance(found, type) else None
 
 
-def _treedef(cls: type, node: Node) -> Any:
+def _treedef(cls: type[object], node: Node) -> "PyTreeDef | None":
     """JAX's description of one node of a registered class; None if the class is not registered."""
     if "jax" not in sys.modules and cls is not OpaqueNode:
         return None  # nothing can be registered with it
@@ -205,7 +216,8 @@ def _treedef(cls: type, node: Node) -> Any:
 def _build_namedtuple(node: Node, children: list[Any]) -> Any:
     cls = usable_class(node)
     if cls is not None:
-        return tuple.__new__(cls, children)  # not cls(…): a file must not choose which code runs
+        # not cls(…): a file must not choose which code runs
+        return tuple.__new__(cast("type[tuple[Any, ...]]", cls), children)  # pyright: ignore[reportUnknownMemberType]
     name = node.class_name.rpartition(".")[2].rpartition(":")[2]
     try:
         return namedtuple(name, node.names)(*children)  # pyright: ignore[reportUntypedNamedTuple]
@@ -213,7 +225,7 @@ def _build_namedtuple(node: Node, children: list[Any]) -> Any:
         return OpaqueNode(node.class_name, dict(zip(node.names, children, strict=True)))
 
 
-def fields_of(cls: type) -> tuple[str, ...]:
+def fields_of(cls: type[object]) -> tuple[str, ...]:
     """The names of a dataclass's fields; none for any other class."""
     return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
@@ -224,22 +236,22 @@ def is_loaded_otherwise(node: Node) -> bool:
     return cls is not None and len(fields_of(cls)) != len(node.fields)
 
 
-def _as_it_is_now(cls: type, node: Node, children: list[Any]) -> tuple[Node, list[Any]] | None:
+def _as_it_is_now(cls: type[object], node: Node, children: list[Any]) -> tuple[Node, list[Any]] | None:
     """A saved dataclass in the field order its class has now; None if its fields, or the static ones, have changed.
 
     The order is read off an instance whose fields hold their own names.
     """
     if set(fields_of(cls)) != set(node.fields):
         return None
-    from jax import tree_util
-
     try:
-        probe: Any = object.__new__(cls)
+        probe = object.__new__(cls)
         for name in node.fields:
             object.__setattr__(probe, name, name)
-        pairs, treedef = tree_util.tree_flatten_with_path(probe, is_leaf=lambda x: x is not probe)
+        pairs, data = flatten_once(probe)
         order = [str(value) for _, value in pairs]
-        static = [str(value) for value in treedef.node_data()[1]]
+        if data is None:
+            raise TypeError("it is not registered")
+        static = [str(value) for value in data[1]]
     except Exception as error:  # noqa: BLE001  (the class's own code, on values it may not expect)
         log.warning("the fields of %s cannot be compared with the saved ones: flattening it raised %s", cls, error)
         return None
@@ -250,9 +262,12 @@ def _as_it_is_now(cls: type, node: Node, children: list[Any]) -> tuple[Node, lis
     if node.aux_bytes is not None:  # only the registered function knows the order of what it returns
         same = static == saved_static
         return (replace(node, names=tuple(order)), [placed[n] for n in order]) if same else None
-    if not isinstance(node.aux, tuple) or len(cast(Any, node.aux)) != len(saved_static):
+    if not isinstance(node.aux, tuple):
         return None
-    by_name = dict(zip(saved_static, cast(Any, node.aux), strict=True))
+    aux = cast("tuple[object, ...]", node.aux)
+    if len(aux) != len(saved_static):
+        return None
+    by_name = dict(zip(saved_static, aux, strict=True))
     return replace(node, names=tuple(order), aux=tuple(by_name[n] for n in static)), [placed[n] for n in order]
 
 
@@ -268,12 +283,12 @@ def _build_custom(node: Node, children: list[Any]) -> Any:
     if cls is None:
         return OpaqueNode(node.class_name, dict(zip(node.names, children, strict=True)))
     try:
-        return _treedef(cls, _with_aux(cls, node)).unflatten(children)
+        return cast("PyTreeDef", _treedef(cls, _with_aux(cls, node))).unflatten(children)
     except Exception as error:  # the class's own code: it may refuse what an older version of it saved
         raise TreeError(f"{node.class_name} refused the saved values ({error}); load with template=") from error
 
 
-def _with_aux(cls: type, node: Node) -> Node:
+def _with_aux(cls: type[object], node: Node) -> Node:
     """The node with its auxiliary data as an object."""
     if node.cls is not None or node.has_aux:
         return node
@@ -289,7 +304,7 @@ def _build_dict(node: Node, children: list[Any]) -> Any:
     pairs = zip(node.keys, children, strict=True)
     if node.kind == "odict":
         return OrderedDict(pairs)
-    return defaultdict(node.aux, pairs) if node.kind == "defaultdict" else dict(pairs)
+    return defaultdict(cast("Callable[[], Any] | None", node.aux), pairs) if node.kind == "defaultdict" else dict(pairs)
 
 
 _BUILDERS: dict[str, Callable[[Node, list[Any]], Any]] = {

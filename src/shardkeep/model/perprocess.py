@@ -8,9 +8,9 @@ import json
 import math
 import reprlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, TypeAlias, cast, final
 
 import numpy as np
 
@@ -20,12 +20,14 @@ from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dt
 from shardkeep.model.nodes import LEAF, Child
 from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, Path, Skeleton
-from shardkeep.model.values import Json, NotPlainError, decode, encode, show
+from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
 _MAX_DEPTH = 100  # of containers in one value
 _ROUND = 64
 _WIDEST = 16 << 20  # bytes of a row: little is wasted, and a row is one chunk of a zarr array
 _START = struct.Struct("<Q")
+_Dict: TypeAlias = dict[object, object]
+_Sequence: TypeAlias = Sequence[object]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -64,7 +66,7 @@ class PerProcess:
 class _Short(reprlib.Repr):
     """Values in a few words: of arrays their types, of long containers how they begin."""
 
-    def repr_ndarray(self, array: Any, _: int) -> str:
+    def repr_ndarray(self, array: Array, _: int) -> str:
         return f"{array.dtype}{list(array.shape)}"
 
     repr_ArrayImpl = repr_ndarray
@@ -82,12 +84,12 @@ def _is_same(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or not isinstance(a, dict | list | tuple):
         return a is b or bool(a == b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in cast(dict[Any, Any], a))
-    return len(cast(Any, a)) == len(b) and all(map(_is_same, cast(Any, a), b))
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in cast(_Dict, a))
+    return len(cast(_Sequence, a)) == len(b) and all(map(_is_same, cast(_Sequence, a), b))
 
 
 def find_problem(
-    value: Any, problem_of: Callable[[Any], str | None], where: str = "PerProcess value", depth: int = 0
+    value: object, problem_of: Callable[[object], str | None], where: str = "PerProcess value", depth: int = 0
 ) -> str | None:
     """Why a value cannot be saved, and where in it; None if it can. `problem_of` judges what is not a container."""
     if depth > _MAX_DEPTH:
@@ -95,7 +97,7 @@ def find_problem(
     if type(value) not in (dict, list, tuple):
         problem = problem_of(value)
         return None if problem is None else f"{where}: {problem}"
-    pairs = cast(dict[Any, Any], value).items() if isinstance(value, dict) else enumerate(cast(Sequence[Any], value))
+    pairs = cast(_Dict, value).items() if isinstance(value, dict) else enumerate(cast(_Sequence, value))
     for key, inside in pairs:
         try:
             encode(key)
@@ -108,27 +110,27 @@ def find_problem(
     return None
 
 
-def size_of(value: Any) -> int:
+def size_of(value: object) -> int:
     """About how many bytes the data in a value takes: the arrays and the bytes in it."""
     if isinstance(value, dict | list | tuple):
-        inside = cast(dict[Any, Any], value).values() if isinstance(value, dict) else cast(Sequence[Any], value)
+        inside = cast(_Dict, value).values() if isinstance(value, dict) else cast(_Sequence, value)
         return sum(map(size_of, inside))
     return len(value) if isinstance(value, bytes | str) else int(getattr(value, "nbytes", 0))
 
 
-def encode_value(value: Any) -> Array:
+def encode_value(value: object) -> Array:
     """The bytes of a value that `find_problem` found nothing wrong with: 8 of length, JSON, then arrays and bytes."""
-    data: list[Any] = []
+    data: list[bytes | memoryview] = []
     text = json.dumps(_encode(value, data), separators=(",", ":")).encode()
     return np.frombuffer(b"".join([_START.pack(len(text)), text, *data]), np.uint8)
 
 
-def _encode(value: Any, data: list[Any]) -> Json:
+def _encode(value: object, data: list[bytes | memoryview]) -> Json:
     """The typed JSON of a value. `data` gets the bytes that it speaks of."""
     if type(value) is dict:
-        return {"dict": [[encode(key), _encode(inside, data)] for key, inside in cast(dict[Any, Any], value).items()]}
+        return {"dict": [[encode(key), _encode(inside, data)] for key, inside in cast(_Dict, value).items()]}
     if type(value) is list or type(value) is tuple:
-        children = [_encode(inside, data) for inside in cast(Sequence[Any], value)]
+        children = [_encode(inside, data) for inside in cast(_Sequence, value)]
         return children if isinstance(value, list) else {"tuple": children}
     if type(value) is bytes:
         data.append(value)
@@ -173,22 +175,22 @@ class _Reader:
         return self.raw[self.position - count : self.position]
 
 
-def _one_pair(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _one_pair(pairs: list[tuple[str, Json]]) -> JsonObject:
     if len(pairs) != 1:
         raise ValueError("an object that is not a typed value")
     return dict(pairs)
 
 
-def _decode(data: Any, reader: _Reader, depth: int) -> Any:
+def _decode(data: Json, reader: _Reader, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
     if isinstance(data, list):
-        return [_decode(inside, reader, depth + 1) for inside in cast(list[Any], data)]
-    tag, body = next(iter(cast(dict[str, Any], data).items())) if isinstance(data, dict) else ("", None)
+        return [_decode(inside, reader, depth + 1) for inside in data]
+    tag, body = next(iter(data.items())) if isinstance(data, dict) else ("", None)
     if tag == "tuple":
         return tuple(_decode(inside, reader, depth + 1) for inside in _checked_list(body))
     if tag == "dict":
-        pairs = [(decode(key), _decode(inside, reader, depth + 1)) for key, inside in _checked_list(body)]
+        pairs = [(decode(key), _decode(inside, reader, depth + 1)) for key, inside in _pairs(body)]
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a dict key appears twice")
         return dict(pairs)
@@ -197,8 +199,8 @@ def _decode(data: Any, reader: _Reader, depth: int) -> Any:
     return _decode_array(reader, *_checked_list(body)) if tag == "array" else decode(data)
 
 
-def _decode_array(reader: _Reader, name: Any, sizes: Any, order: Any = "<") -> Array:
-    dtype, shape = dtype_from_name(name), tuple(map(_count, _checked_list(sizes)))
+def _decode_array(reader: _Reader, name: Json, sizes: Json, order: Json = "<") -> Array:
+    dtype, shape = dtype_from_name(cast(str, name)), tuple(map(_count, _checked_list(sizes)))
     swapped = order == ">" and dtype.kind != "V"
     if not (swapped or order == "<") or not is_possible(shape, dtype.itemsize):
         raise ValueError(f"impossible array {name}{list(shape)}")
@@ -208,13 +210,17 @@ def _decode_array(reader: _Reader, name: Any, sizes: Any, order: Any = "<") -> A
     return array.astype(dtype.newbyteorder(">")) if swapped else array
 
 
-def _checked_list(value: Any) -> list[Any]:
+def _checked_list(value: Json) -> list[Json]:
     if not isinstance(value, list):
         raise ValueError("a list is missing")
-    return cast(list[Any], value)
+    return value
 
 
-def _count(value: Any) -> int:
+def _pairs(value: Json) -> Iterator[list[Json]]:
+    return map(_checked_list, _checked_list(value))
+
+
+def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"not a size: {value!r:.60}")
     return value
@@ -239,7 +245,7 @@ class PerProcessRows:
         return cls(tuple(lengths), min(-(-max(lengths) // _ROUND) * _ROUND, _WIDEST))
 
     @classmethod
-    def stored(cls, lengths: Any, spec: ArraySpec) -> "PerProcessRows":
+    def stored(cls, lengths: Json, spec: ArraySpec) -> "PerProcessRows":
         """The rows of a stored leaf; `ValueError` if it cannot have been written like that."""
         found = cls(tuple(map(_count, _checked_list(lengths))), spec.shape[1] if len(spec.shape) == 2 else 0)
         if spec.dtype != np.uint8 or not found.lengths or 0 in (found.width, *found.lengths):

@@ -16,10 +16,11 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError, an
+from shardkeep.jaxapi import flatten_once
 from shardkeep.model.auxdata import check_static
 from shardkeep.model.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, serialize_aux, usable_class
 from shardkeep.model.records import record
-from shardkeep.model.values import Json, NotPlainError, decode, encode, show
+from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
 log = logging.getLogger("shardkeep")
 
@@ -238,7 +239,8 @@ def _take_apart(
 
 def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     """A container as a Node without children, and its children; None for a leaf."""
-    cls: type[Any] = type(tree)
+    value: object = tree
+    cls = type(value)
     if cls is list or cls is tuple:
         return Node(cls.__name__, tuple(str(i) for i in range(len(tree))), ()), tree
     if cls in _DICT_KINDS:
@@ -249,18 +251,15 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
                 names = name_children(keys)
         aux = tree.default_factory if cls is defaultdict else None
         return Node(_DICT_KINDS[cls], names, (), keys, cls=cls, aux=aux), list(tree.values())
-    if isinstance(tree, tuple) and hasattr(cls, "_fields"):
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
         return Node("namedtuple", tuple(cast(Any, cls)._fields), (), class_name=_class_name(cls), cls=cls), tree
     array = getattr(sys.modules.get("jax"), "Array", None)
     if array is None or isinstance(tree, array):  # where JAX is not imported, no class is registered with it
         return None
-    from jax import tree_util
-
-    pairs, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    data = treedef.node_data()
+    pairs, data = flatten_once(tree)
     if data is None:  # not registered with JAX: a leaf
         return None
-    names = name_children([_entry_name(path[0]) for path, _ in pairs])
+    names = name_children([_entry_name(entry) for entry, _ in pairs])
     fields = fields_of(cls)
     if fields and not _is_its_fields(tree, fields, names, data[1]):
         fields = ()
@@ -268,15 +267,16 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     return shell, [v for _, v in pairs]
 
 
-def _is_its_fields(tree: Any, fields: Sequence[str], names: Sequence[str], aux: Any) -> bool:
+def _is_its_fields(tree: object, fields: Sequence[str], names: Sequence[str], aux: object) -> bool:
     """Whether a dataclass flattens into its fields and keeps the static ones as auxiliary data; others may not."""
     static = [name for name in fields if name not in names]
-    if not isinstance(aux, tuple) or not set(names) <= set(fields) or len(cast(Any, aux)) != len(static):
+    values = cast("tuple[object, ...]", aux) if isinstance(aux, tuple) else None
+    if values is None or not set(names) <= set(fields) or len(values) != len(static):
         return False
-    return all(getattr(tree, name, None) is value for name, value in zip(static, cast(Any, aux), strict=True))
+    return all(getattr(tree, name, None) is value for name, value in zip(static, values, strict=True))
 
 
-def name_children(keys: Sequence[Any]) -> tuple[str, ...]:
+def name_children(keys: Sequence[object]) -> tuple[str, ...]:
     """A distinct name for each key: its text, and its type too where several keys have the same text.
 
     >>> name_children(["1", 1, 2])
@@ -295,7 +295,7 @@ def name_children(keys: Sequence[Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _entry_name(entry: Any) -> Any:
+def _entry_name(entry: Any) -> str:
     from jax import tree_util
 
     if isinstance(entry, tree_util.GetAttrKey):
@@ -305,7 +305,7 @@ def _entry_name(entry: Any) -> Any:
     return str(getattr(entry, "key", entry))
 
 
-def _class_name(cls: type) -> str:
+def _class_name(cls: type[object]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -345,8 +345,8 @@ def mention_once(keys: Sequence[str], what: str) -> None:
         log.warning("" + what + ". This warning is shown once", shown + more)
 
 
-_DICT_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "odict", defaultdict: "defaultdict"}
-_FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
+_DICT_KINDS: dict[type[object], str] = {dict: "dict", OrderedDict: "odict", defaultdict: "defaultdict"}
+_FACTORIES: dict[str, object] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
 
 
 def _factory_name(node: Node) -> str | None:
@@ -369,23 +369,23 @@ def to_json(node: Child) -> Json:
         return 0
     if node is None:
         return None
-    children = [0 if child is LEAF else to_json(child) for child in node.children]
+    children: list[Json] = [0 if child is LEAF else to_json(child) for child in node.children]
     if node.kind in ("list", "tuple"):
         return {node.kind: children}
     if node.kind.endswith("dict"):
-        pairs: list[Any] = [
+        pairs: list[Json] = [
             [k if type(k) is str and k.isascii() else _encode_key(k), c]
             for k, c in zip(node.keys, children, strict=True)
         ]
-        factory = {"factory": _factory_name(node)} if node.kind == "defaultdict" else {}
+        factory: JsonObject = {"factory": _factory_name(node)} if node.kind == "defaultdict" else {}
         return {node.kind: pairs, **factory}
-    named: list[Any] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]
-    written: dict[str, Any] = {node.kind: node.class_name, "children": named}
+    named: list[Json] = [[encode(name), child] for name, child in zip(node.names, children, strict=True)]
+    written: JsonObject = {node.kind: node.class_name, "children": named}
     if node.registered:
         written["registered"] = encode(node.registered)
     if node.kind == "namedtuple":
         return written
-    fields = {"fields": list(node.fields)} if node.fields else {}
+    fields: JsonObject = {"fields": list(node.fields)} if node.fields else {}
     if node.aux_bytes is not None:
         return {**written, "aux_bytes": base64.b64encode(node.aux_bytes).decode(), **fields}
     if node.static is not None:
@@ -398,7 +398,7 @@ def to_json(node: Child) -> Json:
         return written
 
 
-def _encode_key(key: Any) -> Json:
+def _encode_key(key: object) -> Json:
     try:
         return encode(key)
     except NotPlainError as error:
@@ -408,7 +408,7 @@ def _encode_key(key: Any) -> Json:
         ) from None
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: object) -> None:
     """Refuse a key that cannot be stored, before anything is written."""
     _encode_key(key)
     try:
@@ -417,7 +417,7 @@ def _check_key(key: Any) -> None:
         raise TreeError(f"dict key {show(key)} is too long for the name of a leaf; use a str or bytes") from None
 
 
-def _from_json(data: Any) -> Child:
+def _from_json(data: Json) -> Child:
     if data is None:
         return None
     if type(data) is int and data == 0:

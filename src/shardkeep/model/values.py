@@ -14,7 +14,8 @@ import numpy as np
 from shardkeep.errors import IntegrityError
 from shardkeep.model.arrays import dtype_from_name, dtype_name
 
-Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+JsonObject: TypeAlias = dict[str, Json]
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -90,7 +91,7 @@ def is_data(value: object) -> bool:
     return True
 
 
-def _is_prng(dtype: Any) -> bool:
+def _is_prng(dtype: object) -> bool:
     jax = sys.modules.get("jax")  # imported wherever there are keys
     try:
         return jax is not None and bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
@@ -122,7 +123,7 @@ def _encode_float(value: float) -> str:
     return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
 
 
-def _decode_float(text: Any) -> float:
+def _decode_float(text: Json) -> float:
     if not isinstance(text, str):
         raise TypeError("not a string")
     if text.startswith("nan:"):
@@ -130,7 +131,7 @@ def _decode_float(text: Any) -> float:
     return float(text)
 
 
-def _decode_int(text: Any) -> int:
+def _decode_int(text: Json) -> int:
     if not isinstance(text, str):
         raise TypeError("not a string")
     return int(text, 16)
@@ -145,7 +146,7 @@ def _decode_numpy(body: Any) -> np.generic:
     return cast(np.generic, np.frombuffer(raw, dtype=dtype)[0])
 
 
-_ENCODERS: dict[type, Callable[[Any], Json]] = {
+_ENCODERS: dict[type[object], Callable[[Any], Json]] = {
     type(None): lambda v: v,
     bool: lambda v: v,
     str: lambda v: _encode_text(v),

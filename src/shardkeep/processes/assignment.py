@@ -6,12 +6,15 @@ Every process computes this for all processes, from the shardings alone, and get
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardkeep.model.arrays import Region, cut, split_counts
 from shardkeep.processes.operation import LEADER
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
 
 SMALL = 1 << 20  # an array up to this size that one process holds completely is stored as one piece
 _EVEN = 1.125  # the load is unbalanced if a process has more than this times its fair share
@@ -81,7 +84,7 @@ def _holdings(array: Any, size: int) -> Sequence[Holding]:
 
 
 @lru_cache(maxsize=1024)  # thousands of leaves share a few layouts, each of which may have thousands of devices
-def _held_by(sharding: Any, shape: tuple[int, ...]) -> Sequence[Holding]:
+def _held_by(sharding: "Sharding", shape: tuple[int, ...]) -> Sequence[Holding]:
     held: dict[Region, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         held.setdefault(Region.from_index(index, shape), set()).add(device.process_index)

@@ -65,7 +65,7 @@ class Operation:
         group.patience = self._silence
         group.enter(self, self.what, self._keys)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Collect a JSON value from every process: a list by process index on the leader, empty on the others."""
         if self._group is None:
             return [value]
@@ -75,7 +75,7 @@ class Operation:
         self._set(f"member/{self.index}/{self._round}", json.dumps(value))
         return []
 
-    def share(self, value: Any = None) -> Any:
+    def share(self, value: object = None) -> Any:
         """Send a JSON value from the leader to all processes, and return it."""
         if self._group is None:
             return value
@@ -97,7 +97,7 @@ class Operation:
         with doing(self.what):
             return [(key.removeprefix(start), text) for key, text in self._group.list(start)]
 
-    def _collect(self, watch: "Watch", value: Any) -> list[Any]:
+    def _collect(self, watch: "Watch", value: object) -> list[Any]:
         """The values that all processes sent in this round, by process index."""
         found: dict[int, Any] = {LEADER: value}
         lost = None

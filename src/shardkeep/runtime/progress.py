@@ -5,10 +5,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeAlias
 
-Progress = Callable[[int], None]
+Progress: TypeAlias = Callable[[int], None]
+NO_BAR: AbstractContextManager[Progress] = nullcontext(lambda _: None)
 
 DELAY = 0.5  # seconds before anything is shown; work that takes less shows nothing
 _TINY = 1_000_000  # bytes; totals below this show nothing, however long they take

@@ -1,7 +1,7 @@
 """Cuts on accelerators: a process that writes a part of a shard has only that part transferred."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import jax
@@ -53,10 +53,14 @@ def cut_on_device(part: jax.Array, region: Region) -> jax.Array | None:
             raise
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def _cut(part: jax.Array, starts: Any, shape: tuple[int, ...], carrier: np.dtype[Any] | None) -> jax.Array:
+def _dynamic_slice(part: jax.Array, starts: Any, shape: tuple[int, ...], carrier: np.dtype[Any] | None) -> jax.Array:
     bits: Any = part if carrier is None else jax.lax.bitcast_convert_type(part, carrier)
     return jax.lax.dynamic_slice(bits, starts, shape)
+
+
+_cut: Callable[..., jax.Array] = jax.jit(  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+    _dynamic_slice, static_argnums=(2, 3)
+)
 
 
 def is_exhausted(error: Exception) -> bool:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.priority import priority
-from shardkeep.runtime.progress import Bar
+from shardkeep.runtime.progress import NO_BAR, Bar
 from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.callbacks import Callback
 from shardkeep.saving.donation import Staging, donations
@@ -292,7 +292,7 @@ def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
     time.sleep(_HEAD_START)
     priority.enable_pauses()
     priority.lower()  # and the crew's with it: the snapshot is taken, so nothing waits for these threads
-    bar = Bar(f"saving {save.path}", job.snapshot.nbytes) if verbose else nullcontext(lambda _: None)
+    bar = Bar(f"saving {save.path}", job.snapshot.nbytes) if verbose else NO_BAR
     try:
         with bar as show:
             return job.run(progress)

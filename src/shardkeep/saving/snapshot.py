@@ -214,7 +214,7 @@ def staged_sizes(
     for number, leaf in enumerate(leaves):
         value = leaf.value
         if isinstance(value, np.ndarray | Tracer):
-            sizes.append((value.nbytes, value, "cpu"))
+            sizes.append((value.nbytes, leaf.value, "cpu"))
         elif isinstance(value, jax.Array):
             nbytes, where = _size_here(value.sharding, value.shape, value.dtype)
             if shares is not None and where == "device" and not value.is_fully_addressable:

@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 from shardkeep.config import PINNED_HOST, read
 from shardkeep.errors import HostMemoryError, TreeError
-from shardkeep.jaxapi import local_parts, private_part, transfers_allowed
+from shardkeep.jaxapi import device_put, local_parts, private_part, transfers_allowed
 from shardkeep.model.arrays import Array, Region
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import Shard
@@ -238,7 +238,7 @@ class Transfers:
         for group in _groups(todo):
             places = [SingleDeviceSharding(device, memory_kind=_PINNED) for _, _, device in group]
             try:
-                copies = [] if left else jax.device_put([part for _, part, _ in group], places)
+                copies = [] if left else device_put([part for _, part, _ in group], places)
             except JaxRuntimeError as error:
                 if not is_exhausted(error):
                     raise
@@ -303,7 +303,7 @@ class Transfers:
         for task, some in tasks:
             if batches[-1] and filled + _size_of(set(some) - inside) > self.room // 2:
                 batches.append([])
-                inside, filled = set(), 0
+                inside, filled = set[Arriving](), 0
             batches[-1].append((task, some))
             filled += _size_of(set(some) - inside)
             inside.update(some)

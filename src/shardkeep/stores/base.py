@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
-import numpy as np
-
+from shardkeep.model.arrays import Array
 from shardkeep.runtime.scopes import Scope
 
 CONTROL = ".shardkeep"  # the name of the control directory of a checkpoint directory
@@ -46,7 +45,7 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
 
     def close(self) -> None: ...
 
-    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
+    def read_into(self, offset: int, buffer: Array) -> None:
         """Fill `buffer` with the bytes at `offset`; `EOFError` or `IntegrityError` if there are not enough."""
         ...
 
@@ -64,7 +63,7 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
 class Mapping(Protocol):
     """A part of a file as read-only memory, valid as long as its `data` is referenced."""
 
-    data: "np.ndarray[Any, Any]"
+    data: Array
 
     def bring_in(self, start: int, end: int) -> None:
         """Read a range into memory; `OSError` where touching it would end the program."""
@@ -78,7 +77,7 @@ class NewFile(AbstractContextManager["NewFile"], Protocol):
         """Write `buffers` one after another at `offset`. May be called from several threads."""
         ...
 
-    def write_aligned(self, offset: int, memory: "np.ndarray[Any, Any]") -> None:
+    def write_aligned(self, offset: int, memory: Array) -> None:
         """Write `memory` at `offset`; both have the same distance from the start of a page."""
         ...
 

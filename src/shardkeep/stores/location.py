@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote_to_bytes
 
 from shardkeep.errors import PathError, PathTypeError, an
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 _ONE_SLASH = re.compile(r"\A(gs:|s3:|file:)/(?!/)")
 _SCHEME = re.compile(r"\A(gs|s3|file):/")
 _READERS = ("load", "abstract", "inspect", "verify", "delete", "tree_deserialize_leaves")  # of what `latest` may return
-_NEVER_PATHS = (numbers.Number, bytes, bytearray, memoryview, Mapping, Set, Sequence, Iterator)
+_NEVER_PATHS: tuple[type[object], ...] = (
+    numbers.Number,
+    bytes,
+    bytearray,
+    memoryview,
+    Mapping,
+    Set,
+    Sequence,
+    Iterator,
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ def path_text(path: object, call: str = "") -> str:
     shardkeep.errors.PathTypeError: load(path): expected a path (a str or os.PathLike), got a module
     """
     if isinstance(path, str | os.PathLike):
-        return os.fsdecode(cast(Any, path))
+        return os.fsdecode(cast("str | os.PathLike[str]", path))
     text = any_path_text(path, call)
     if hasattr(path, "as_posix") or _SCHEME.match(text):
         return text
@@ -111,7 +120,7 @@ def any_path_text(path: object, call: str = "") -> str:
         call: The call, for the message: for example `save(tree, path)`.
     """
     if isinstance(path, str | os.PathLike):
-        return os.fsdecode(cast(Any, path))
+        return os.fsdecode(cast("str | os.PathLike[str]", path))
     if (
         path is None
         or isinstance(path, _NEVER_PATHS)

@@ -236,7 +236,7 @@ class Directory:
                 publishing.indexes(),
             )
             return tree
-        there = current.trees if current else {}
+        there: Mapping[str, Tree] = current.trees if current else {}
         replaced = there.get(prefix)
         published = replace(tree, published=True)
         others = self._recorded(but=tree.save_id)

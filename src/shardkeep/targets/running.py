@@ -9,10 +9,10 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from shardkeep.model.document import check_name
-from shardkeep.model.values import Json
+from shardkeep.model.values import Json, JsonObject
 from shardkeep.stores.base import Store
 
 DELETE = "0" * 32  # the id under which a delete is recorded
@@ -88,9 +88,9 @@ def _look_at(store: Store, save_id: str, name: str) -> Unfinished:
     is_running = store.is_held(f"{store.saves}/{name}")
     try:
         makers = (line for line in _lines(store, name) if isinstance(line, dict) and "pid" in line)
-        who = next(makers, dict[str, Any]())
-        host, pid = str(who["host"])[:_LONGEST], int(who["pid"])
-        since = datetime.datetime.fromisoformat(who["since"])
+        who = next(makers, JsonObject())
+        host, pid = str(who["host"])[:_LONGEST], int(cast(int, who["pid"]))
+        since = datetime.datetime.fromisoformat(cast(str, who["since"]))
     except (KeyError, TypeError, ValueError, OSError):
         return Unfinished(save_id, is_running)
     if not host.isprintable() or since.tzinfo is None:

@@ -10,7 +10,7 @@ import numpy as np
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError, MissingDataError
 from shardkeep.foreign.safetensors import tree_of_safetensors
 from shardkeep.layouts.exchange import MARK, OVER, SAVE, SEAL
-from shardkeep.layouts.safetensors import decode_header, header_length
+from shardkeep.layouts.safetensors import TensorEntry, decode_header, header_length
 from shardkeep.model.digests import check_seal, digest
 from shardkeep.model.document import check_name, decode_manifest, no_duplicates
 from shardkeep.model.manifest import DataFile, Manifest
@@ -62,12 +62,12 @@ def read_single(exchange: ExchangeFiles) -> tuple[Manifest, str | None]:
     raise IntegrityError(f"{where} is damaged: its manifest lists different files", file=where)
 
 
-def _text(manifest: Any) -> bytes:
+def _text(manifest: object) -> bytes:
     """The bytes of a manifest in a header, which in a hostile file may be anything. The seal detects surrogates."""
     return str(manifest).encode(errors="surrogatepass")
 
 
-def is_ours(metadata: Mapping[str, Any]) -> bool:
+def is_ours(metadata: Mapping[str, object]) -> bool:
     return any(name in metadata for name in (MARK, SEAL, SAVE))
 
 
@@ -116,7 +116,7 @@ def decode_index(exchange: ExchangeFiles, document: bytes) -> tuple[dict[str, An
 
 def _read_foreign_shards(exchange: ExchangeFiles, weights: Mapping[str, str], where: str) -> Manifest:
     files: list[DataFile] = []
-    headers: list[tuple[dict[str, str], dict[str, Any]]] = []
+    headers: list[tuple[dict[str, str], dict[str, TensorEntry]]] = []
     for name in sorted(set(weights.values())):
         metadata, tensors, file = _shard_header(exchange, name, where)
         if is_ours(metadata):
@@ -132,7 +132,9 @@ def _read_foreign_shards(exchange: ExchangeFiles, weights: Mapping[str, str], wh
     return Manifest(exchange.where, tree.save_id, {"": tree})
 
 
-def _shard_header(exchange: ExchangeFiles, name: str, where: str) -> tuple[dict[str, str], dict[str, Any], DataFile]:
+def _shard_header(
+    exchange: ExchangeFiles, name: str, where: str
+) -> tuple[dict[str, str], dict[str, TensorEntry], DataFile]:
     try:
         start, size = read_header(exchange.store, name)
     except FileNotFoundError:

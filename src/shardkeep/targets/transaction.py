@@ -96,7 +96,7 @@ class Transaction:
 
     def _own_trees(self, manifest: Manifest | None) -> dict[str, Tree]:
         """The trees of a manifest that have the prefixes of this save."""
-        trees = manifest.trees if manifest else {}
+        trees: Mapping[str, Tree] = manifest.trees if manifest else {}
         return {p: trees[p] for p in (plan.draft.prefix for plan in self.plan.trees) if p in trees}
 
     def _record(self) -> None:

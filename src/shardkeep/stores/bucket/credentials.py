@@ -8,18 +8,22 @@ import configparser
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import GCSStore, S3Store
 
 from shardkeep.errors import AccessError, StorageError
+
+if TYPE_CHECKING:
+    from obstore import ListResult, ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig
 
 _S3_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile (AWS_PROFILE)"
 _GCS_KEYS = "GOOGLE_APPLICATION_CREDENTIALS (a service-account file), or run `gcloud auth application-default login`"
@@ -67,17 +71,25 @@ class Bucket:
             raise
 
 
+Client: TypeAlias = S3Store | GCSStore
+
+
+def list_below(client: Client, prefix: str | None) -> "ListResult[Sequence[ObjectMeta]]":
+    """The objects and the directories right below a prefix."""
+    return obstore.list_with_delimiter(client, prefix)  # pyright: ignore[reportUnknownMemberType]  (tables of arrow)
+
+
 @dataclass(frozen=True, eq=False)
 class Clients:
     """Clients with different retries: `reading` and `writing` retry for a minute, `once` never retries."""
 
-    reading: Any
-    writing: Any
-    once: Any
-    make: Callable[[float], Any]  # makes a client like `once` with this timeout in seconds
-    _sending: dict[int, Any] = field(default_factory=dict[int, Any])
+    reading: Client
+    writing: Client
+    once: Client
+    make: Callable[[float], Client]  # makes a client like `once` with this timeout in seconds
+    _sending: dict[int, Client] = field(default_factory=dict[int, Client])
 
-    def sending(self, nbytes: int) -> Any:
+    def sending(self, nbytes: int) -> Client:
         """A client for one attempt to put `nbytes`, with a timeout that is long enough for a slow connection."""
         if nbytes <= _SMALL_BODY:
             return self.once
@@ -87,7 +99,7 @@ class Clients:
         return self._sending[minutes]
 
 
-Settings = tuple[tuple[str, Any], ...]
+Settings: TypeAlias = tuple[tuple[str, object], ...]
 _pid = os.getpid()
 
 
@@ -107,15 +119,14 @@ def _reached(bucket: Bucket, settings: Settings, _: Settings) -> Clients:
     """Fail within seconds, not after a minute, if the bucket, the keys, the region or the endpoint are wrong."""
     probe = _make(bucket, settings, {"timeout": timedelta(seconds=5)}, retries=3, seconds=5)
     try:
-        obstore.list_with_delimiter(probe, "shardkeep-is-this-bucket-there")
+        list_below(probe, "shardkeep-is-this-bucket-there")
     except (FileNotFoundError, BaseError) as error:
         # A permission error for listing is ignored: other requests may still be allowed.
         if status_of(error) != 403 or _code(error) in _UNKNOWN_KEYS or _lacks_keys(error):
             raise (explain(error, bucket, bucket.url) or error) from error
-    patient: dict[str, Any] = {"retries": 1000, "seconds": PATIENCE}
     return Clients(
-        reading=_make(bucket, settings, {"timeout": "300s", "read_timeout": "20s"}, **patient),
-        writing=_make(bucket, settings, {"timeout": "300s"}, **patient),
+        reading=_make(bucket, settings, {"timeout": "300s", "read_timeout": "20s"}, retries=1000, seconds=PATIENCE),
+        writing=_make(bucket, settings, {"timeout": "300s"}, retries=1000, seconds=PATIENCE),
         once=_make(bucket, settings, {"timeout": "20s"}, retries=0, seconds=20),
         make=lambda seconds: _make(
             bucket, settings, {"timeout": timedelta(seconds=seconds)}, retries=0, seconds=seconds
@@ -123,16 +134,16 @@ def _reached(bucket: Bucket, settings: Settings, _: Settings) -> Clients:
     )
 
 
-def _make(bucket: Bucket, settings: Settings, options: dict[str, Any], retries: int, seconds: float) -> Any:
-    chosen = dict(settings)
+def _make(bucket: Bucket, settings: Settings, options: "ClientConfig", retries: int, seconds: float) -> Client:
+    chosen: dict[str, Any] = dict(settings)
     endpoint = str(chosen.get("endpoint") or chosen.get("base_url") or "https")
-    patience: Any = {
+    patience: RetryConfig = {
         "max_retries": retries,
         "retry_timeout": timedelta(seconds=seconds),
         "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 3},
     }
-    client: Any = {"allow_http": endpoint.startswith("http:"), "connect_timeout": "5s", **options}
-    kind: Any = S3Store if bucket.scheme == "s3" else GCSStore
+    client: ClientConfig = {"allow_http": endpoint.startswith("http:"), "connect_timeout": "5s", **options}
+    kind: Callable[..., Client] = S3Store if bucket.scheme == "s3" else GCSStore
     try:
         return kind(bucket.name, client_options=client, retry_config=patience, **chosen)
     except (BaseError, ValueError) as error:
@@ -155,13 +166,13 @@ def _surroundings() -> Settings:
     )
 
 
-def _s3_settings() -> dict[str, Any]:
+def _s3_settings() -> dict[str, object]:
     """Keys, region and endpoint from the environment, with the profile as fallback."""
     variables = os.environ
     profile = _profile()
     region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or profile.get("region")
     anonymous = _is_set("AWS_SKIP_SIGNATURE") or _is_set("AWS_NO_SIGN_REQUEST")
-    found: dict[str, Any] = {"region": region or "us-east-1", "skip_signature": anonymous, "unsigned_payload": True}
+    found: dict[str, object] = {"region": region or "us-east-1", "skip_signature": anonymous, "unsigned_payload": True}
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url")
     if endpoint:  # under both names: the environment could otherwise override the first
         found |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
@@ -170,7 +181,7 @@ def _s3_settings() -> dict[str, Any]:
     return found
 
 
-def _s3_keys(profile: dict[str, str]) -> dict[str, Any]:
+def _s3_keys(profile: dict[str, str]) -> dict[str, object]:
     variables = os.environ
     if variables.get("AWS_ACCESS_KEY_ID"):
         if not variables.get("AWS_SECRET_ACCESS_KEY"):
@@ -191,14 +202,14 @@ def _s3_keys(profile: dict[str, str]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=16)
-def _fixed_keys(key: str, secret: str | None, token: str | None) -> Callable[[], dict[str, Any]]:
+def _fixed_keys(key: str, secret: str | None, token: str | None) -> Callable[[], dict[str, str | None]]:
     """A provider of fixed keys, so that the client does not mix them with other variables."""
     found = {"access_key_id": key, "secret_access_key": secret or "", "token": token, "expires_at": None}
     return lambda: found
 
 
 @lru_cache(maxsize=4)
-def _boto3_keys(profile: str | None) -> Any:
+def _boto3_keys(profile: str | None) -> object:
     """A provider for single sign-on, roles and external programs, through boto3."""
     try:
         from boto3 import Session  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
@@ -232,10 +243,10 @@ def _profile() -> dict[str, str]:
     return found
 
 
-def _gcs_settings(bucket: Bucket) -> dict[str, Any]:
+def _gcs_settings(bucket: Bucket) -> dict[str, object]:
     """A service-account file; without one, obstore looks for application-default credentials itself."""
     variables = os.environ
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     emulator = variables.get("STORAGE_EMULATOR_HOST")
     if emulator:
         found["base_url"] = (emulator if "://" in emulator else f"http://{emulator}").rstrip("/")

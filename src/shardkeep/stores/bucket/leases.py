@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import BaseError
@@ -16,6 +16,9 @@ from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.scopes import Latch
 from shardkeep.stores.bucket.credentials import Clients
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
+
+if TYPE_CHECKING:
+    from obstore import PutMode, UpdateVersion
 
 log = logging.getLogger("shardkeep")
 
@@ -52,9 +55,9 @@ class Lease:
         self._over = Latch()
         self._lock = threading.Lock()
         self._renewed = time.monotonic()
-        self._version: dict[str, Any] | None = None
+        self._version: UpdateVersion | None = None
 
-    def take(self, line: bytes, mode: Any = "create") -> None:
+    def take(self, line: bytes, mode: "PutMode" = "create") -> None:
         """Put the object and start renewing it. Raises one of `REFUSED` if the condition does not hold."""
         self._lines, self._renewed = line, time.monotonic()
         self._version = self._store.put(self._name, self._signed(line), mode)
@@ -90,7 +93,7 @@ class Lease:
                 ) from error
             self._lines, self._renewed = lines, began
 
-    def _put_over(self, lines: bytes) -> dict[str, Any]:
+    def _put_over(self, lines: bytes) -> "UpdateVersion":
         try:
             return self._store.put(self._name, self._signed(lines), self._version or "create")
         except REFUSED:  # by another program, or by our own put whose response was lost
@@ -115,7 +118,7 @@ class Lease:
             return
         _checked.add(clients)
         data = self._signed(self._lines)
-        modes: list[Any] = ["create", {"e_tag": f'"{"0" * 32}"', "version": "1"}]
+        modes: list[PutMode] = ["create", {"e_tag": f'"{"0" * 32}"', "version": "1"}]
         for mode in modes:
             with suppress(FileNotFoundError, BaseError):
                 obstore.put(clients.once, self._store.key(self._name), data, mode=mode, use_multipart=False)

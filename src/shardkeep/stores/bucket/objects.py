@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
@@ -16,6 +16,9 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from shardkeep.config import LEASE, read
 from shardkeep.errors import StorageError
 from shardkeep.stores.bucket.credentials import PATIENCE, Bucket, Clients, explain, is_final, status_of, was_cut
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, ObjectMeta, PutMode, PutResult, UpdateVersion
 
 PAGE = 1000  # names in one response
 REFUSED = (AlreadyExistsError, PreconditionError)
@@ -44,7 +47,7 @@ class Objects:
             self._cached = (os.getpid(), self.bucket.clients())
         return self._cached[1]
 
-    def call(self, function: Callable[..., T], name: str, *arguments: Any, **options: Any) -> T:
+    def call(self, function: Callable[..., T], name: str, *arguments: object, **options: object) -> T:
         """Send one request. Transient errors are retried, other errors are explained."""
         clients = self.clients()
         client = clients.writing if function in (obstore.put, obstore.delete) else clients.reading
@@ -68,10 +71,10 @@ class Objects:
         self,
         name: str,
         data: bytes | Iterable[memoryview],
-        mode: Any,
+        mode: "PutMode",
         telling: int | None = None,
         failures: list[Exception] | None = None,
-    ) -> dict[str, Any]:
+    ) -> "UpdateVersion":
         """Put an object if a condition holds, and return its version.
 
         The response may be lost after the server has stored the object. The object is therefore read before a retry,
@@ -117,7 +120,7 @@ class Objects:
             time.sleep(pause * (1 + os.urandom(1)[0] / 256))
             pause = min(pause * 2, 5.0)
 
-    def _own(self, name: str, parts: Sequence[memoryview], total: int, telling: int) -> dict[str, Any] | None:
+    def _own(self, name: str, parts: Sequence[memoryview], total: int, telling: int) -> "UpdateVersion | None":
         """The version of an object if its size and its first bytes show that it is ours."""
         try:
             found, there = self.get(name, None if telling == total else telling)
@@ -131,11 +134,11 @@ class Objects:
             at += len(wanted)
         return version_of(found) if at == telling else None
 
-    def get(self, name: str, length: int | None = None) -> tuple[Any, bytes]:
+    def get(self, name: str, length: int | None = None) -> "tuple[ObjectMeta, bytes]":
         """The metadata of an object, and its data or its first `length` bytes."""
-        options: Any = None if length is None else {"range": (0, length)}
+        options: GetOptions | None = None if length is None else {"range": (0, length)}
 
-        def ask() -> tuple[Any, bytes]:
+        def ask() -> "tuple[ObjectMeta, bytes]":
             found = obstore.get(self.clients().reading, self.key(name), options=options)
             return found.meta, bytes(found.bytes())
 
@@ -149,7 +152,9 @@ class Objects:
     def pages(self, name: str) -> Iterator[dict[str, int]]:
         """Relative names and sizes of all objects below a name, page by page."""
         start = len(self.key(name)) + 1 if self.key(name) else 0
-        for page in obstore.list(self.clients().reading, self.key(name) or None, chunk_size=PAGE):
+        reading, key = self.clients().reading, self.key(name) or None
+        # Tables of arrow, which obstore can return instead, have a type of another package.
+        for page in obstore.list(reading, key, chunk_size=PAGE):  # pyright: ignore[reportUnknownMemberType]
             yield {each["path"][start:]: each["size"] for each in page}
 
     def remove_own(self, name: str, start: bytes, sure: bool = True) -> None:
@@ -185,6 +190,11 @@ class Objects:
             pause = min(pause * 2, 5.0)
 
 
-def version_of(meta: Any) -> dict[str, Any]:
+def version_of(meta: "ObjectMeta | PutResult") -> "UpdateVersion":
     """What identifies one version of an object: ETag and generation, as far as the server reports them."""
-    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+    found: UpdateVersion = {}
+    if meta["e_tag"] is not None:
+        found["e_tag"] = meta["e_tag"]
+    if meta["version"] is not None:
+        found["version"] = meta["version"]
+    return found

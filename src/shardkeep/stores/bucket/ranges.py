@@ -3,12 +3,12 @@
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import obstore
 
 from shardkeep.errors import IntegrityError, StorageError
+from shardkeep.model.arrays import Array
 from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.stores.bucket.objects import Objects
 
@@ -24,7 +24,7 @@ class BucketFile:
         self._store, self._name, self.size = store, name, size
         self._start = b""
 
-    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
+    def read_into(self, offset: int, buffer: Array) -> None:
         end = offset + buffer.size
         if end > self.size:
             raise IntegrityError(f"{self._store.locate(self._name)} is truncated: it ends before byte {end}")
@@ -98,7 +98,7 @@ def merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(a, min(a + _RUN, end)) for start, end in spans for a in range(start, end, _RUN)]
 
 
-def _small_pages(nbytes: int) -> "np.ndarray[Any, Any]":
+def _small_pages(nbytes: int) -> Array:
     """Memory of which only the filled pages are used, for sparse reads."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     pages.madvise(mmap.MADV_NOHUGEPAGE)

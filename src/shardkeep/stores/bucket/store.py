@@ -16,7 +16,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import obstore
 
@@ -24,11 +24,14 @@ from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
 from shardkeep.stores.base import Traits
-from shardkeep.stores.bucket.credentials import Bucket, is_final
+from shardkeep.stores.bucket.credentials import Bucket, is_final, list_below
 from shardkeep.stores.bucket.leases import Lease, is_dead
 from shardkeep.stores.bucket.listing import FEW, Listing
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
 from shardkeep.stores.bucket.ranges import GAP, BucketFile
+
+if TYPE_CHECKING:
+    from obstore import PutMode, UpdateVersion
 
 OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
 LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
@@ -65,7 +68,7 @@ class BucketStore(Objects):
         self.control = control
         self.saves = f"{control}/saves"
         self._whole = whole
-        self._versions: dict[str, Any] = {}
+        self._versions: dict[str, UpdateVersion | None] = {}
         self._unsent: dict[str, list[memoryview]] = {}  # files that `rename` puts under their final names
         self._leases: list[Lease] = []
         self._writes = False  # readers may cache: in a checkpoint no name is written twice
@@ -157,8 +160,8 @@ class BucketStore(Objects):
             yield from buffers
 
         def put() -> None:
-            parts: Any = {"chunk_size": _part_size(total), "max_concurrency": CONCURRENCY}
-            obstore.put(self.clients().writing, self.key(name), stream(), **parts)
+            client, size = self.clients().writing, _part_size(total)
+            obstore.put(client, self.key(name), stream(), chunk_size=size, max_concurrency=CONCURRENCY)
 
         try:
             with self._large:  # its parts are uploaded in parallel already
@@ -181,7 +184,7 @@ class BucketStore(Objects):
         self._writes = True
         self._confirm(self.lease / 2)
         failures: list[Exception] = []
-        mode: Any = (self._versions[name] or "create") if name in self._versions else "overwrite"
+        mode: PutMode = (self._versions[name] or "create") if name in self._versions else "overwrite"
         self._forget(name)
         try:
             self._versions[name] = self.put(name, data, mode, telling, failures)
@@ -258,7 +261,7 @@ class BucketStore(Objects):
         return self._entries("")
 
     def _entries(self, name: str) -> tuple[list[str], list[str]]:
-        found = self.call(obstore.list_with_delimiter, name)
+        found = self.call(list_below, name)
         start = len(self.key(name)) + 1 if self.key(name) else 0
         if self._whole and not name:
             self._listing.sizes.update((each["path"][start:], each["size"]) for each in found["objects"])
@@ -364,7 +367,7 @@ class _Lock:
 
     def take(self, deadline: float) -> None:
         """Wait until the lock is free or has expired."""
-        seen: tuple[Any, float] = (None, 0.0)
+        seen: tuple[UpdateVersion | None, float] = (None, 0.0)
         pause = 0.02
         _locks.add(self)
         while not self._try("create"):
@@ -388,7 +391,7 @@ class _Lock:
         self._store.watch(self._lease)
         self._lease.check_conditions()
 
-    def _try(self, mode: Any) -> bool:
+    def _try(self, mode: "PutMode") -> bool:
         self._lease = Lease(self._store, self._name)
         try:
             self._lease.take(b"", mode)
@@ -426,7 +429,7 @@ class _Record(Lease):
         super().__init__(store, name)
         self._cloud = store
 
-    def take(self, line: bytes, mode: Any = "create") -> None:
+    def take(self, line: bytes, mode: "PutMode" = "create") -> None:
         try:
             super().take(line + b"\n", mode)
         except REFUSED as error:

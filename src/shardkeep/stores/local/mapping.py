@@ -6,10 +6,11 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from shardkeep.model.arrays import Array
 from shardkeep.stores.local.descriptors import Descriptor
 
 _MAX_READ = 1 << 30
@@ -27,8 +28,8 @@ class LocalFile:
         self._path, self._file = path, file
         self.size = os.fstat(file.number).st_size
 
-    def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
-        target = memoryview(cast(Any, buffer))
+    def read_into(self, offset: int, buffer: Array) -> None:
+        target = buffer.data
         while len(target):
             count = os.preadv(self._file.number, [target[:_MAX_READ]], offset)
             if count == 0:
@@ -57,7 +58,7 @@ class LocalMapping:
 
     def __init__(self, pages: "Pages", skip: int, path: str) -> None:
         self._pages, self._skip, self._path = pages, skip, path
-        self.data: np.ndarray[Any, Any] = np.asarray(pages)[skip:]
+        self.data: Array = np.asarray(pages)[skip:]
 
     def bring_in(self, start: int, end: int) -> None:
         if end - start >= _HUGE or 2 * (end - start) >= self.data.size:  # else huge pages would read more than needed
@@ -97,7 +98,7 @@ class Pages:
         Pages.addresses.add(self._address or 0)
 
     @property
-    def __array_interface__(self) -> dict[str, Any]:
+    def __array_interface__(self) -> dict[str, object]:
         return {"version": 3, "shape": (self._length,), "typestr": "|u1", "data": (self._address, True)}
 
     def make_huge(self, start: int, end: int) -> None:

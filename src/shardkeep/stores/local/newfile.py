@@ -8,7 +8,6 @@ cache, so that the memory is reused. Data whose alignment in memory matches its 
 import errno
 import os
 from collections.abc import Sequence
-from typing import Any, cast
 
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.hostmemory import PAGE
@@ -92,4 +91,4 @@ class LocalNewFile:
 
 
 def _view(memory: Array) -> memoryview:
-    return memoryview(cast(Any, memory))
+    return memory.data

@@ -173,9 +173,10 @@ class LocalStore:
             sync_path(path)
         directories: set[str] = set()
         for name in names:
-            while name:  # all parents up to the root: any of them may be new
-                name = os.path.dirname(name)
-                directories.add(self.locate(name))
+            parent: str = name
+            while parent:  # all parents up to the root: any of them may be new
+                parent = os.path.dirname(parent)
+                directories.add(self.locate(parent))
         for directory in directories:
             sync_path(directory)
 
