@@ -214,7 +214,7 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
 
 def load_request(path: Location, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
-    operation.specify(f"loading {path}")
+    operation.what = f"loading {path}"
     asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
     compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
     manifest = None

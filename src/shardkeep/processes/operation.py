@@ -139,10 +139,6 @@ class Operation:
                     return _as_error(json.loads(text))
         return None
 
-    def specify(self, what: str) -> None:
-        """Say more precisely what is done, for messages."""
-        self.what = what
-
     def close(self) -> None:
         """Take part no longer: what is raised from now on concerns this process only."""
         self.over = True

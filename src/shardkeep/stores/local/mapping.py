@@ -20,36 +20,27 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: returns an error where to
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 
 
-class LocalFile:
-    """An open file. Its mappings stay valid after it is closed."""
+class LocalFile(Descriptor):
+    """A regular file that `LocalStore.open` has opened. Its mappings stay valid after it is closed."""
 
-    def __init__(self, file: Descriptor, path: str) -> None:
-        self._path, self._file = path, file
-        self.size = os.fstat(file.number).st_size
+    __slots__ = ("size",)
+
+    size: int
 
     def read_into(self, offset: int, buffer: "np.ndarray[Any, Any]") -> None:
         target = memoryview(cast(Any, buffer))
         while len(target):
-            count = os.preadv(self._file.number, [target[:_MAX_READ]], offset)
+            count = os.preadv(self.number, [target[:_MAX_READ]], offset)
             if count == 0:
-                raise EOFError(f"{self._path} is truncated: it ends before byte {offset + len(target)}")
+                raise EOFError(f"{self.path} is truncated: it ends before byte {offset + len(target)}")
             target = target[count:]
             offset += count
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
         if offset + length > self.size:
-            raise EOFError(f"{self._path} is truncated: it ends before byte {offset + length}")
+            raise EOFError(f"{self.path} is truncated: it ends before byte {offset + length}")
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        return LocalMapping(Pages(self._file.number, start, offset + length - start), offset - start, self._path)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> "LocalFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return LocalMapping(Pages(self.number, start, offset + length - start), offset - start, self.path)
 
 
 class LocalMapping:
