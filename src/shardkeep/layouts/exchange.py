@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardkeep.errors import KeyCollisionError, TreeError
-from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import block_count, seal

@@ -7,8 +7,8 @@ A layout from outside the package is registered under its own name, by which the
 
 from collections.abc import Callable
 
-from shardkeep.layouts.base import Layout
 from shardkeep.layouts.codecs import CODECS, Codec
+from shardkeep.layouts.plan import Layout
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.document import add_format

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.model.arrays import ArraySpec, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key

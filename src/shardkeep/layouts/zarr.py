@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
 from shardkeep.model.tree import Path

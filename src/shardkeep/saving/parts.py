@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.base import SavePlan
-from shardkeep.layouts.plan import StagedArray, StagedLeaf, WrittenFile
+from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, WrittenFile
 from shardkeep.model.digests import digest
 from shardkeep.model.document import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows

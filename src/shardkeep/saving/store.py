@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
-from shardkeep.layouts.base import SavePlan, plan_save
-from shardkeep.layouts.plan import Draft
+from shardkeep.layouts.plan import Draft, SavePlan, plan_save
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.reports import SaveReport

@@ -11,8 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import TreeError
-from shardkeep.layouts.base import SavePlan, TreePlan
-from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
+from shardkeep.layouts.plan import FilePlan, PiecePlan, SavePlan, TreePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task

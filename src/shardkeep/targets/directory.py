@@ -16,7 +16,7 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.recognize import has_our_data, name_foreign
 from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
-from shardkeep.layouts.base import Layout, SavePlan, TreePlan
+from shardkeep.layouts.plan import Layout, SavePlan, TreePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
 from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest

@@ -25,9 +25,8 @@ from shardkeep.errors import (
     PrefixError,
 )
 from shardkeep.foreign.recognize import has_our_data
-from shardkeep.layouts.base import SavePlan, TreePlan
 from shardkeep.layouts.exchange import DEFAULT_SHARD_SIZE, MARK, OVER, SEAL, SINGLE_END, ExchangeLayout
-from shardkeep.layouts.plan import FilePlan
+from shardkeep.layouts.plan import FilePlan, SavePlan, TreePlan
 from shardkeep.model.digests import seal
 from shardkeep.model.document import encode_manifest
 from shardkeep.model.manifest import Manifest, Tree

@@ -23,7 +23,7 @@ from shardkeep.errors import (
     ShardkeepError,
     StorageError,
 )
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.plan import SavePlan
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.scopes import Scope
