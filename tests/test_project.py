@@ -74,7 +74,7 @@ TESTED_ELSEWHERE = {
     "eformer.shardings": "serialization/test_sharding_utils.py",
     "foreign.base": "foreign/test_registry.py",
     "model.summaries": "model/test_manifest.py",
-    "saving.rows": "saving/test_parts.py",
+    "saving.rows": "saving/test_multiprocess.py",
     "processes.group": "processes/test_operation.py",
     "stores.bucket.listing": "stores/bucket/test_store.py",
     "stores.bucket.objects": "stores/bucket/test_store.py",

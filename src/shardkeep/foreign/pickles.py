@@ -1,4 +1,4 @@
-"""eFormer's pickled tree structures, decoded without running anything they contain.
+"""Pickled tree structures of JAX, decoded without running anything they contain.
 
 Every class or function that a pickle names becomes an inert `Record`: nothing is imported, looked up or called. The
 result consists of plain values, with records in place of everything else.

@@ -417,15 +417,13 @@ def _check_key(key: Any) -> None:
         raise TreeError(f"dict key {show(key)} is too long for the name of a leaf; use a str or bytes") from None
 
 
-def _from_json(data: Any) -> Child:
+def _from_json(data: Json) -> Child:
     if data is None:
         return None
-    if type(data) is int and data == 0:
-        return LEAF
-    return _container_from_json(cast(dict[str, Any], data))
-
-
-def _container_from_json(data: dict[str, Any]) -> Node:
+    if not isinstance(data, dict):
+        if type(data) is int and data == 0:
+            return LEAF
+        raise TypeError("neither a leaf nor a container")
     kind = next(iter(data), "nothing")
     body = data[kind]
     if kind in ("list", "tuple"):

@@ -30,7 +30,7 @@ from shardkeep.runtime.progress import Bar
 from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.callbacks import Callback
 from shardkeep.saving.donation import Staging, donations
-from shardkeep.saving.parts import outline
+from shardkeep.saving.multiprocess import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import (
     Shares,

@@ -4,6 +4,7 @@ import fcntl
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from shardkeep.errors import ConflictError
 from shardkeep.runtime.scopes import Scope, sweep
@@ -12,12 +13,13 @@ from shardkeep.stores.local.descriptors import Descriptor, make_directories, syn
 _locks: "set[LockFile]" = set()  # locked, or about to be
 
 
+@dataclass(eq=False)
 class LockFile:
     """A file that is locked while a call needs it. The kernel releases the lock when the process ends."""
 
-    def __init__(self, path: str, scope: Scope | None = None) -> None:
-        self.path, self.scope = path, scope
-        self.file: Descriptor | None = None
+    path: str
+    scope: Scope | None = None
+    file: Descriptor | None = None
 
     def open(self, flags: int) -> Descriptor:
         _locks.add(self)

@@ -119,14 +119,6 @@ def hand_in(
     return [next(parts[file.writer]) for file in transaction.plan.files], all_checksums
 
 
-def close(operation: Operation, transaction: Transaction, total: list[int]) -> list[int]:
-    """Tell all processes that the save is committed; returns its totals (bytes, files)."""
-    total = operation.share(total)
-    if not operation.leads:
-        transaction.close()
-    return total
-
-
 def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenFile], Mapping[str, str]]:
     """What a process noted in its record, once all its files are found with their recorded sizes."""
     files = plan.files_of(process)
