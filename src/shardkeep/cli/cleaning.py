@@ -15,8 +15,8 @@ from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import clean_up, leave, left_overs
 from shardkeep.targets.directory import Directory
 
-_LOCK_SECONDS = 20.0
-_SHOWN = 20
+_LOCK_SECONDS = 20.0  # a person waits for the command, and a commit takes seconds
+_SHOWN = 20  # files that are listed
 
 
 @dataclass

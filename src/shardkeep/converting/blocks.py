@@ -29,7 +29,7 @@ from shardkeep.targets.steady import Attempt
 Array = np.ndarray[Any, Any]
 
 BLOCK = 16 << 20  # bytes that each thread reads at once
-_EXAMPLES = 3
+_EXAMPLES = 3  # keys that a message lists
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
-FILE_LIMIT = 8 << 30
+FILE_LIMIT = 8 << 30  # bytes: trees have few files, and none is unwieldy to copy
 
 TO_CODE = {
     "bool": "BOOL",

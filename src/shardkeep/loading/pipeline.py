@@ -3,8 +3,6 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from time import sleep
 from typing import Any
 from weakref import ref
@@ -14,37 +12,17 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import refuse_without_jax, service_error, transfers_allowed
-from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.groups import Part, plan_groups
 from shardkeep.loading.hostcasts import cast_before, cast_targets
 from shardkeep.loading.place import put_leaves
-from shardkeep.loading.plan import Fetch, Target, plan_read
-from shardkeep.loading.read import read_targets
-from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.plan import Target, plan_read
+from shardkeep.loading.read import Means, read_targets
+from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions
 from shardkeep.model.arrays import Array
-from shardkeep.runtime.budget import Claim, budget
-from shardkeep.runtime.crew import Crew
-from shardkeep.runtime.progress import Progress
+from shardkeep.runtime.budget import budget
 
 _LOOKS, _LOOK = 20, 0.0005  # how often, and after how many seconds, to look whether JAX has let go of memory
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
-
-    reader: BlockReader
-    request: Request
-    crew: Crew
-    progress: Progress
-    claim: Claim
-
-    def read(self, targets: Mapping[int, Target], fetches: Sequence[Fetch]) -> None:
-        """Fill targets that are the memory of the loaded arrays. What is needed beside them is claimed in steps."""
-        change = partial(self.claim.change, what=self.claim.scope.what)
-        read_targets(self.reader, targets, fetches, budget.limit, self.crew, self.progress, change)
-        self.claim.release()
 
 
 def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:

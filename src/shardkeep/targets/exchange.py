@@ -48,7 +48,7 @@ INDEX = SAFETENSORS_INDEX
 _LOOKS = 3  # how often nothing must be found before it counts as nothing
 _NONCE = "shardkeep_nonce"  # in addition to the marks, in a bucket
 _SINGLE_LIMIT = 5 << 30  # the largest upload in one request
-_TRIES = 5
+_TRIES = 5  # how often a document that others replace at the same time is put again
 _START = 4096  # bytes in which a mark shows whose file it is
 log = logging.getLogger("shardkeep")
 

@@ -32,7 +32,7 @@ from shardkeep.stores.bucket.ranges import GAP, BucketFile
 
 OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
 LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
-CONCURRENCY = 8
+CONCURRENCY = 8  # requests: a single one reaches only a part of the bandwidth
 _PART = 16 << 20  # size of a part
 
 log = logging.getLogger("shardkeep")

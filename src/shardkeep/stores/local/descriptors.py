@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
-_MAX_PATH = 4096
+_MAX_PATH = 4096  # bytes: PATH_MAX of Linux
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
-_MAX_BUFFERS = 1024
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
 class Descriptor:

@@ -12,9 +12,9 @@ import numpy as np
 
 from shardkeep.stores.local.descriptors import Descriptor
 
-_MAX_READ = 1 << 30
+_MAX_READ = 1 << 30  # bytes: one system call reads at most 2 GiB
 _HUGEPAGE = 14  # MADV_HUGEPAGE: the page cache uses huge pages, which is as fast as O_DIRECT and faster to map
-_HUGE = 2 << 20
+_HUGE = 2 << 20  # bytes: a huge page of x86-64 and most ARM kernels
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: returns an error where touching the page would raise SIGBUS
 # File systems on which no other machine can change a mapped file.
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))

@@ -17,10 +17,10 @@ from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 
-_FEW_FILES = 8
+_FEW_FILES = 8  # files: above this, one sync of the file system is faster than one for each of them
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
 _SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together
-_MAX_DOCUMENT = 2 << 30
+_MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this is ten million leaves
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
