@@ -63,13 +63,13 @@ def new_target(
     if not place.is_url and os.path.lexists(place.text) and not os.path.isdir(place.text):
         raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
     store = store_at(place)
-    return Directory(store, layout_named(format, compression, store.traits.object_limit, not store.traits.editable))
+    return Directory(store, layout_named(format, compression, store.traits))
 
 
 def open_checkpoint(place: Location) -> tuple[Store, Manifest]:
     """The store and the manifest of the checkpoint at a place. If there is none, the error names the nearest one."""
     # Asked before reading: a save that has ended until then is found.
-    since = running_since(place.text)
+    since = running_since(place.resolve().text)
     try:
         with _explained(place):
             target = find(place)

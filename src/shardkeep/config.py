@@ -1,7 +1,7 @@
-"""Every setting of the library, in one place, with the reason for its value.
+"""Every setting that users can change, in one place, with the reason for its default.
 
-The settings that users can change are environment variables, read by `read` when a call needs them, so that a program
-can set them at any time before the call. docs/configuration.md explains them.
+Settings are environment variables, read by `read` when a call needs them, so that a program can set them at any time
+before the call. docs/configuration.md explains them. Other numbers are constants of the modules that use them.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Layouts by name, and one from outside the package."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from shardkeep.layouts.registry import layout_named, register
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model import document
+from shardkeep.stores.local.store import LocalStore
 from support import assert_same
 
 
@@ -32,7 +33,7 @@ class BareLayout(SafetensorsLayout):
 def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(registry, "_made", dict(registry._made))
     monkeypatch.setattr(document, "_FORMATS", dict(document._FORMATS))
-    register("bare", lambda codec, limit, bucket: BareLayout(limit))
+    register("bare", lambda codec, traits: BareLayout(traits.object_limit))
     return "bare"
 
 
@@ -49,7 +50,8 @@ def test_a_layout_from_outside_is_saved_and_loaded_like_any_other(bare: str, tmp
 def test_names_and_what_is_no_name() -> None:
     assert isinstance(layout_named("safetensors"), SafetensorsLayout)
     assert layout_named("zarr", "zstd") == layout_named("tensorstore", "zstd")
-    assert layout_named("zarr", limit=100, bucket=True) == ZarrLayout(most=100, groups=True)
+    in_bucket = replace(LocalStore.traits, object_limit=100, editable=False)
+    assert layout_named("zarr", traits=in_bucket) == ZarrLayout(most=100, groups=True)
     with pytest.raises(ValueError, match="format must be 'safetensors' or 'zarr', not 'pickle'"):
         layout_named("pickle")
     with pytest.raises(ValueError, match="compression must be None or 'zstd', not 'gzip'"):

@@ -14,7 +14,7 @@ from dtypes import dtype_of
 from shardkeep.loading import hostcasts
 from shardkeep.loading.hostcasts import cast_before, cast_targets, goes_to_devices
 from shardkeep.loading.plan import Target
-from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.select import Policy, Request, Wanted
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import UNSHARDED, PrngKeys, StoredArray
@@ -111,7 +111,7 @@ def test_casts_that_make_arrays_smaller_come_before_the_transfer(
 def test_functions_and_callbacks_see_arrays_as_they_were_saved() -> None:
     leaf, dtype = leaf_of("float32"), dtype_of("bfloat16")
     assert cast_before(Wanted(leaf, Place(ONE, lambda x: x), dtype=dtype), Request()) is None
-    assert cast_before(Wanted(leaf, Place(ONE), dtype=dtype), Request(treat=lambda x, *_: x)) is None
+    assert cast_before(Wanted(leaf, Place(ONE), dtype=dtype), Request(policy=Policy(treat=lambda x, *_: x))) is None
     assert (
         cast_before(Wanted(leaf_of("uint32", (2,), PrngKeys("fry")), Place(ONE), dtype=np.dtype("uint8")), Request())
         is None

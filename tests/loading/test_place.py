@@ -15,7 +15,7 @@ import shardkeep
 from dtypes import SAMPLE
 from shardkeep import jaxapi
 from shardkeep.loading.load import read_leaves
-from shardkeep.loading.select import Request, Wanted, choose, choose_places
+from shardkeep.loading.select import Policy, Request, Wanted, choose, choose_places
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import dtype_from_name
 from shardkeep.model.leaves import PrngKeys
@@ -48,7 +48,7 @@ class TestReading:
     @pytest.mark.parametrize("in_flight", [None, 1, 2, 100])
     def test_values_come_in_the_order_they_were_wanted(self, in_flight: int | None, store: LocalStore) -> None:
         state = {"c": jnp.arange(3), "b": 1, "a": np.arange(2.0), "e": jnp.zeros((0, 2)), "d": "text"}
-        assert_same(read(store, saved(store, state), in_flight=in_flight), state)
+        assert_same(read(store, saved(store, state), policy=Policy(in_flight=in_flight)), state)
 
     def test_rows_for_several_devices_are_read_as_one(self, store: LocalStore) -> None:
         """Whatever the pieces are, the devices get their rows of one array in memory: as many copies as pieces."""
@@ -99,7 +99,7 @@ class TestReading:
             return function(value) + 1 if leaf.key == "w" else function(value)
 
         tree = saved(store, {"k": jax.random.key(3), "n": 7, "w": jnp.ones(2)})
-        found = read(store, tree, shardings={"w": lambda array: array * 5}, treat=treat)
+        found = read(store, tree, shardings={"w": lambda array: array * 5}, policy=Policy(treat=treat))
         assert seen == [("k", jax.random.key(0).dtype), ("w", jnp.float32)]
         assert_same(found, {"k": jax.random.key(3), "n": 7, "w": jnp.full(2, 6.0)})
 
@@ -107,7 +107,7 @@ class TestReading:
         tree = saved(store, {"b": np.arange(3, dtype=">i4")})
         assert_same(read(store, tree)["b"], np.arange(3, dtype=">i4"))
         assert_same(read(store, tree, dtype=np.dtype("int16"))["b"], np.arange(3, dtype=np.int16))
-        assert_same(read(store, tree, all_jax=True)["b"], jnp.arange(3))
+        assert_same(read(store, tree, policy=Policy(all_jax=True))["b"], jnp.arange(3))
 
     def test_prng_keys_that_jax_does_not_know_are_named(self, store: LocalStore) -> None:
         tree = saved(store, {"rng": {"k": jax.random.key(0)}})
@@ -123,7 +123,7 @@ class TestReading:
     ) -> None:
         state = {f"w{i}": np.full(2, 2.0**60) for i in range(7)} | {"x": np.ones(2, np.float32)}
         with caplog.at_level(logging.WARNING, "shardkeep"):
-            found = read(store, saved(store, state), all_jax=True)
+            found = read(store, saved(store, state), policy=Policy(all_jax=True))
         assert {type(found[f"w{i}"]) for i in range(7)} == {np.ndarray}
         (message,) = caplog.messages
         assert message.startswith("7 arrays are loaded as NumPy, unchanged")

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading.select import Choice, Request, Wanted, choose, choose_places
+from shardkeep.loading.select import Choice, Policy, Request, Wanted, choose, choose_places
 from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import is_data
@@ -69,7 +69,7 @@ class TestByName:
         assert choice.skeleton.rebuild(list("abcde")) == {"w": "a", "j": "b", "n": "c", "deep": {"k": "d", "e": "e"}}
 
     def test_numpy_arrays_become_jax_arrays_where_all_do(self, saved: Saved) -> None:
-        assert not any(w.as_numpy for w in by_key(chosen(saved(TREE), all_jax=True)).values())
+        assert not any(w.as_numpy for w in by_key(chosen(saved(TREE), policy=Policy(all_jax=True))).values())
 
     @pytest.mark.parametrize(
         ("pattern", "keys"),
@@ -351,12 +351,12 @@ class TestLooseShapes:
             "j": np.zeros(16, np.float32),
             "deep": {"e": Abstract((5, 0), "f4")},
         }
-        choice = chosen(saved(TREE), template=template, strict_shapes=False)
+        choice = chosen(saved(TREE), template=template, policy=Policy(strict_shapes=False))
         assert {key: w.shape for key, w in by_key(choice).items()} == {"w": (4, 4), "j": (16,), "deep/e": (5, 0)}
         assert choice.kept == {}
 
     def test_one_that_fits_is_not_reshaped(self, saved: Saved) -> None:
-        choice = chosen(saved(TREE), template={"w": Abstract((8, 2), "f4")}, strict_shapes=False)
+        choice = chosen(saved(TREE), template={"w": Abstract((8, 2), "f4")}, policy=Policy(strict_shapes=False))
         assert by_key(choice)["w"].shape is None
 
     def test_what_cannot_be_had_stays_as_the_template_has_it(
@@ -364,7 +364,7 @@ class TestLooseShapes:
     ) -> None:
         template = {"w": jnp.zeros(3), "new": 1, "j": np.zeros((8, 2), np.int32), "deep": {"k": jax.random.key(0)}}
         with caplog.at_level(logging.WARNING, "shardkeep"):
-            choice = chosen(saved(TREE), template=template, strict_shapes=False)
+            choice = chosen(saved(TREE), template=template, policy=Policy(strict_shapes=False))
         assert choice.wanted == [None] * 4
         assert choice.kept == dict(enumerate([template["w"], 1, template["j"], template["deep"]["k"]]))
         (message,) = caplog.messages
@@ -378,7 +378,7 @@ class TestLooseShapes:
         with pytest.raises(
             shardkeep.TemplateMismatchError, match=r"mismatch for key 'deep/k': saved \(8,\), the template has \(2, 4\)"
         ):
-            chosen(saved(TREE), template={"deep": {"k": like}}, strict_shapes=False)
+            chosen(saved(TREE), template={"deep": {"k": like}}, policy=Policy(strict_shapes=False))
 
     @pytest.mark.parametrize("like", [Abstract((3,), "f4"), Abstract((2**32, 2**32), "f4")], ids=str)
     def test_an_abstract_array_has_no_value_to_stay(self, like: Any, saved: Saved) -> None:
@@ -386,9 +386,9 @@ class TestLooseShapes:
         tree = saved({"e": jnp.zeros((0, 3)), "w": jnp.zeros(4)})
         for key in "ew":
             with pytest.raises(shardkeep.TemplateMismatchError, match=f"Array shape mismatch for key '{key}': saved"):
-                chosen(tree, template={key: like}, strict_shapes=False)
+                chosen(tree, template={key: like}, policy=Policy(strict_shapes=False))
         with pytest.raises(shardkeep.MissingLeafError, match="Missing array for key 'new'"):
-            chosen(tree, template={"new": like}, strict_shapes=False)
+            chosen(tree, template={"new": like}, policy=Policy(strict_shapes=False))
 
 
 class TestPlaces:
@@ -409,7 +409,7 @@ class TestPlaces:
         choice = chosen(
             tree,
             template={"k": Abstract((8,), jax.random.key(0).dtype), "w": Abstract((8, 3), "f4")},
-            strict_shapes=False,
+            policy=Policy(strict_shapes=False),
             mesh=MESH,
             rules=[(".*", P("a"))],
         )
@@ -445,7 +445,7 @@ class TestPlaces:
         """Nor to a 0-d array that becomes one: strict rules need not name it."""
         tree = saved({"n": 3, "a": jnp.float32(1), "w": jnp.zeros(8)})
         template = {"n": jnp.int32(0), "a": 0.0, "w": Abstract((8,), "f4")}
-        choice = chosen(tree, template=template, mesh=MESH, rules=[("w", P("a"))], strict_rules=True)
+        choice = chosen(tree, template=template, mesh=MESH, rules=[("w", P("a"))], policy=Policy(strict_rules=True))
         assert [w.place.sharding is None for w in by_key(choice).values()] == [True, True, False]
 
     def test_a_template_that_does_not_fit_the_mesh_is_named(self, saved: Saved) -> None:

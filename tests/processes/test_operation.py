@@ -90,7 +90,7 @@ def test_an_operation_may_say_later_what_it_does(three: list[Group], monkeypatch
     monkeypatch.setenv(PROCESS_DEADLINE.variable, "0.3")
 
     def work(operation: Operation) -> object:
-        operation.specify("saving to /here/lonely")
+        operation.what = "saving to /here/lonely"
         return operation.gather(1)
 
     (error,) = everywhere(three[:1], work, "saving to lonely")

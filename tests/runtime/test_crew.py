@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardkeep.runtime.crew import Crew, default_size
+from shardkeep.runtime.crew import Crew
 from support import crew_of, run_python
 
 
@@ -112,7 +112,10 @@ def test_threads_are_started_only_for_work_that_needs_them() -> None:
 
 
 def test_the_size_is_that_of_the_machine_within_bounds() -> None:
-    assert 2 <= default_size() <= 8
+    before = _ours()
+    with crew_of() as crew:
+        crew.start()
+        assert 1 <= _ours() - before <= 7  # and the calling thread
 
 
 def test_ctrl_c_waits_for_the_helpers() -> None:

@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from dtypes import EXTENDED, NUMPY, dtype_of
-from shardkeep.layouts.base import SavePlan, TreePlan
 from shardkeep.layouts.codecs import ZSTD
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, WrittenFile
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, SavePlan, TreePlan, WrittenFile
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import BLOCK, digest

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.layouts.base import Layout, plan_save
-from shardkeep.layouts.plan import Draft, StagedArray, StagedValue
+from shardkeep.layouts.plan import Draft, Layout, StagedArray, StagedValue, plan_save
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region

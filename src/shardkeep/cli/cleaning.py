@@ -11,11 +11,11 @@ from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ShardkeepError
 from shardkeep.runtime.scopes import Scope
 from shardkeep.targets.base import Target
-from shardkeep.targets.cleanup import clean_up, leave, left_overs, locked
+from shardkeep.targets.cleanup import clean_up, leave, left_overs
 from shardkeep.targets.directory import Directory
 
-_LOCK_SECONDS = 20.0
-_SHOWN = 20
+_LOCK_SECONDS = 20.0  # a person waits for the command, and a commit takes seconds
+_SHOWN = 20  # files that are listed
 
 
 @dataclass
@@ -71,7 +71,7 @@ def _look(found: Found) -> _LeftOver:
         return left
     try:
         # The lock keeps saves from starting or ending while we check which of them are alive.
-        with locked(target, _LOCK_SECONDS), Scope(f"looking at {found.name}") as scope:
+        with store.lock(_LOCK_SECONDS), Scope(f"looking at {found.name}") as scope:
             over = left_overs(target, target.read_if_any(), scope)
             left.saves, left.running = len(over.records), over.running
             sizes = store.sizes(sorted(set(over.names)))
@@ -85,7 +85,7 @@ def _remove(left: _LeftOver) -> None:
     """The clean-up that every save starts with: it checks again, under the lock, before it removes anything."""
     target = left.target
     try:
-        with locked(target, _LOCK_SECONDS):
+        with target.store.lock(_LOCK_SECONDS):
             clean_up(target, target.read_if_any())
         leave(target)
         if isinstance(target, Directory):

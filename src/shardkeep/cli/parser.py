@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from shardkeep._version import __version__
 
+# Exit codes; the last two are 128 and the number of the signal.
 FINDINGS, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 FLAGS = ("nan", "inf", "all_zero", "constant", "huge", "denormal")  # of `stats`
 

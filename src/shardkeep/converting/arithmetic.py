@@ -10,7 +10,7 @@ import numpy as np
 from shardkeep.converting.blocks import Array, runs_of
 from shardkeep.model.arrays import DType, kind_of
 
-_HUGE = 1e8
+_HUGE = 1e8  # absolute values above are flagged: weights and moments of a healthy run are far smaller
 _DENORMALS = 0.01  # the share of denormal values above which an array is flagged
 
 

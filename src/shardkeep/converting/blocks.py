@@ -26,7 +26,7 @@ from shardkeep.stores.location import location
 from shardkeep.targets.steady import Attempt
 
 BLOCK = 16 << 20  # bytes that each thread reads at once
-_EXAMPLES = 3
+_EXAMPLES = 3  # keys that a message lists
 
 
 @dataclass(frozen=True)

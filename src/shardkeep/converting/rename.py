@@ -13,7 +13,7 @@ from shardkeep.model.nodes import Child, Node
 from shardkeep.model.tree import Path, Skeleton, flatten, split_key
 from shardkeep.model.values import Json
 
-_SHOWN = 8
+_SHOWN = 8  # keys that a message lists
 _BY_NAME = ("checksum", "array_metadata")  # metadata with an entry for each array
 
 

@@ -27,12 +27,11 @@ from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, 
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
 from shardkeep.runtime.crew import Task, run_tasks
-from shardkeep.runtime.hostmemory import Shard
+from shardkeep.runtime.hostmemory import Shard, room
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot
 from shardkeep.stores.base import Mapping
 
-_ALIGN = 64
 _MOST_MAPPINGS = 30_000  # Linux allows 65,530 per process
 
 
@@ -119,7 +118,7 @@ def make(
             made.arrays.append(maker.mapped(leaf, leaf.pieces[i]) if direct else np.empty(0, spec.dtype))
             if not direct:
                 scratch.append((len(made.parts) - 1, made.scratch))
-                made.scratch += -(-region.size * spec.dtype.itemsize // _ALIGN) * _ALIGN
+                made.scratch += room(region.size * spec.dtype.itemsize)
     rooms = _allot(made, scratch, directory)
     tasks = [
         task
@@ -195,11 +194,11 @@ class _Maker:
 
         def fill(region: Region) -> None:
             data = read_region(self.reader, leaf, region, self._progress)
-            for outer, room in rooms:
+            for outer, memory in rooms:
                 common = outer.intersect(region)
                 if common is not None:
                     part = data[(*common.within(region).slices, ...)]
-                    room[(*common.within(outer).slices, ...)] = self._cast(part, room.dtype, leaf)
+                    memory[(*common.within(outer).slices, ...)] = self._cast(part, memory.dtype, leaf)
 
         return [lambda r=region: fill(r) for region in regions_of(self._opened, leaf)]
 

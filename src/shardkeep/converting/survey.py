@@ -28,7 +28,7 @@ from shardkeep.targets.running import recorded_names, unfinished_saves
 
 State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
 
-_DEEPEST = 64
+_DEEPEST = 64  # levels of directories: a link may lead back up
 
 
 @dataclass(frozen=True)

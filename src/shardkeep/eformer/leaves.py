@@ -12,7 +12,7 @@ from shardkeep.eformer.loader import as_dict, checked_chunk_size, refuse_unsaid_
 from shardkeep.eformer.manager import AsyncCheckpointManager, follow_save
 from shardkeep.errors import an
 from shardkeep.loading.load import load_request
-from shardkeep.loading.select import Request
+from shardkeep.loading.select import Policy, Request
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.tree import flatten
 from shardkeep.processes.operation import join
@@ -149,9 +149,7 @@ def tree_deserialize_leaves(
                 mesh=mesh,
                 rules=rules_for(mesh, partition_rules, shardings),
                 shardings=shardings,
-                all_jax=True,
-                in_flight=checked_chunk_size(chunk_size),
-                treat=treatment(None, callback),
+                policy=Policy(all_jax=True, in_flight=checked_chunk_size(chunk_size), treat=treatment(None, callback)),
             )
             skeleton, leaves, _ = load_request(place, request, operation)
     return as_dict(skeleton, leaves)

@@ -17,7 +17,7 @@ from shardkeep.eformer.paths import LoadPath, without_index
 from shardkeep.errors import ShardingError
 from shardkeep.foreign.zarr import has_zarr_arrays
 from shardkeep.loading.load import load_request
-from shardkeep.loading.select import Request, Treatment
+from shardkeep.loading.select import Policy, Request, Treatment
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.leaves import StoredLeaf
@@ -98,10 +98,12 @@ class CheckpointLoader:
                 rules=rules_for(mesh, partition_rules, shardings),
                 shardings=shardings,
                 dtype=None if dtype is None else parse_dtype(dtype),
-                strict_rules=not mismatch_allowed,
-                all_jax=True,
-                in_flight=checked_chunk_size(chunk_size) if use_async else 1,
                 verbose=self.verbose,
+                policy=Policy(
+                    strict_rules=not mismatch_allowed,
+                    all_jax=True,
+                    in_flight=checked_chunk_size(chunk_size) if use_async else 1,
+                ),
             )
             refuse_unsaid_layout(mesh, partition_rules, shardings)
             return self._load_dict(place, request, validate, callback, operation)
@@ -149,11 +151,13 @@ class CheckpointLoader:
                 rules=rules_for(mesh, partition_rules, shardings),
                 shardings=shardings,
                 dtype=None if dtype is None else parse_dtype(dtype),
-                strict_shapes=strict_shapes,
-                prefix_first=True,
-                all_jax=True,
-                in_flight=checked_chunk_size(chunk_size),
                 verbose=self.verbose,
+                policy=Policy(
+                    strict_shapes=strict_shapes,
+                    prefix_first=True,
+                    all_jax=True,
+                    in_flight=checked_chunk_size(chunk_size),
+                ),
             )
             skeleton, leaves, tree = self._load(place, request, None, callback, operation)
         return skeleton.rebuild(leaves), dict(metadata_of(tree).get("custom_metadata") or {})
@@ -192,9 +196,8 @@ class CheckpointLoader:
                 include=None if name is None or prefix is not None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
                 shardings=shardings,
                 dtype=None if dtype is None else parse_dtype(dtype),
-                strict_rules=not mismatch_allowed,
-                all_jax=True,
                 verbose=self.verbose,
+                policy=Policy(strict_rules=not mismatch_allowed, all_jax=True),
             )
             return self._load_dict(place, request, validate, callback, operation)
 
@@ -257,7 +260,8 @@ class CheckpointLoader:
     ) -> tuple[Skeleton, list[Any], Tree]:
         started = time.perf_counter()
         check = self._checker(place, request, validate)
-        request = replace(request, verify=validate is not False, treat=treatment(check, callback))
+        policy = replace(request.policy, treat=treatment(check, callback))
+        request = replace(request, verify=validate is not False, policy=policy)
         skeleton, leaves, tree = load_request(place, request, operation)
         seconds = time.perf_counter() - started
         rate = rate_of(tree.nbytes, seconds)

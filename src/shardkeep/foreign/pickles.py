@@ -1,4 +1,4 @@
-"""eFormer's pickled tree structures, decoded without running anything they contain.
+"""Pickled tree structures of JAX, decoded without running anything they contain.
 
 Every class or function that a pickle names becomes an inert `Record`: nothing is imported, looked up or called. The
 result consists of plain values, with records in place of everything else.
@@ -16,9 +16,9 @@ from shardkeep.model.arrays import dtype_from_name, dtype_name
 from shardkeep.model.nodes import Node
 from shardkeep.model.values import is_plain
 
-_LIMIT = 64 << 20
-_MOST_CLASSES = 1000
-_MOST_IN_KEY = 100
+_LIMIT = 64 << 20  # bytes: the structure of a tree has kilobytes
+_MOST_CLASSES = 1000  # a tree has a handful
+_MOST_IN_KEY = 100  # parts of a tuple that is a key
 
 
 class Record:

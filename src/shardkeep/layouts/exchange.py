@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardkeep.errors import KeyCollisionError, TreeError
-from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import block_count, seal
@@ -26,7 +25,7 @@ from shardkeep.model.tree import Path
 MARK, SEAL, SAVE = "shardkeep", "shardkeep_digest", "shardkeep_save"
 OVER = "shardkeep_over"  # in addition, in a bucket
 SINGLE_END = ".tmp"  # what the name of a single file ends in until it is committed
-DEFAULT_SHARD_SIZE = 5_000_000_000
+DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes: the default of Hugging Face
 _SPARE = 200  # bytes of a header beside the manifest and the tensors
 _BIG = 10**17  # stands for any offset or size while the space for the manifest is measured
 

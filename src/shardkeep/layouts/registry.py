@@ -2,21 +2,23 @@
 
 A layout from outside the package is registered under its own name, by which the manifest knows it too:
 
-    register("packed", lambda codec, limit, bucket: PackedLayout(codec))
+    register("packed", lambda codec, traits: PackedLayout(codec))
 """
 
 from collections.abc import Callable
 
-from shardkeep.layouts.base import Layout
 from shardkeep.layouts.codecs import CODECS, Codec
+from shardkeep.layouts.plan import Layout
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.document import add_format
+from shardkeep.stores.base import Traits
+from shardkeep.stores.local.store import LocalStore
 
-Make = Callable[[Codec, int | None, bool], Layout]  # codec, size limit of a file, whether it goes to a bucket
+Make = Callable[[Codec, Traits], Layout]
 _made: dict[str, Make] = {
-    "safetensors": lambda codec, limit, bucket: SafetensorsLayout(limit),
-    "zarr": lambda codec, limit, bucket: ZarrLayout(codec, limit, groups=bucket),
+    "safetensors": lambda codec, traits: SafetensorsLayout(traits.object_limit),
+    "zarr": lambda codec, traits: ZarrLayout(codec, traits.object_limit, groups=not traits.editable),
 }
 _made["tensorstore"] = _made["zarr"]  # the name on disk
 
@@ -27,21 +29,20 @@ def register(name: str, make: Make) -> None:
     add_format(name)
 
 
-def layout_named(name: str, compression: str | None = None, limit: int | None = None, bucket: bool = False) -> Layout:
+def layout_named(name: str, compression: str | None = None, traits: Traits = LocalStore.traits) -> Layout:
     """The layout for `format=` and `compression=`; `ValueError` if there is none.
 
     Args:
         name: `safetensors`, `zarr` (also called `tensorstore`), or one that was registered.
         compression: None or `zstd`.
-        limit: The size limit of a file in bytes; None without one.
-        bucket: Whether the files go to a bucket.
+        traits: Those of the store that the files go to.
     """
     if compression not in CODECS:
         raise ValueError(f"compression must be None or 'zstd', not {compression!r}")
     if name not in _made:
         names = " or ".join(repr(name) for name in _made if name != "tensorstore")
         raise ValueError(f"format must be {names}, not {name!r}")
-    layout = _made[name](CODECS[compression], limit, bucket)
+    layout = _made[name](CODECS[compression], traits)
     if layout.codec.name != compression:
         raise ValueError(f"format={name!r} has no compression; use format='zarr'")
     return layout

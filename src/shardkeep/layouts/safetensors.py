@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TypedDict, TypeVar, cast
 
 from shardkeep.errors import IntegrityError, TreeError
-from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.model.arrays import ArraySpec, DType, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key
@@ -23,7 +22,7 @@ from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
-FILE_LIMIT = 8 << 30
+FILE_LIMIT = 8 << 30  # bytes: trees have few files, and none is unwieldy to copy
 
 TO_CODE = {
     "bool": "BOOL",

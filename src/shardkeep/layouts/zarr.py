@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardkeep.layouts.base import TreePlan
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, DType, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
 from shardkeep.model.tree import Path
@@ -24,8 +23,8 @@ from shardkeep.processes.operation import LEADER
 ZARRAY, ZGROUP = ".zarray", ".zgroup"
 GROUP = b'{"zarr_format": 2}'
 
-_RAW_LIMIT = 256 << 20
-_COMPRESSED_LIMIT = 64 << 20
+_RAW_LIMIT = 256 << 20  # bytes of a chunk, which other programs read as a whole
+_COMPRESSED_LIMIT = 64 << 20  # bytes: a compressed chunk is decoded as a whole, by one thread
 _WHOLE = 2 << 20  # this saves files; the shards of larger arrays stay separate, so that each can be mapped
 _STACKED = 16 << 20  # the size limit of a chunk that consists of several shards
 # zarr v2 does not define names for these; TensorStore accepts their own.

@@ -32,8 +32,8 @@ def adapt(w: Wanted, value: Any, request: Request) -> Any:
         return _decode(w, origin, value)
     if isinstance(origin, PrngKeys):
         value = _as_keys(value, origin.impl, w.stored.key)
-    if origin is not None and request.treat is not None:
-        value = request.treat(value, w.stored, partial(apply_function, w.place.function or _unchanged))
+    if origin is not None and request.policy.treat is not None:
+        value = request.policy.treat(value, w.stored, partial(apply_function, w.place.function or _unchanged))
     elif w.place.function is not None:
         value = apply_function(w.place.function, value)
     if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and not isinstance(origin, PrngKeys):

@@ -49,7 +49,7 @@ def cast_before(w: Wanted, request: Request) -> np.dtype[Any] | None:
     if target is None or not isinstance(leaf, StoredArray) or isinstance(leaf.origin, PrngKeys):
         return None
     source = leaf.spec.dtype
-    if source == target or kind_of(source) != kind_of(target) or w.place.function or request.treat:
+    if source == target or kind_of(source) != kind_of(target) or w.place.function or request.policy.treat:
         return None
     if stays_numpy(source):  # it can only be cast in host memory
         return None if stays_numpy(target) else target

@@ -15,10 +15,10 @@ from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessErr
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.hostcasts import goes_to_devices
-from shardkeep.loading.pipeline import Means, load_to_devices
+from shardkeep.loading.pipeline import load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import Target, plan_targets
-from shardkeep.loading.read import read_targets
+from shardkeep.loading.read import Means, read_targets
 from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
@@ -215,7 +215,7 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
 
 def load_request(path: Location, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
-    operation.specify(f"loading {path}")
+    operation.what = f"loading {path}"
     asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
     compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
     manifest = None
@@ -293,9 +293,9 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
 def read_leaves(
     store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, operation: Operation = ALONE
 ) -> list[Any]:
-    """The values of the leaves, in order: plan → read → place → adapt. At most `in_flight` are read at once."""
+    """The values of the leaves, in order: plan → read → place → adapt. At most `policy.in_flight` are read at once."""
     read_once = request.read_once and operation.size > 1
-    step = request.in_flight or (1 if read_once else max(len(wanted), 1))
+    step = request.policy.in_flight or (1 if read_once else max(len(wanted), 1))
     if read_once:
         compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
     mapped = store.traits.costly_requests or (request.mmap and store.mappable)

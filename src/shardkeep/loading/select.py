@@ -36,12 +36,34 @@ from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
 
-_SHOWN = 5
+_SHOWN = 5  # keys that a message lists
 _SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
 
 
 # Called with an array, what is stored of it, and the function that `shardings` has for it; returns what is loaded.
 Treatment = Callable[[Any, StoredLeaf, Callable[[Any], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a load behaves where APIs differ. The defaults are those of `shardkeep.load`.
+
+    Attributes:
+        strict_shapes: Whether leaves that do not fit the template are an error. Otherwise they are reshaped, or the
+            template's value is used.
+        strict_rules: Whether a leaf that neither a rule nor a sharding names is an error, and not only a warning.
+        prefix_first: Whether rules are first matched against keys that begin with the prefix.
+        all_jax: Whether NumPy leaves are loaded as JAX arrays too.
+        in_flight: How many arrays are read at once; None: as many as there are.
+        treat: What to do with each placed array, in saved order.
+    """
+
+    strict_shapes: bool = True
+    strict_rules: bool = False
+    prefix_first: bool = False
+    all_jax: bool = False
+    in_flight: int | None = None
+    treat: Treatment | None = None
 
 
 @dataclass(frozen=True)
@@ -57,15 +79,10 @@ class Request:
     dtype: np.dtype[Any] | None = None
     verify: bool = True
     mmap: bool = True
-    strict_shapes: bool = True
-    strict_rules: bool = False
-    prefix_first: bool = False  # match rules against keys that begin with the prefix
-    all_jax: bool = False  # load NumPy leaves as JAX arrays too
-    in_flight: int | None = None  # how many arrays are read at once
     verbose: bool = False  # show a progress bar
     per_process: str = "own"  # of each PerProcess leaf: this process's value, or "all" in a list
     read_once: bool = False  # of several processes only the first reads, and sends the data to the others
-    treat: Treatment | None = None  # what to do with each placed array, in saved order
+    policy: Policy = Policy()
 
 
 @dataclass(slots=True)
@@ -123,7 +140,7 @@ def _choose_by_name(tree: Tree, request: Request) -> Choice:
         if leaf.processes is not None:
             return Wanted(leaf, as_numpy=True)
         numpy = isinstance(leaf, StoredArray) and isinstance(leaf.origin, NumpyArray)
-        return Wanted(leaf, as_numpy=numpy and not request.all_jax, dtype=request.dtype)
+        return Wanted(leaf, as_numpy=numpy and not request.policy.all_jax, dtype=request.dtype)
 
     if request.include is None:
         return Choice(tree.skeleton, [want(leaf) for leaf in tree.leaves], {})
@@ -175,7 +192,7 @@ def _choose_by_template(tree: Tree, request: Request) -> Choice:
             found = _as_template(stored, leaf, request)
         if isinstance(found, Wanted):
             choice.wanted.append(found)
-        elif request.strict_shapes or _is_abstract(leaf.value):
+        elif request.policy.strict_shapes or _is_abstract(leaf.value):
             problems.append(found)
         else:
             unloaded.append(found)
@@ -297,7 +314,7 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | M
     impl = stored.origin.impl if isinstance(stored.origin, PrngKeys) else None
     if is_key != (impl is not None) or (impl is not None and like.dtype != _key_dtype(impl)):
         return wrong_kind(leaf.path, _described(stored), f"{like.dtype}{list(shape)}")
-    if shape != saved_shape and (request.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
+    if shape != saved_shape and (request.policy.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
         return wrong_shape(leaf.path, saved_shape, shape)
     dtype = None if is_key else np.dtype(like.dtype)
     if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
@@ -386,9 +403,9 @@ def choose_places(wanted: Sequence[Wanted], prefix: str, request: Request) -> No
         mesh=request.mesh,
         rules=request.rules,
         shardings=request.shardings,
-        strict=request.strict_rules,
+        strict=request.policy.strict_rules,
         prefix=prefix,
-        prefix_first=request.prefix_first,
+        prefix_first=request.policy.prefix_first,
     )
     for (w, _), place in zip(open_, places, strict=True):
         if not w.as_numpy:

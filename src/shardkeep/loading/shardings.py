@@ -22,11 +22,11 @@ from shardkeep.model.tree import Path, flatten, name_leaf
 
 log = logging.getLogger("shardkeep")
 
-_REMEMBERED = 4096
+_REMEMBERED = 4096  # shardings and shapes, for programs that make new ones all the time
 _fitted: dict[tuple[Sharding, tuple[int, ...], Mesh | None], Sharding] = {}  # shardings that were checked before
 
 Rules = Sequence[tuple[str, Any]]
-_SHOWN = 8
+_SHOWN = 8  # keys that a message lists
 _ENTRIES = Sharding | PartitionSpec | Partial | Format  # what a tree of shardings has as leaves, beside functions
 
 

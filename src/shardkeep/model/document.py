@@ -38,7 +38,7 @@ from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.tree import Path, Skeleton, join_key, to_json
 from shardkeep.model.values import Json, JsonObject, decode, encode
 
-VERSION = 1
+VERSION = 1  # of the format: raised when an older reader would misread a document
 _STEPS = 1 << 63  # recorded steps are below
 
 _FORMATS = {"safetensors": "safetensors", "tensorstore": "zarr", "foreign": "foreign"}  # on disk → for people

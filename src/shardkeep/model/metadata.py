@@ -21,7 +21,7 @@ from shardkeep.model.arrays import Array, kind_of
 from shardkeep.model.values import Json, JsonObject, decode, encode, is_unicode, show
 
 TAG = "$shardkeep"
-_DEEPEST = 100
+_DEEPEST = 100  # levels: JSON readers recurse
 _LONGEST = 2000  # bits: Python may refuse to write or read longer integers in decimal
 _UNCHANGED = frozenset((type(None), bool, int, str))
 

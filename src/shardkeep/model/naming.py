@@ -13,7 +13,7 @@ SAFETENSORS_INDEX = ".safetensors.index.json"
 SHARD_END = re.compile(r"(-[0-9a-f]{32})?-\d{5}-of-\d{5}\Z")
 
 _MAX_NAME = 200  # bytes; file systems allow 255, and a suffix may be appended
-_MAX_PATH = 1000
+_MAX_PATH = 1000  # bytes of a name in a checkpoint; Linux allows 4,096 for a whole path
 _PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,])?")
 _CHUNK = re.compile(r"[0-9]+(\.[0-9]+)+")
 _RESERVED = frozenset((".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json", ".shardkeep", "manifest.json"))

@@ -300,19 +300,12 @@ def _with_aux(cls: type[object], node: Node) -> Node:
     return replace(node, aux=found[1](node.aux_bytes))
 
 
-def _build_dict(node: Node, children: list[Any]) -> Any:
-    pairs = zip(node.keys, children, strict=True)
-    if node.kind == "odict":
-        return OrderedDict(pairs)
-    return defaultdict(cast("Callable[[], Any] | None", node.aux), pairs) if node.kind == "defaultdict" else dict(pairs)
-
-
 _BUILDERS: dict[str, Callable[[Node, list[Any]], Any]] = {
     "list": lambda node, children: children,
     "tuple": lambda node, children: tuple(children),
-    "dict": _build_dict,
-    "odict": _build_dict,
-    "defaultdict": _build_dict,
+    "dict": lambda node, children: dict(zip(node.keys, children, strict=True)),
+    "odict": lambda node, children: OrderedDict(zip(node.keys, children, strict=True)),
+    "defaultdict": lambda node, children: defaultdict(cast(Any, node.aux), zip(node.keys, children, strict=True)),
     "namedtuple": _build_namedtuple,
     "custom": _build_custom,
 }

@@ -23,7 +23,7 @@ from shardkeep.model.tree import Leaf, Path, Skeleton
 from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
 _MAX_DEPTH = 100  # of containers in one value
-_ROUND = 64
+_ROUND = 64  # bytes: JAX can use rows that begin there without a copy
 _WIDEST = 16 << 20  # bytes of a row: little is wasted, and a row is one chunk of a zarr array
 _START = struct.Struct("<Q")
 _Dict: TypeAlias = dict[object, object]

@@ -417,15 +417,14 @@ def _check_key(key: object) -> None:
         raise TreeError(f"dict key {show(key)} is too long for the name of a leaf; use a str or bytes") from None
 
 
-def _from_json(data: Json) -> Child:
-    if data is None:
+def _from_json(stored: Json) -> Child:
+    if stored is None:
         return None
-    if type(data) is int and data == 0:
-        return LEAF
-    return _container_from_json(cast(dict[str, Any], data))
-
-
-def _container_from_json(data: dict[str, Any]) -> Node:
+    if not isinstance(stored, dict):
+        if type(stored) is int and stored == 0:
+            return LEAF
+        raise TypeError("neither a leaf nor a container")
+    data = cast(dict[str, Any], stored)
     kind = next(iter(data), "nothing")
     body = data[kind]
     if kind in ("list", "tuple"):

@@ -8,7 +8,7 @@ from shardkeep.processes.group import LEADER
 from shardkeep.processes.operation import Operation, tell_end_at_exit
 
 SAME = "must be the same on every process"  # of a leaf that each process has by itself
-_SHOWN = 200
+_SHOWN = 200  # characters of a line around the difference
 _NOTHING = "(nothing)"
 tell_end_at_exit()  # of every program that can save or load, even if it never does
 

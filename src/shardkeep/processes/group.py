@@ -15,9 +15,9 @@ from shardkeep.errors import ProcessError
 from shardkeep.jaxapi import delete_keys, get_key, list_keys, service_error, set_key
 from shardkeep.runtime.calls import Calls, Unanswered
 
-LEADER = 0
+LEADER = 0  # the index of the process that decides and commits
 ROOT = "shardkeep"  # the start of all keys
-_BEAT = 1.0
+_BEAT = 1.0  # seconds between two heartbeats: `PROCESS_SILENCE` is twenty of them
 _LAST_WORDS = 2.0  # seconds: the time limit for final messages
 _KEPT, _KEPT_SECONDS = 64, 5.0  # how many finished operations keep their keys, and how long, for late processes
 _ENDED = "ended"

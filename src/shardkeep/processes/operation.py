@@ -17,7 +17,7 @@ import atexit
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
@@ -28,7 +28,7 @@ from shardkeep.processes.group import LEADER, Group, Watch, doing
 _PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
 
 
-class Operation:
+class Operation(AbstractContextManager["Operation", None]):
     """One save or load that every process of the group takes part in. The group may be a single process.
 
     Use it as a context manager: an error raised inside is also raised by the other processes, as soon as they wait.
@@ -139,10 +139,6 @@ class Operation:
                     return _as_error(json.loads(text))
         return None
 
-    def specify(self, what: str) -> None:
-        """Say more precisely what is done, for messages."""
-        self.what = what
-
     def close(self) -> None:
         """Take part no longer: what is raised from now on concerns this process only."""
         self.over = True
@@ -164,9 +160,6 @@ class Operation:
     def _as_failed(self, record: dict[str, Any]) -> tuple[str, str]:
         key = "leader/abort" if self.leads else f"member/{self.index}/error"
         return f"{self._keys}/{key}", json.dumps({**record, "what": self._called})
-
-    def __enter__(self) -> "Operation":
-        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not self.over:

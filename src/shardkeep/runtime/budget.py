@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardkeep.config import MEMORY_BUDGET, read
@@ -33,9 +34,9 @@ class MemoryBudget:
         self._idle: list[IdleMemory] = []
         self._limit: int | None = None  # None means the default
         self._default: int | None = None
-        self._claims: dict[Claim, int] = {}
-        self._lock = threading.RLock()
-        self._changed = Bell()
+        self.claims: dict[Claim, int] = {}
+        self.lock = threading.RLock()
+        self.changed = Bell()
 
     @property
     def limit(self) -> int:
@@ -50,67 +51,67 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        return sum(tuple(self._claims.values()))
+        return sum(tuple(self.claims.values()))
 
     def set(self, nbytes: int | None) -> None:
         if nbytes is not None and nbytes <= 0:
             raise ValueError(f"the memory budget must be positive, got {nbytes}")
         self._limit, self._default = nbytes, None
-        self._drop_idle()
-        self._changed.ring()
+        self.drop_idle()
+        self.changed.ring()
 
     def add_idle(self, idle: IdleMemory) -> None:
         """Count what a holder of idle memory has."""
         self._idle.append(idle)
 
-    def _drop_idle(self) -> None:
+    def drop_idle(self) -> None:
         """Drop the idle memory that does not fit beside what is claimed."""
         for idle in self._idle:
             if idle.nbytes and self.used + idle.nbytes > self.limit:
                 idle.drop()
 
-    def take(self, claim: "Claim", nbytes: int, what: str, uses_idle: bool = False) -> None:
-        """Wait until `nbytes` fit. A request larger than the whole budget waits until nothing else is held."""
-        nested = is_nested(claim.scope)  # then the interrupted call cannot release memory before this one returns
+    def start_over(self) -> None:
+        """Reset in a forked child, which holds nothing."""
+        self.claims, self.lock, self.changed = {}, threading.RLock(), Bell()
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """The share of a budget that the call of a scope holds."""
+
+    budget: MemoryBudget
+    scope: Scope
+
+    def take(self, nbytes: int, what: str, uses_idle: bool = False) -> None:
+        """Wait until `nbytes` fit. A claim larger than the whole budget waits until nothing else is held.
+
+        Args:
+            nbytes: How much to take.
+            what: Who takes it, for messages.
+            uses_idle: Whether idle memory will be used for it.
+        """
+        budget = self.budget
+        nested = is_nested(self.scope)  # then the interrupted call cannot release memory before this one returns
         said = False
-        with self._changed.waiting() as wait:
+        with budget.changed.waiting() as wait:
             while True:
-                with self._lock:
-                    used = self.used
-                    if nested or used == 0 or used + nbytes <= self.limit:
-                        self._claims[claim] = nbytes
+                with budget.lock:
+                    used = budget.used
+                    if nested or used == 0 or used + nbytes <= budget.limit:
+                        budget.claims[self] = nbytes
                         if not uses_idle:
-                            self._drop_idle()
+                            budget.drop_idle()
                         return
                 if not said:
                     said = True
                     log.warning(
                         "%s is waiting for memory: earlier saves hold %s of the budget of %s bytes",
                         what,
-                        f"{self.used:,}",
-                        f"{self.limit:,}",
+                        f"{budget.used:,}",
+                        f"{budget.limit:,}",
                     )
                 wait(LOOK)
                 sweep()
-
-    def give_back(self, claim: "Claim") -> None:
-        self._claims.pop(claim, None)
-        self._changed.ring()
-
-    def start_over(self) -> None:
-        """Reset in a forked child, which holds nothing."""
-        self._claims, self._lock, self._changed = {}, threading.RLock(), Bell()
-
-
-class Claim:
-    """The share of the budget that one call holds."""
-
-    def __init__(self, budget: MemoryBudget, scope: Scope) -> None:
-        self._budget, self.scope = budget, scope
-
-    def take(self, nbytes: int, what: str, uses_idle: bool = False) -> None:
-        """Wait until `nbytes` fit. `uses_idle`: idle memory will be used for it."""
-        self._budget.take(self, nbytes, what, uses_idle)
 
     def change(self, nbytes: int, what: str) -> None:
         """Give back what it holds, and wait until `nbytes` fit. In between it holds nothing that others wait for."""
@@ -119,7 +120,8 @@ class Claim:
             self.take(nbytes, what)
 
     def release(self) -> None:
-        self._budget.give_back(self)
+        self.budget.claims.pop(self, None)
+        self.budget.changed.ring()
 
 
 budget = MemoryBudget()

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shardkeep.runtime.scopes import Scope, frame_above
 
@@ -52,14 +53,14 @@ class _Collector:
         self.__init__()
 
 
+@dataclass(frozen=True, eq=False)
 class _Pause:
     """One active pause of the collector."""
 
-    def __init__(self, collector: _Collector) -> None:
-        self._collector = collector
+    collector: _Collector
 
     def release(self) -> None:
-        ours = self._collector
+        ours = self.collector
         with ours.lock:
             ours.pauses.discard(self)
             if ours.pauses:

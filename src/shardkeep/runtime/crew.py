@@ -17,17 +17,16 @@ from shardkeep.runtime.scopes import LOOK, Bell, Scope
 Task = Callable[[], None]
 
 
-def default_size() -> int:
-    """The number of CPUs plus one: while one thread waits for the disk, the others copy and hash."""
-    return min(max(os.cpu_count() or 2, 2) + 1, 8)
+_MOST = 8  # threads: more only compete for the interpreter and the disk
 
 
 class Crew:
     """Runs lists of tasks on several threads, including the calling one. Add it to a `Scope`, which ends the threads.
 
     Args:
-        size: The number of threads; None means the default size.
-        more: Threads in addition to the default size.
+        size: The number of threads; None means one more than there are CPUs: while one waits for the disk, the others
+            copy and hash.
+        more: Threads in addition to these.
         background: Whether the threads pause regularly so that the training loop is not slowed down.
 
     >>> done = []
@@ -45,7 +44,7 @@ class Crew:
 
     def start(self) -> None:
         """Start the threads now instead of with the first list of two or more tasks."""
-        size = self._size or default_size() + self._more
+        size = self._size or min(max(os.cpu_count() or 2, 2) + 1, _MOST) + self._more
         for i in range(size - 1 - len(self._threads)):
             thread = threading.Thread(target=self._serve, name=f"shardkeep-{i}", daemon=True)
             self._threads.append(thread)

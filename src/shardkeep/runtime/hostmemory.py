@@ -11,10 +11,10 @@ import numpy as np
 from shardkeep.model.arrays import Array
 from shardkeep.model.records import record
 
-_HUGE = 2 << 20
+_HUGE = 2 << 20  # bytes: a huge page; smaller memory cannot have one
 _SLAB = 32 << 20  # limits the memory that one array keeps alive when the others of its slab are gone
-ALIGN = 64
-PAGE = 4096
+ALIGN = 64  # bytes: JAX uses host memory that is aligned so without a copy
+PAGE = 4096  # bytes: what the kernel maps, and what O_DIRECT is aligned to
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 

@@ -13,7 +13,7 @@ NO_BAR: AbstractContextManager[Progress] = nullcontext(lambda _: None)
 
 DELAY = 0.5  # seconds before anything is shown; work that takes less shows nothing
 _TINY = 1_000_000  # bytes; totals below this show nothing, however long they take
-_WIDTH, _NARROWEST = 30, 5
+_WIDTH, _NARROWEST = 30, 5  # characters of the bar: as it is by default, and the least that shows anything
 _REDRAW = {"terminal": 0.1, "notebook": 0.25}  # seconds between two redraws
 _NOT_SHOWN = (AttributeError, OSError, ValueError)  # stderr is missing, closed, or a pipe without a reader
 

@@ -3,19 +3,25 @@
 import datetime
 import os
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from shardkeep.errors import ConflictError
 from shardkeep.runtime.scopes import LOOK, Latch, Scope, sweep
 
 
+@dataclass(eq=False)
 class QueueEntry:
-    """The place of a save in the queue for a target, from `enter` to `release`."""
+    """The place of a save in the queue for a target, from `enter` to `release`.
 
-    def __init__(self, target: str, scope: Scope) -> None:
-        self._target = target if "://" in target else os.path.realpath(target)
-        self._scope = scope
-        self._done = Latch()
-        self.since = datetime.datetime.min
+    Args:
+        target: What identifies the target: a URL, or a path without symbolic links.
+        scope: The scope of the save.
+    """
+
+    target: str
+    scope: Scope
+    since: datetime.datetime = datetime.datetime.min
+    _done: Latch = field(default_factory=Latch)
 
     def enter(self) -> None:
         """Join the end of the queue."""
@@ -26,10 +32,10 @@ class QueueEntry:
         """Wait until all earlier saves to the target have ended."""
         while ahead := self._ahead():
             for other in ahead:
-                if other._scope.is_below:
+                if other.scope.is_below:
                     raise ConflictError(
-                        f"{self._scope.what}: a signal handler made this call while the same thread was "
-                        f"{other._scope.what}, so waiting for that would never end. Nothing was written. In a signal "
+                        f"{self.scope.what}: a signal handler made this call while the same thread was "
+                        f"{other.scope.what}, so waiting for that would never end. Nothing was written. In a signal "
                         "handler, save to another path, or set a flag and save from the training loop"
                     )
             if not ahead[-1]._done.wait(LOOK):
@@ -38,11 +44,11 @@ class QueueEntry:
     def _ahead(self) -> "list[QueueEntry]":
         entries = list(_queue)
         mine = entries.index(self) if self in entries else 0
-        return [other for other in entries[:mine] if other.is_for(self._target)]
+        return [other for other in entries[:mine] if other.is_for(self.target)]
 
     def is_for(self, target: str) -> bool:
-        """Whether it is a save to this target (a URL, or a path without symbolic links) that has not ended."""
-        return self._target == target and not self._done.is_set
+        """Whether it is a save to this target that has not ended."""
+        return self.target == target and not self._done.is_set
 
     def release(self) -> None:
         self._done.set()
@@ -52,8 +58,7 @@ class QueueEntry:
 
 def running_since(target: str) -> datetime.datetime | None:
     """When the first save of this process to a target that has not ended was called; None if there is none."""
-    real = target if "://" in target else os.path.realpath(target)
-    return next((entry.since for entry in list(_queue) if entry.is_for(real)), None)
+    return next((entry.since for entry in list(_queue) if entry.is_for(target)), None)
 
 
 _queue: list[QueueEntry] = []

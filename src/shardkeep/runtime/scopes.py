@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -55,7 +55,7 @@ class _Owner(NamedTuple):
         return False
 
 
-class Scope:
+class Scope(AbstractContextManager["Scope", None]):
     """The resources of one call, released in reverse order.
 
     Args:
@@ -131,9 +131,6 @@ class Scope:
                 self.close()
         elif not self._owner.is_running() and (thread is None or self._take_right()):
             self.close()
-
-    def __enter__(self) -> "Scope":
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Close the scope if it belongs to this thread: it was never handed over, or that failed."""

@@ -25,11 +25,12 @@ from shardkeep.runtime.hostmemory import PAGE, Shard, aligned_empty, lay_out, re
 from shardkeep.saving.transfer import AnyShard
 
 _COPY_FROM = 64 << 20  # below this size, allocating new memory is fast enough
-_WATCHED = 4
-_WATCHED_BYTES = 4 << 20
-_PART = 16 << 20
-_PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds
-_LOOK = 0.01
+_WATCHED = 4  # arrays: one alone may be a constant that no step replaces
+_WATCHED_BYTES = 4 << 20  # they are copied at every save, which takes less than a millisecond
+_PART = 16 << 20  # bytes that one task copies: enough to outweigh handing out the task
+# Seconds: XLA frees memory when a step ends, which takes milliseconds or seconds.
+_PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+_LOOK = 0.01  # seconds between two looks whether the next save has begun
 
 
 class Donations:

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from shardkeep.errors import CallbackError, ProcessError
 from shardkeep.model.reports import SaveReport
@@ -73,17 +74,11 @@ class BackgroundSave:
             _unwaited.discard(self)
             raise self.error
         if not inside:
-            self._raise_callback_error()
+            _unwaited.discard(self)
+            with suppress(IndexError):  # there is none, or it was raised
+                raise self._callback_errors.pop()
         assert self.report is not None
         return self.report
-
-    def _raise_callback_error(self) -> None:
-        _unwaited.discard(self)
-        try:
-            error = self._callback_errors.pop()
-        except IndexError:
-            return
-        raise error
 
     def start(
         self,

@@ -30,7 +30,7 @@ from shardkeep.runtime.progress import NO_BAR, Bar
 from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.callbacks import Callback
 from shardkeep.saving.donation import Staging, donations
-from shardkeep.saving.parts import outline
+from shardkeep.saving.multiprocess import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import (
     Shares,
@@ -206,7 +206,7 @@ class SaveRequest:
 def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
     """Save a tree in the foreground. `CallbackError` after the commit if the callback raises something."""
     what = f"saving to {request.target.where}"
-    operation.specify(what)
+    operation.what = what
     with Scope(what) as outer:
         with Scope(what) as scope:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
@@ -233,7 +233,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
     """Save a tree in the background: returns after the snapshot."""
     target = request.target
     what = f"saving to {target.where}"
-    operation.specify(what)
+    operation.what = what
     with Scope(what) as outer, Scope(what) as scope:
         crew = Crew(target.store.traits.concurrency, background=True)
         claim, staging = Claim(budget, scope), Staging(crew, request.copy)

@@ -37,8 +37,8 @@ from shardkeep.saving.donation import Staging
 from shardkeep.saving.rows import gather_value, in_rows, stage_value
 from shardkeep.saving.transfer import AnyShard, Arriving, Copies, Transfers
 
-_SHOWN = 10
-_REMEMBERED = 4096
+_SHOWN = 10  # leaves that an error names
+_REMEMBERED = 4096  # shardings and shapes: more than a model has, and a bound for programs that make new ones
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
 Where = Literal["cpu", "host", "device"]  # memory of CPU devices, host memory of accelerators, their own memory

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
-from shardkeep.layouts.base import SavePlan, plan_save
-from shardkeep.layouts.plan import Draft
+from shardkeep.layouts.plan import Draft, SavePlan, plan_save
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.reports import SaveReport
@@ -27,10 +26,11 @@ from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Resource, Scope
-from shardkeep.saving.parts import close, describe, hand_in, settle
+from shardkeep.saving.multiprocess import describe, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
 from shardkeep.saving.write import NewFiles, write_files
+from shardkeep.stores.location import Location
 from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import leave
 from shardkeep.targets.transaction import Transaction
@@ -116,7 +116,7 @@ class SaveJob:
             target=target,
             drafts=drafts,
             operation=operation,
-            entry=QueueEntry(target.where, scope),
+            entry=QueueEntry(Location(target.where).resolve().text, scope),
             transaction=Transaction(target, operation.index),
             opened=NewFiles(),
             crew=crew,
@@ -177,7 +177,10 @@ class SaveJob:
                 for tree in trees.values():
                     self.check(tree)
                 transaction.commit(trees)
-            total = close(operation, transaction, [sum(file.size for file in everyones), len(everyones)])
+            # Now all processes know that it is committed, and how many bytes and files it has.
+            total = operation.share([sum(file.size for file in everyones), len(everyones)])
+            if not operation.leads:
+                transaction.close()
             if not target.keeps_control:
                 leave(target)  # the last one to get here finds no other save running
             self.is_tidy = True

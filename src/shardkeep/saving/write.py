@@ -11,8 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import TreeError
-from shardkeep.layouts.base import SavePlan, TreePlan
-from shardkeep.layouts.plan import FilePlan, PiecePlan, WrittenFile
+from shardkeep.layouts.plan import FilePlan, PiecePlan, SavePlan, TreePlan, WrittenFile
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task
@@ -29,8 +28,8 @@ _PART = 16 << 20  # bytes of a large file that one task writes
 _RUN = 4 << 20  # bytes hashed before they are written: more would not stay in the cache
 _ROOM = 8 << 20  # memory for bytes that are assembled or copied before they are written
 _KEPT = 32  # finished files that are not closed yet
-_FEW = 8
-_SMALL = 64 << 10
+_FEW = 8  # files: up to so many are synced one by one, so that an error names its file
+_SMALL = 64 << 10  # smaller pieces and files take longer in the interpreter than on the disk
 _BATCH = 8 << 20  # bytes of small files that one task writes
 _FILE_COST = 64 << 10  # creating a file takes about as long as writing this
 

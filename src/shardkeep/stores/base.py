@@ -9,6 +9,7 @@ from shardkeep.model.arrays import Array
 from shardkeep.runtime.scopes import Scope
 
 CONTROL = ".shardkeep"  # the name of the control directory of a checkpoint directory
+LOCK_SECONDS = 60.0  # a lock is held for a commit, not for a save: whoever holds it longer hangs
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,11 @@ class Coordination(Protocol):
     control: str  # the directory in it for the lock, the claims and the records of running saves
     saves: str  # the directory of those records
 
-    def lock(self, seconds: float) -> AbstractContextManager[None]:
-        """Exclude all other writers, creating the place if needed; `ConflictError` after `seconds`."""
+    def lock(self, seconds: float = LOCK_SECONDS) -> AbstractContextManager[None]:
+        """Exclude all other writers while a context lasts, creating the place if needed.
+
+        `ConflictError` if the lock is not free after so many seconds.
+        """
         ...
 
     def hold(self, name: str) -> Held:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from shardkeep.layouts.base import Layout, SavePlan
+from shardkeep.layouts.plan import Layout, SavePlan
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.stores.base import Store
 

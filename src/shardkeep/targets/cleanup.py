@@ -7,25 +7,18 @@ removed.
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.scopes import Scope
-from shardkeep.stores.base import Held, Store
+from shardkeep.stores.base import LOCK_SECONDS, Held, Store
 from shardkeep.targets.base import Target
 from shardkeep.targets.running import DELETE, now, record_lines, recorded_names
 
 log = logging.getLogger("shardkeep")
 
-_LOCK_SECONDS = 60.0
 TRIES = 10  # attempts, in a bucket, to replace a document that others replace at the same time
-
-
-def locked(target: Target, seconds: float = _LOCK_SECONDS) -> AbstractContextManager[None]:
-    """The lock of a checkpoint: nobody else changes it meanwhile. `ConflictError` after so many seconds."""
-    return target.store.lock(seconds)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ def delete(target: Target) -> None:
         trees = {}  # a document that says that nothing is committed is removed too
     if trees and all(tree.format == "foreign" for tree in trees.values()):
         raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
-    with locked(target), Scope(f"deleting {target.where}") as scope:
+    with store.lock(), Scope(f"deleting {target.where}") as scope:
         manifest = clean_up(target, target.read_if_any())
         if store.children(store.saves):
             raise ConflictError(f"a save to {target.where} is running; nothing was deleted")
@@ -165,7 +158,7 @@ def leave(target: Target, waits: bool = True) -> None:
     try:
         if not store.children(store.control):
             return
-        with locked(target, _LOCK_SECONDS if waits else 0):
+        with store.lock(LOCK_SECONDS if waits else 0):
             documents = [name for name in target.documents if store.size(name) is not None]
             if (not documents or not target.keeps_control) and not store.children(store.saves):
                 store.remove_control()

@@ -16,7 +16,7 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.recognize import has_our_data, name_foreign
 from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
-from shardkeep.layouts.base import Layout, SavePlan, TreePlan
+from shardkeep.layouts.plan import Layout, SavePlan, TreePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
 from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest
@@ -182,7 +182,7 @@ class Directory:
         # In a bucket a delete request may arrive late, so no name is ever reused: neither one that is in use now and
         # will be deleted, nor one that belonged to a tree of another prefix.
         below = frozenset(name.removeprefix(start).partition("/")[0] for name in names)
-        claim = _Claim(start.removesuffix("/"), below)
+        claim = _NameClaim(start.removesuffix("/"), below)
         document = claim.encode()
         try:
             self.store.write_new(name, len(document), [memoryview(document)])
@@ -191,7 +191,7 @@ class Directory:
         others = [f"{claims}/{other}" for other in self.store.children(claims) if other != hashed(prefix)]
         if not self._is_free(names, current, reserved):
             return False
-        return not any(claim.meets(_Claim.decode(self.store.read(other))) for other in others)
+        return not any(claim.meets(_NameClaim.decode(self.store.read(other))) for other in others)
 
     def _is_free(self, names: Sequence[str], current: Manifest | None, reserved: Sequence[str]) -> bool:
         """Whether no existing file, no tree and no save, this one included, has any of the names."""
@@ -283,17 +283,15 @@ class Directory:
             log.warning("%s is saved, but %s is not up to date (%s)", self.where, publishing.indexes(), error)
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:
-        if self.store.traits.editable and after is not None and self._is_published(after):
-            return publishing.retire(self.store, names, before, after)
+        if self.store.traits.editable and after is not None:
+            # Other programs find, or found, something of a manifest that is ours.
+            inside = self.store.children("")
+            is_for_others = any(tree.format != "safetensors" for tree in after.trees.values())
+            if MANIFEST in inside and (is_for_others or any(companions.index in inside for companions in COMPANIONS)):
+                return publishing.retire(self.store, names, before, after)
         if names:
             publishing.remove(self.store, names) if self.store.traits.editable else self.store.remove(names)
         return True
-
-    def _is_published(self, manifest: Manifest) -> bool:
-        """Whether other programs find, or found, something of a manifest that is ours."""
-        inside = self.store.children("")
-        is_for_others = any(tree.format != "safetensors" for tree in manifest.trees.values())
-        return MANIFEST in inside and (is_for_others or any(companions.index in inside for companions in COMPANIONS))
 
 
 def _warn_once(what: str, message: str, *arguments: object) -> None:
@@ -304,7 +302,7 @@ def _warn_once(what: str, message: str, *arguments: object) -> None:
 
 
 @dataclass(frozen=True)
-class _Claim:
+class _NameClaim:
     """A claim on clean names in a bucket: the directory of a prefix, and the names directly below it."""
 
     directory: str
@@ -315,19 +313,19 @@ class _Claim:
         return json.dumps({"nonce": nonce, "directory": self.directory, "below": sorted(self.below)}).encode()
 
     @classmethod
-    def decode(cls, document: bytes) -> "_Claim | None":
+    def decode(cls, document: bytes) -> "_NameClaim | None":
         try:
             told = json.loads(document)
             return cls(str(told["directory"]), frozenset(map(str, told["below"])))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
-    def meets(self, other: "_Claim | None") -> bool:
+    def meets(self, other: "_NameClaim | None") -> bool:
         """Whether two claims could share a name: one directory is inside the other, below a name used there.
 
-        >>> _Claim("", frozenset({"model"})).meets(_Claim("model", frozenset({"w"})))
+        >>> _NameClaim("", frozenset({"model"})).meets(_NameClaim("model", frozenset({"w"})))
         True
-        >>> _Claim("", frozenset({"layers"})).meets(_Claim("model", frozenset({"w"})))
+        >>> _NameClaim("", frozenset({"layers"})).meets(_NameClaim("model", frozenset({"w"})))
         False
         """
         if other is None:  # unknown

@@ -25,9 +25,8 @@ from shardkeep.errors import (
     PrefixError,
 )
 from shardkeep.foreign.recognize import has_our_data
-from shardkeep.layouts.base import SavePlan, TreePlan
 from shardkeep.layouts.exchange import DEFAULT_SHARD_SIZE, MARK, OVER, SEAL, SINGLE_END, ExchangeLayout
-from shardkeep.layouts.plan import FilePlan
+from shardkeep.layouts.plan import FilePlan, SavePlan, TreePlan
 from shardkeep.model.digests import seal
 from shardkeep.model.document import encode_manifest
 from shardkeep.model.manifest import Manifest, Tree
@@ -49,7 +48,7 @@ INDEX = SAFETENSORS_INDEX
 _LOOKS = 3  # how often nothing must be found before it counts as nothing
 _NONCE = "shardkeep_nonce"  # in addition to the marks, in a bucket
 _SINGLE_LIMIT = 5 << 30  # the largest upload in one request
-_TRIES = 5
+_TRIES = 5  # how often a document that others replace at the same time is put again
 _START = 4096  # bytes in which a mark shows whose file it is
 log = logging.getLogger("shardkeep")
 

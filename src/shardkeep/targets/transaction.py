@@ -23,13 +23,13 @@ from shardkeep.errors import (
     ShardkeepError,
     StorageError,
 )
-from shardkeep.layouts.base import SavePlan
+from shardkeep.layouts.plan import SavePlan
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Held, Store
 from shardkeep.targets.base import Target, name_tree
-from shardkeep.targets.cleanup import TRIES, clean_up, fence, locked, names_in
+from shardkeep.targets.cleanup import TRIES, clean_up, fence, names_in
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.running import record_lines
 
@@ -66,7 +66,7 @@ class Transaction:
         """Open the checkpoint and reserve names for the plan, which is returned with them. Done by the leader."""
         target, self.plan = self.target, plan
         target.refuse_foreign([tree.draft.prefix for tree in plan.trees], overwrite)  # before the lock creates anything
-        with locked(target):
+        with target.store.lock():
             current = clean_up(target, target.read_to_replace(overwrite))
             existing = self._own_trees(current)
             for prefix, tree in existing.items() if not overwrite else ():
@@ -128,7 +128,7 @@ class Transaction:
                 self._held.release()  # the leader may still commit, and may hold the lock for any time
                 self._closed = True
                 return
-            with locked(self.target) if self.attempted and not follows else nullcontext():
+            with store.lock() if self.attempted and not follows else nullcontext():
                 if self.attempted and self._is_committed():
                     self._held.release()
                 else:
@@ -150,7 +150,7 @@ class Transaction:
     def commit(self, trees: Mapping[str, Tree]) -> None:
         """Make the trees, given by prefix, part of the checkpoint. An error says whether they were committed."""
         target = self.target
-        with locked(target):
+        with target.store.lock():
             old: list[str] = []
             for left in reversed(range(TRIES)):
                 current = target.read_again()

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.stores.local.descriptors import Descriptor
 from shardkeep.stores.local.mapping import LocalFile, Pages, file_system
 from shardkeep.stores.local.newfile import DIRECT
+from shardkeep.stores.local.store import LocalStore
 from support import assert_same, cached_pages, run_python
 
 
 def opened(path: Path, data: bytes) -> LocalFile:
     path.write_bytes(data)
-    return LocalFile(Descriptor(str(path), os.O_RDONLY), str(path))
+    return LocalStore(str(path.parent)).open(path.name)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 10_000), (1, 9_999), (4_096, 10), (5_000, 5_000), (9_999, 1)])

@@ -23,7 +23,7 @@ from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.runtime.scopes import Scope
-from shardkeep.stores.local.descriptors import make_directories, write_at
+from shardkeep.stores.local.descriptors import Descriptor, make_directories, write_at
 from shardkeep.stores.local.mapping import MAPPABLE, file_system
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.stores.location import location
@@ -211,9 +211,8 @@ class TestFiles:
 
     def test_many_buffers_and_empty_ones_are_written_in_order(self, tmp_path: Path) -> None:
         pieces = [bytes([i % 251]) * (i % 5) for i in range(5000)]
-        descriptor = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
-        write_at(descriptor, 3, [memoryview(p) for p in pieces], "x")
-        os.close(descriptor)
+        with Descriptor(str(tmp_path / "x"), os.O_RDWR | os.O_CREAT) as file:
+            write_at(file, 3, [memoryview(p) for p in pieces])
         assert (tmp_path / "x").read_bytes() == b"\0\0\0" + b"".join(pieces)
 
     def test_a_write_that_takes_little_at_a_time_is_completed(self) -> None:
@@ -221,12 +220,13 @@ class TestFiles:
         _in_fresh_python(
             """
             import os, resource, signal, tempfile
-            from shardkeep.stores.local.descriptors import write_at
+            from shardkeep.stores.local.descriptors import Descriptor, write_at
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
             fd, path = tempfile.mkstemp()
+            os.close(fd)
             try:
-                write_at(fd, 0, [memoryview(b"a" * 3000), memoryview(b"b" * 3000)], path)
+                write_at(Descriptor(path, os.O_RDWR), 0, [memoryview(b"a" * 3000), memoryview(b"b" * 3000)])
             except OSError as error:
                 assert error.filename == path and error.errno == 27, error
             else:

@@ -13,7 +13,7 @@ from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.stores.bucket.objects import Objects
 
 GAP = 64 << 10  # reading this many bytes too much is cheaper than another request
-_RUN = 16 << 20
+_RUN = 16 << 20  # bytes in one request: larger ones are split, so that several connections share them
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 

@@ -23,7 +23,7 @@ import obstore
 from shardkeep.errors import ConflictError, StorageError
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above, sweep
-from shardkeep.stores.base import Traits
+from shardkeep.stores.base import LOCK_SECONDS, Traits
 from shardkeep.stores.bucket.credentials import Bucket, is_final, list_below
 from shardkeep.stores.bucket.leases import Lease, is_dead
 from shardkeep.stores.bucket.listing import FEW, Listing
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
 LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
-CONCURRENCY = 8
+CONCURRENCY = 8  # requests: a single one reaches only a part of the bandwidth
 _PART = 16 << 20  # size of a part
 
 log = logging.getLogger("shardkeep")
@@ -293,7 +293,7 @@ class BucketStore(Objects):
         return self.asking("", lambda: any(not wanted.isdisjoint(page) for page in self.pages("")))
 
     @contextmanager
-    def lock(self, seconds: float) -> Generator[None]:
+    def lock(self, seconds: float = LOCK_SECONDS) -> Generator[None]:
         self._writes = True
         name = f"{self.control}/lock"
         with Scope(f"locking {self.locate(name)}", frame_above(2)) as scope:

@@ -5,10 +5,11 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from typing import Self
 
-_MAX_PATH = 4096
+_MAX_PATH = 4096  # bytes: PATH_MAX of Linux
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
-_MAX_BUFFERS = 1024
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
 
 class Descriptor:
@@ -23,9 +24,10 @@ class Descriptor:
     True
     """
 
-    __slots__ = ("__weakref__", "_numbers")
+    __slots__ = ("__weakref__", "_numbers", "path")
 
     def __init__(self, path: str, flags: int) -> None:
+        self.path = path
         self._numbers: list[int] = []
         # A single call, so that no signal handler can raise between opening the file and storing its descriptor.
         self._numbers.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
@@ -47,14 +49,14 @@ class Descriptor:
 
     release = __del__ = close
 
-    def __enter__(self) -> "Descriptor":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: str) -> int:
+def write_at(file: Descriptor, offset: int, buffers: Sequence[memoryview]) -> int:
     """Write all of `buffers` at `offset`, with as many system calls as needed; returns the number of bytes."""
     pending = [b for b in buffers if len(b)]
     start = offset
@@ -67,9 +69,9 @@ def write_at(descriptor: int, offset: int, buffers: Sequence[memoryview], path: 
             if total >= _MAX_WRITE:
                 break
         try:
-            count = os.pwritev(descriptor, batch, offset)
+            count = os.pwritev(file.number, batch, offset)
         except OSError as error:
-            error.filename = error.filename or path
+            error.filename = error.filename or file.path
             raise
         offset += count
         while pending and count >= len(pending[0]):

@@ -4,6 +4,7 @@ import fcntl
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from shardkeep.errors import ConflictError
 from shardkeep.runtime.scopes import Scope, sweep
@@ -12,17 +13,18 @@ from shardkeep.stores.local.descriptors import Descriptor, make_directories, syn
 _locks: "set[LockFile]" = set()  # locked, or about to be
 
 
+@dataclass(eq=False)
 class LockFile:
     """A file that is locked while a call needs it. The kernel releases the lock when the process ends."""
 
-    def __init__(self, path: str, scope: Scope | None = None) -> None:
-        self.path, self.scope = path, scope
-        self.file: Descriptor | None = None
+    path: str
+    scope: Scope | None = None
+    file: Descriptor | None = None
 
-    def open(self, flags: int) -> int:
+    def open(self, flags: int) -> Descriptor:
         _locks.add(self)
         self.file = Descriptor(self.path, os.O_RDWR | flags)
-        return self.file.number
+        return self.file
 
     def try_lock(self) -> bool:
         assert self.file is not None
@@ -64,10 +66,10 @@ class LocalHeld(LockFile):
 
     def take(self, line: bytes) -> None:
         make_directories(os.path.dirname(self.path))
-        number = self.open(os.O_CREAT | os.O_EXCL)
-        fcntl.flock(number, fcntl.LOCK_EX)
-        write_at(number, 0, [memoryview(line + b"\n")], self.path)
-        os.fsync(number)
+        file = self.open(os.O_CREAT | os.O_EXCL)
+        fcntl.flock(file.number, fcntl.LOCK_EX)
+        write_at(file, 0, [memoryview(line + b"\n")])
+        os.fsync(file.number)
         sync_path(os.path.dirname(self.path))
 
     def take_over(self) -> bool:
@@ -85,7 +87,7 @@ class LocalHeld(LockFile):
         # A line that a crash cut short is the last one, and is ignored.
         assert self.file is not None
         end = os.fstat(self.file.number).st_size
-        write_at(self.file.number, end, [memoryview(line + b"\n")], self.path)
+        write_at(self.file, end, [memoryview(line + b"\n")])
         os.fsync(self.file.number)
 
     def remove(self) -> None:
@@ -94,17 +96,17 @@ class LocalHeld(LockFile):
         self.release()
 
 
-def wait_for_lock(descriptor: int, path: str, deadline: float) -> None:
+def wait_for_lock(file: Descriptor, deadline: float) -> None:
     """Lock an open file; `ConflictError` once the deadline has passed."""
     pause = 0.001
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ConflictError(
-                    f"timed out waiting for the lock {path}, which another program holds; if that program hangs, end "
-                    "it and try again"
+                    f"timed out waiting for the lock {file.path}, which another program holds; if that program hangs, "
+                    "end it and try again"
                 ) from None
         time.sleep(pause)
         pause = min(pause * 2, 0.1)

@@ -13,44 +13,35 @@ import numpy as np
 from shardkeep.model.arrays import Array
 from shardkeep.stores.local.descriptors import Descriptor
 
-_MAX_READ = 1 << 30
+_MAX_READ = 1 << 30  # bytes: one system call reads at most 2 GiB
 _HUGEPAGE = 14  # MADV_HUGEPAGE: the page cache uses huge pages, which is as fast as O_DIRECT and faster to map
-_HUGE = 2 << 20
+_HUGE = 2 << 20  # bytes: a huge page of x86-64 and most ARM kernels
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: returns an error where touching the page would raise SIGBUS
 # File systems on which no other machine can change a mapped file.
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 
 
-class LocalFile:
-    """An open file. Its mappings stay valid after it is closed."""
+class LocalFile(Descriptor):
+    """A regular file that `LocalStore.open` has opened. Its mappings stay valid after it is closed."""
 
-    def __init__(self, file: Descriptor, path: str) -> None:
-        self._path, self._file = path, file
-        self.size = os.fstat(file.number).st_size
+    __slots__ = ("size",)
+
+    size: int
 
     def read_into(self, offset: int, buffer: Array) -> None:
         target = buffer.data
         while len(target):
-            count = os.preadv(self._file.number, [target[:_MAX_READ]], offset)
+            count = os.preadv(self.number, [target[:_MAX_READ]], offset)
             if count == 0:
-                raise EOFError(f"{self._path} is truncated: it ends before byte {offset + len(target)}")
+                raise EOFError(f"{self.path} is truncated: it ends before byte {offset + len(target)}")
             target = target[count:]
             offset += count
 
     def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
         if offset + length > self.size:
-            raise EOFError(f"{self._path} is truncated: it ends before byte {offset + length}")
+            raise EOFError(f"{self.path} is truncated: it ends before byte {offset + length}")
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        return LocalMapping(Pages(self._file.number, start, offset + length - start), offset - start, self._path)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> "LocalFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return LocalMapping(Pages(self.number, start, offset + length - start), offset - start, self.path)
 
 
 class LocalMapping:

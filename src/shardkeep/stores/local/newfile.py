@@ -29,7 +29,6 @@ class LocalNewFile:
     """
 
     def __init__(self, path: str, size: int = 0, direct: bool = False) -> None:
-        self.path = path
         self._file = Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._direct: Descriptor | None = None
         try:
@@ -43,7 +42,7 @@ class LocalNewFile:
                 raise
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        written = write_at(self._file.number, offset, buffers, self.path)
+        written = write_at(self._file, offset, buffers)
         if written >= _LARGE:
             self._send()
 
@@ -62,7 +61,7 @@ class LocalNewFile:
         head, tail = first - offset, last - offset
         self.write(offset, [_view(memory[:head])])
         try:
-            write_at(self._direct.number, first, [_view(memory[head:tail])], self.path)
+            write_at(self._direct, first, [_view(memory[head:tail])])
         except OSError as error:
             if error.errno != errno.EINVAL:  # the disk has larger blocks
                 raise
@@ -73,7 +72,7 @@ class LocalNewFile:
         try:
             os.fsync(self._file.number)
         except OSError as error:
-            error.filename = error.filename or self.path
+            error.filename = error.filename or self._file.path
             raise
 
     def close(self) -> None:

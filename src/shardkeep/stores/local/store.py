@@ -11,16 +11,16 @@ from functools import cached_property
 
 from shardkeep.errors import IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above
-from shardkeep.stores.base import CONTROL, Traits
+from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
 from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 
-_FEW_FILES = 8
+_FEW_FILES = 8  # files: above this, one sync of the file system is faster than one for each of them
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
 _SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together
-_MAX_DOCUMENT = 2 << 30
+_MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this is ten million leaves
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -57,8 +57,8 @@ class LocalStore:
         return os.path.join(self._root, name) if name else self._root
 
     def read(self, name: str) -> bytes:
-        with self._open_plain(name) as file:
-            if os.fstat(file.number).st_size > _MAX_DOCUMENT:
+        with self.open(name) as file:
+            if file.size > _MAX_DOCUMENT:
                 path = self.locate(name)
                 raise IntegrityError(f"{path} is too large for a manifest or index", file=path)
             with open(file.number, "rb", closefd=False) as content:
@@ -89,24 +89,23 @@ class LocalStore:
             return None
         return (found.st_ino, found.st_size, found.st_mtime_ns)
 
-    def open(self, name: str) -> "LocalFile":
-        return LocalFile(self._open_plain(name), self.locate(name))
-
-    def _open_plain(self, name: str) -> Descriptor:
+    def open(self, name: str) -> LocalFile:
         """Open a file for reading; `IntegrityError` for a link that leads out, and for anything that could block."""
         path = self.locate(name)
         linked = "/" in name or os.path.islink(path)
         if linked and self._confined and not self._is_inside(path):
             raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
         try:
-            file = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+            file = LocalFile(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise IntegrityError(f"{path} is a broken symbolic link", file=path) from None
             raise
-        if not stat.S_ISREG(os.fstat(file.number).st_mode):
+        found = os.fstat(file.number)
+        if not stat.S_ISREG(found.st_mode):
             file.close()
             raise IntegrityError(f"{path} is not a regular file", file=path)
+        file.size = found.st_size
         return file
 
     def _is_inside(self, path: str) -> bool:
@@ -162,7 +161,7 @@ class LocalStore:
                 raise
             return file
         with Descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
-            write_at(new.number, 0, list(buffers), path)
+            write_at(new, 0, list(buffers))
         return None
 
     def sync(self, names: Sequence[str]) -> None:
@@ -185,7 +184,7 @@ class LocalStore:
         aside = f"{path}.{os.urandom(8).hex()}.tmp"
         try:
             with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
-                write_at(new.number, 0, [memoryview(data)], aside)
+                write_at(new, 0, [memoryview(data)])
                 os.fsync(new.number)
             os.rename(aside, path)
         except BaseException:
@@ -295,32 +294,29 @@ class LocalStore:
         return sorted(found)
 
     @contextmanager
-    def lock(self, seconds: float) -> Generator[None]:
+    def lock(self, seconds: float = LOCK_SECONDS) -> Generator[None]:
         for part in (self.control, self.saves, f"{self.control}/claims", f"{self.control}/lock"):
             if os.path.islink(self.locate(part)):  # files are created and removed there
                 raise IntegrityError(
                     f"{self.locate(part)} is a symbolic link, which shardkeep never creates; remove it"
                 )
-        path = self.locate(f"{self.control}/lock")
+        path, deadline = self.locate(f"{self.control}/lock"), time.monotonic() + seconds
         with Scope(f"locking {path}", frame_above(2)) as scope:
-            self._take_lock(path, time.monotonic() + seconds, scope)
+            while True:
+                make_directories(os.path.dirname(path))
+                lock = scope.add(LockFile(path, scope))
+                try:
+                    file = lock.open(os.O_CREAT)
+                except FileNotFoundError:  # a delete removed the directory
+                    continue
+                if not lock.try_lock():
+                    lock.refuse_below()
+                    wait_for_lock(file, deadline)
+                # If the file was removed while we waited, the lock is a different file now.
+                if os.path.exists(path) and os.fstat(file.number).st_nlink:
+                    break
+                lock.release()
             yield
-
-    def _take_lock(self, path: str, deadline: float, scope: Scope) -> None:
-        while True:
-            make_directories(os.path.dirname(path))
-            lock = scope.add(LockFile(path, scope))
-            try:
-                number = lock.open(os.O_CREAT)
-            except FileNotFoundError:  # a delete removed the directory
-                continue
-            if not lock.try_lock():
-                lock.refuse_below()
-                wait_for_lock(number, path, deadline)
-            # If the file was removed while we waited, the lock is a different file now.
-            if os.path.exists(path) and os.fstat(number).st_nlink:
-                return
-            lock.release()
 
     def hold(self, name: str) -> LocalHeld:
         return LocalHeld(self.locate(name))
@@ -331,7 +327,7 @@ class LocalStore:
 
     def is_held(self, name: str) -> bool:
         try:
-            with self._open_plain(name) as record:
+            with self.open(name) as record:
                 try:
                     fcntl.flock(record.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -366,5 +362,5 @@ def _copy(old: str, new: str) -> None:
     with Descriptor(old, os.O_RDONLY) as source, Descriptor(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as copy:
         at = 0
         while data := os.pread(source.number, _COPIED, at):
-            write_at(copy.number, at, [memoryview(data)], new)
+            write_at(copy, at, [memoryview(data)])
             at += len(data)

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.base import SavePlan
-from shardkeep.layouts.plan import StagedArray, StagedLeaf, WrittenFile
+from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, WrittenFile
 from shardkeep.model.digests import digest
 from shardkeep.model.document import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
@@ -118,14 +117,6 @@ def hand_in(
             parts[process] = iter(part)
             all_checksums.update(more)
     return [next(parts[file.writer]) for file in transaction.plan.files], all_checksums
-
-
-def close(operation: Operation, transaction: Transaction, total: list[int]) -> list[int]:
-    """Tell all processes that the save is committed; returns its totals (bytes, files)."""
-    total = operation.share(total)
-    if not operation.leads:
-        transaction.close()
-    return total
 
 
 def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenFile], Mapping[str, str]]:

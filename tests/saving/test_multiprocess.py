@@ -11,7 +11,7 @@ from shardkeep.model.tree import flatten
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.group import Group
 from shardkeep.processes.operation import Operation
-from shardkeep.saving.parts import describe, outline, settle, unshared
+from shardkeep.saving.multiprocess import describe, outline, settle, unshared
 from shardkeep.saving.snapshot import Snapshot, take_snapshot
 
 

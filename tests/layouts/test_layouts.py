@@ -11,9 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkeep.layouts.base import Layout, plan_save
 from shardkeep.layouts.codecs import CODECS, ZSTD
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, plan_pieces
+from shardkeep.layouts.plan import Draft, FilePlan, Layout, PiecePlan, StagedArray, plan_pieces, plan_save
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name, is_partition
