@@ -13,7 +13,6 @@ from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.runtime.budget import Claim
-from shardkeep.runtime.budget import budget as memory_budget
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
@@ -37,12 +36,6 @@ class Means:
     crew: Crew
     progress: Progress
     claim: Claim
-
-    def read(self, targets: Mapping[int, Target], fetches: Sequence[Fetch]) -> None:
-        """Fill targets that are the memory of the loaded arrays. What is needed beside them is claimed in steps."""
-        change = partial(self.claim.change, what=self.claim.scope.what)
-        read_targets(self.reader, targets, fetches, memory_budget.limit, self.crew, self.progress, change)
-        self.claim.release()
 
 
 def read_targets(
