@@ -25,8 +25,8 @@ test-processes: setup
 # TESTS= runs a part of it; PYTHON= chooses the interpreter of the newest, OLDEST_PYTHON= that of the oldest.
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
-OLDEST_PYTHON ?= python3.11
-NEWEST_PYTHON := $(if $(filter file,$(origin PYTHON)),python3.13,$(PYTHON))
+OLDEST_PYTHON ?= PYENV_VERSION=3.11 python3.11
+NEWEST_PYTHON := $(if $(filter file,$(origin PYTHON)),PYENV_VERSION=3.13 python3.13,$(PYTHON))
 TESTS ?= tests
 
 test-versions: test-oldest test-newest
@@ -102,7 +102,7 @@ bench-buckets: setup
 
 # What saves and loads cost on accelerators, on a simulated one.
 bench-devices: setup
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python bench/devices.py
+	$(BIN)/python bench/devices.py
 
 $(BENCH_STAMP): pyproject.toml
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
