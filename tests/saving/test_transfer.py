@@ -227,7 +227,7 @@ def test_arrays_in_the_host_memory_of_a_device_are_copied_before_save_async_retu
     """A step that donates them may use their memory again at once; no view of it may be left."""
     said = run(
         """
-host = {str(i): pattern("float32", (64, 256 + i)) for i in range(4)}
+host = {str(i): pattern("float32", (64, 256 + i)) for i in range(8)}
 place = SingleDeviceSharding(devices[0], memory_kind="pinned_host")
 tree = jax.block_until_ready({name: jax.device_put(array, place) for name, array in host.items()})
 pending = shardkeep.save_async(root + "/x", tree)
