@@ -1,18 +1,15 @@
 """Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
-from shardkeep.loading.select import Request
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
-from shardkeep.runtime.budget import Claim
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
@@ -25,17 +22,6 @@ _NEAR = 4 << 10  # pieces no further apart are read ahead together
 _REQUEST = 1 << 20  # a request to a bucket takes about as long as reading this
 
 Maps = dict[int, tuple[MappedFile, int]]  # by file: its mapping, and the offset at which it starts
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
-
-    reader: BlockReader
-    request: Request
-    crew: Crew
-    progress: Progress
-    claim: Claim
 
 
 def read_targets(
