@@ -36,6 +36,7 @@ PACKAGES = [
     "catalog",
     "saving",
     "loading",
+    "runs",
     "converting",
     "eformer",
     "serialization",
