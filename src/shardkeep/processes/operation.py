@@ -22,7 +22,7 @@ from typing import Any
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
 from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
-from shardkeep.jaxapi import Membership, membership, present_client
+from shardkeep.jaxapi import membership, present_client
 from shardkeep.processes.group import LEADER, Group, Watch, doing
 
 _PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
@@ -107,7 +107,7 @@ class Operation:
                 member, _, name = key.partition("/")
                 begun.add(int(member))
                 if name == "error":
-                    raise _as_error(json.loads(text))
+                    raise as_error(json.loads(text))
                 if name == str(self._round):
                     found[int(member)] = json.loads(text)
             missing = [i for i in range(self.size) if i not in found]
@@ -124,7 +124,7 @@ class Operation:
             if str(self._round) in said:
                 return json.loads(said[str(self._round)])
             if "abort" in said:
-                raise _as_error(json.loads(said["abort"]))
+                raise as_error(json.loads(said["abort"]))
             if lost is not None:
                 raise lost
             lost = watch.look([LEADER], {LEADER} if said else set())
@@ -136,7 +136,7 @@ class Operation:
         with suppress(ProcessError):
             for key, text in self._list(""):
                 if key.endswith(("/error", "/abort")):
-                    return _as_error(json.loads(text))
+                    return as_error(json.loads(text))
         return None
 
     def specify(self, what: str) -> None:
@@ -188,12 +188,14 @@ def join(what: str) -> Operation:
     Call this in the user's thread, since the order of calls must be the same on every process, and before the arguments
     are checked, so that an error in them reaches the other processes.
     """
+    return Operation(what, present_group(what))
+
+
+def present_group(what: str) -> Group | None:
+    """The group of processes that this one is a member of; None if it is alone."""
     member = membership()
-    return Operation(what, None if member is None else _group_of(member, what))
-
-
-def _group_of(member: Membership, what: str) -> Group:
-    """The group of processes that this one is a member of."""
+    if member is None:
+        return None
     client = member.client
     if client is _inherited:
         raise ProcessError(
@@ -210,7 +212,7 @@ def _group_of(member: Membership, what: str) -> Group:
     return group
 
 
-def _as_error(record: dict[str, Any]) -> ShardkeepError:
+def as_error(record: dict[str, Any]) -> ShardkeepError:
     """An error that another process reported, as an exception of the same class."""
     kind = error_named(record["kind"])
     if record.get("lost"):
