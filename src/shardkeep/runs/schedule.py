@@ -1,24 +1,15 @@
 """When a run saves: every so many steps, after a certain time, or both."""
 
 import operator
-import re
 from datetime import timedelta
 from typing import Any, SupportsIndex, TypeAlias, cast
+
+from shardkeep.runs.durations import parse_duration
 
 _FORMS = (
     'save_every takes a number of steps (1000), a time ("90 s", "15 min", "2 h" or a datetime.timedelta), '
     'or a tuple of both (1000, "15 min")'
 )
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]+)")
-_SECONDS = {
-    name: seconds
-    for seconds, names in (
-        (1.0, ("s", "sec", "second", "seconds")),
-        (60.0, ("min", "minute", "minutes")),
-        (3600.0, ("h", "hour", "hours")),
-    )
-    for name in names
-}
 
 Interval: TypeAlias = SupportsIndex | str | timedelta
 
@@ -112,27 +103,17 @@ def _parse(save_every: Any) -> tuple[int | None, float | None]:
 
 
 def _parse_one(given: Any) -> tuple[int | None, float | None]:
-    if isinstance(given, str):
-        return None, _parse_time(given)
-    if isinstance(given, timedelta):
-        return None, _positive(given.total_seconds(), given)
+    if isinstance(given, str | timedelta):
+        try:
+            return None, parse_duration(given, "save_every")
+        except ValueError:
+            raise ValueError(f"{_FORMS}, each greater than 0, not {given!r}") from None
     try:
-        steps = operator.index(given)
+        steps = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
-        raise TypeError(f"{_FORMS}, not {given!r}") from None
-    if isinstance(given, bool):
+        steps = None
+    if steps is None:
         raise TypeError(f"{_FORMS}, not {given!r}")
-    return _positive(steps, given), None
-
-
-def _parse_time(text: str) -> float:
-    found = _TIME.fullmatch(text.strip())
-    if found is None or found[2] not in _SECONDS:
-        raise ValueError(f"{_FORMS}, not {text!r}")
-    return _positive(float(found[1]) * _SECONDS[found[2]], text)
-
-
-def _positive(number: Any, given: Any) -> Any:
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{_FORMS}; each greater than 0, not {given!r}")
-    return number
+    if steps <= 0:
+        raise ValueError(f"{_FORMS}, each greater than 0, not {given!r}")
+    return steps, None
