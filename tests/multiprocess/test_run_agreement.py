@@ -17,12 +17,14 @@ def call():
         seen.append([agreement.count, *agreed])
 """
 
-# One process is several calls ahead of the others; the step number grows by 8, and has no part in it.
+# One process is up to ten calls ahead of the others; the step number grows by 8, and has no part in it.
 SPEEDS = (
     START
     + """
 for n in range(1, 151):
     step = 8 * n
+    if n % 10 == 0:
+        meet(root, f"call {n}", index, size)
     time.sleep(0.0002 if index == size - 1 else 0.003)
     if step in (8 * 20, 8 * 21) and index == 0:
         agreement.request(f"at {step}", stop=False)
@@ -77,6 +79,30 @@ say(seen=seen)
 """
 )
 
+# One process is sent SIGTERM; `jax.distributed.initialize` has installed a handler of its own.
+PREEMPTED = (
+    START
+    + """
+from shardkeep.runs.preemption import Signals, _action_of
+# The handler and the mask; glibc leaves the rest of the mask undefined.
+before = _action_of(signal.SIGTERM)[:16]
+signals = Signals(("SIGTERM",), agreement.request)
+step, stopped_at = 0, None
+while stopped_at is None and step < 8 * 5000:
+    step += 8
+    time.sleep(0.002 if index == 0 else 0.0005)
+    if step % 80 == 0:
+        meet(root, f"step {step}", index, size)
+    if index == size - 1 and step == 8 * 15:
+        os.kill(os.getpid(), signal.SIGTERM)
+    call()
+    stopped_at = step if seen else None
+signals.close()
+agreement.close()
+say(seen=seen, stopped_at=stopped_at, back=_action_of(signal.SIGTERM)[:16] == before)
+"""
+)
+
 
 def same_calls(said: list[dict[str, Any]]) -> list[Any]:
     """What all processes have agreed on: at the same calls, each once."""
@@ -112,6 +138,23 @@ def test_a_request_never_blocks_processes_that_wait_for_each_other(pair: Kept, t
 
 def test_a_process_inside_a_call_does_not_hold_up_the_others(pair: Kept, tmp_path: Path) -> None:
     assert same_calls(pair.run(INSIDE, tmp_path)) == [[2, "x", True]]
+
+
+def check_preempted(said: list[dict[str, Any]]) -> None:
+    ((call, why, stop),) = same_calls(said)
+    assert (why, stop) == ("signal SIGTERM", True)
+    assert call >= 15
+    assert {process["stopped_at"] for process in said} == {8 * call}
+    assert all(process["back"] for process in said)
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(pair: Kept, tmp_path: Path) -> None:
+    check_preempted(pair.run(PREEMPTED, tmp_path))
+
+
+@pytest.mark.processes4
+def test_a_signal_to_one_of_four_processes(four: Kept, tmp_path: Path) -> None:
+    check_preempted(four.run(PREEMPTED, tmp_path))
 
 
 @pytest.mark.processes4
