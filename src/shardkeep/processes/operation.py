@@ -22,7 +22,7 @@ from typing import Any
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
 from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
-from shardkeep.jaxapi import membership, present_client
+from shardkeep.jaxapi import Membership, membership, present_client
 from shardkeep.processes.group import LEADER, Group, Watch, doing
 
 _PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
@@ -188,14 +188,17 @@ def join(what: str) -> Operation:
     Call this in the user's thread, since the order of calls must be the same on every process, and before the arguments
     are checked, so that an error in them reaches the other processes.
     """
-    return Operation(what, present_group(what))
+    member = membership()
+    return Operation(what, None if member is None else _group_of(member, what))
 
 
 def present_group(what: str) -> Group | None:
     """The group of processes that this one is a member of; None if it is alone."""
     member = membership()
-    if member is None:
-        return None
+    return None if member is None else _group_of(member, what)
+
+
+def _group_of(member: Membership, what: str) -> Group:
     client = member.client
     if client is _inherited:
         raise ProcessError(
