@@ -173,11 +173,13 @@ def test_a_process_that_dies_before_it_reports_is_an_error_and_no_hang(tmp_path:
         + """
 call()
 meet(root, "one", index, size)
-os.environ["SHARDKEEP_PROCESS_SILENCE"] = "2"
 if index == 1:
     # Between the announcement and its report: it never gets to report.
     shardkeep.runs.agreement._Several._take_part = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    (root / "ready").touch()
     time.sleep(60)
+while not (root / "ready").exists():
+    time.sleep(0.01)
 agreement._several._silence = 2.0
 agreement.request("timed", stop=False)
 def go_on():
