@@ -37,6 +37,7 @@ PACKAGES = [
     "catalog",
     "saving",
     "loading",
+    "runs",
     "converting",
     "eformer",
     "serialization",

@@ -9,6 +9,7 @@ a typed form here.
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -162,6 +163,17 @@ def set_key(client: Any, key: str, value: str) -> None:
     client.key_value_set(key, value, allow_overwrite=True)
 
 
+def set_new_key(client: Any, key: str, value: str) -> bool:
+    """Set a key of the coordination service unless it is set already. Tells whether it was set now."""
+    try:
+        client.key_value_set(key, value, allow_overwrite=False)
+    except service_error() as error:
+        if "ALREADY_EXISTS" in str(error):
+            return False
+        raise
+    return True
+
+
 def list_keys(client: Any, directory: str) -> list[tuple[str, str]]:
     """The keys that begin with a directory, and their values."""
     return client.key_value_dir_get(directory)
@@ -178,6 +190,30 @@ def get_key(client: Any, key: str) -> str | None:
         if "NOT_FOUND" in str(error):
             return None
         raise
+
+
+def wait_for_key(client: Any, key: str, seconds: float) -> str | None:
+    """The value of a key as soon as it is set; None if it is not set within that time.
+
+    The thread waits in C++, and nothing but the key or the time ends the wait. Every wait that times out leaves 15 to
+    20 kB behind, in the client and in the service, until the key is set: so waits must be long.
+    """
+    get = getattr(client, "blocking_key_value_get", None)
+    if get is None:
+        return _poll_for_key(client, key, seconds)
+    try:
+        return get(key, int(seconds * 1000))
+    except service_error() as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def _poll_for_key(client: Any, key: str, seconds: float) -> str | None:
+    until = time.monotonic() + seconds
+    while (value := get_key(client, key)) is None and time.monotonic() < until:
+        time.sleep(min(1.0, seconds / 10))
+    return value
 
 
 def delete_keys(client: Any, directory: str) -> None:
