@@ -100,6 +100,10 @@ class Held(Protocol):
         """Add a line to the record, durably."""
         ...
 
+    def confirm(self, age: float) -> None:
+        """Raise `ConflictError` if the record is no longer this process's. In a bucket, renewed within `age` s is enough."""
+        ...
+
     def remove(self) -> None:
         """Remove the record."""
         ...
