@@ -99,7 +99,8 @@ STEPS = st.lists(
     max_size=25,
 ).map(
     lambda rows: [
-        made(number, state, minutes, **({} if loss is None else {"loss": loss})) for number, loss, minutes, state in rows
+        made(number, state, minutes, **({} if loss is None else {"loss": loss}))
+        for number, loss, minutes, state in rows
     ]
 )
 COUNT = st.none() | st.integers(1, 6)

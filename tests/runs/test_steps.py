@@ -19,7 +19,9 @@ def test_other_names_are_no_steps() -> None:
     assert [name.parse(text) for text in others] == [None] * len(others)
 
 
-@pytest.mark.parametrize("pattern", ["step", "{}{}", "a/{}", ".{}", "{x}", "{!r:>5}", "{", "{:x}", "{:s}", "{:,}", "\n{}"])
+@pytest.mark.parametrize(
+    "pattern", ["step", "{}{}", "a/{}", ".{}", "{x}", "{!r:>5}", "{", "{:x}", "{:s}", "{:,}", "\n{}"]
+)
 def test_patterns_that_do_not_name_directories_of_steps_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="name="):
         StepName(pattern)

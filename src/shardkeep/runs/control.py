@@ -1,7 +1,8 @@
 """The control directory of a run: who writes it, marks on steps, readers' holds, late metrics, requests.
 
 Every file in it is written once under a name that is never used again, because in a bucket a request to remove it may
-arrive late. The exceptions are the record of the writer and the index. The name of a mark says all that a listing needs.
+arrive late. The exceptions are the record of the writer and the index. The name of a mark says all that a listing
+needs.
 """
 
 import json
@@ -9,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -72,7 +73,7 @@ class Control:
         self.store = store_at(place, RUN_CONTROL, confined=False)
 
     @contextmanager
-    def explained(self, doing: str) -> Iterator[None]:
+    def explained(self, doing: str) -> Generator[None]:
         """What the operating system refuses becomes a `StorageError`."""
         try:
             yield

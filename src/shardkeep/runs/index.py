@@ -14,8 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteCheckpointError, IntegrityError
-from shardkeep.errors import NewerFormatError
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    ConflictError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    NewerFormatError,
+)
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runs.control import INDEX, RUN_CONTROL, Control, Mark, MetricRecord, numbers_in
@@ -88,7 +93,7 @@ class RunIndex:
     def __init__(self, control: Control, name: StepName) -> None:
         self._control, self._name = control, name
 
-    def list(self) -> Listing:
+    def read(self) -> Listing:
         """What is there now. In a bucket: one delimited listing, the index, the names of marks and late metrics, and
         the manifests of steps that are not indexed."""
         store = self._control.store
@@ -96,7 +101,7 @@ class RunIndex:
             directories, _ = store.entries()
             names = {name: number for name in directories if (number := self._name.parse(name)) is not None}
             has_control = RUN_CONTROL in directories
-            indexed, known_metrics = self._read() if has_control else ({}, {})
+            indexed, known_metrics = self._read_index() if has_control else ({}, {})
             marks = self._control.marks() if has_control else []
             records = self._control.metric_records() if has_control else []
             entries, unfinished, looked = self._entries(names, indexed)
@@ -112,7 +117,7 @@ class RunIndex:
         same = not looked and indexed.keys() == entries.keys() and known_metrics.keys() == metrics.keys()
         return Listing(found, tuple(unfinished), tuple(void), metrics, same)
 
-    def _read(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]]]:
+    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]]]:
         """What the index says; nothing if there is none, or it cannot be used."""
         try:
             found = json.loads(self._control.store.read(INDEX))
@@ -159,7 +164,9 @@ class RunIndex:
         except ConflictError:
             raise  # another program has taken over the run
         except OSError as error:
-            log.warning("the index of %s could not be written, which makes listing slower: %s", self._control.place, error)
+            log.warning(
+                "the index of %s could not be written, which makes listing slower: %s", self._control.place, error
+            )
 
     def _entries(
         self, names: Mapping[str, int], indexed: Mapping[str, Entry]

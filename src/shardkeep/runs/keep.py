@@ -51,8 +51,7 @@ class Keep:
             raise ValueError(f"metric={self.metric!r} is not the name of a metric; pass a string")
         if self.best is not None and (self.metric is None or self.mode is None):
             raise ValueError(
-                f"Keep(best={self.best}): best needs metric= and mode=, for example "
-                'metric="eval/loss", mode="min"'
+                f'Keep(best={self.best}): best needs metric= and mode=, for example metric="eval/loss", mode="min"'
             )
         if (self.metric is None) != (self.mode is None):
             raise ValueError('metric= and mode= belong together, for example metric="eval/loss", mode="min"')

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import MetadataError, an
+from shardkeep.model.arrays import kind_of
 
 log = logging.getLogger("shardkeep")
 
@@ -56,14 +57,9 @@ def _check(name: Any, value: Any) -> None:
             raise MetadataError(
                 f"metric {name!r} is an array of shape {shape}, not a number; pass a scalar, for example its mean"
             )
-        is_real = isinstance(dtype, np.dtype) and cast("np.dtype[Any]", dtype).kind in "iufV"
-        if is_real and not isinstance(value, np.ndarray | np.generic) and not getattr(
-            value, "is_fully_addressable", True
-        ) and not getattr(value, "is_fully_replicated", True):
-            raise MetadataError(f"metric {name!r} is spread over several processes; replicate it")
-        if is_real:
-            return
-        raise MetadataError(f"metric {name!r} has dtype {dtype}, which is not a real number")
+        if not isinstance(dtype, np.dtype) or kind_of(cast("np.dtype[Any]", dtype)) not in ("float", "int"):
+            raise MetadataError(f"metric {name!r} has dtype {dtype}, which is not a real number")
+        return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise MetadataError(f"metric {name!r} is {_kind(value)}, not a number; pass a Python, NumPy or JAX scalar")
 

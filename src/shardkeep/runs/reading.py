@@ -3,7 +3,7 @@
 import datetime
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,22 +59,22 @@ class ReadableRun:
 
         In a bucket this costs about six requests, and one for each step that is not in the index of the run.
         """
-        listing = self._index.list()
+        listing = self._index.read()
         return self._with_reasons(listing, listing.steps)
 
     def latest(self) -> Step | None:
         """The newest usable step whose files are complete; None if there is none. Contents are not read."""
-        listing = self._index.list()
+        listing = self._index.read()
         return self._first_complete(listing, listing.usable)
 
     def best(self) -> Step | None:
-        """The usable step with the best metric, by the `metric` and `mode` of the run's `Keep`; None if there is none."""
+        """The usable step with the best metric, by `metric` and `mode` of the run's `Keep`; None if there is none."""
         if self._keep is None or self._keep.metric is None:
             raise ValueError(
                 'best() needs to know which metric: open the run with keep=Keep(best=..., metric="eval/loss", '
                 'mode="min")'
             )
-        listing = self._index.list()
+        listing = self._index.read()
         return self._first_complete(listing, self._keep.ranked(listing.steps))
 
     def _first_complete(self, listing: Listing, steps: list[Step]) -> Step | None:
@@ -91,7 +91,7 @@ class ReadableRun:
     def _entry(self, step: Any, doing: str) -> Entry:
         """The entry of a step; an error that names the steps there are if there is none."""
         number = check_number(step)
-        listing = self._index.list()
+        listing = self._index.read()
         entry = listing.entries.get(number)
         if entry is None:
             raise CheckpointNotFoundError(f"{doing}: {_there_is_none(self._place, number, listing)}")
@@ -144,7 +144,7 @@ class ReadableRun:
         self._control.remove([mark for mark in entry.marks if mark.kind == "pinned"])
 
     @contextmanager
-    def hold(self, step: "int | Step") -> Iterator[Step]:
+    def hold(self, step: "int | Step") -> Generator[Step]:
         """A context in which no retention deletes the step, neither this program's nor that of another host.
 
         It writes a small record into the run's directory, which is gone when the block ends or the program dies.
@@ -214,7 +214,7 @@ class ReadableRun:
         pause = _LOOK_BUCKET if self._place.is_url else _LOOK_LOCAL
         last = time.monotonic()
         while True:
-            listing = self._index.list()
+            listing = self._index.read()
             new = seen.new_in(listing)
             for entry in new:
                 step = self._with_reasons(listing, [entry.step])[0]
@@ -304,5 +304,6 @@ def _refuse_checkpoint(place: Location) -> None:
         except IntegrityError:
             pass  # a checkpoint that is damaged
     raise PathError(
-        f"{place} is a checkpoint, not a run; a run is the directory in which steps are saved, for example {place.parent}"
+        f"{place} is a checkpoint, not a run; a run is the directory in which steps are saved, for example "
+        f"{place.parent}"
     )

@@ -1,14 +1,15 @@
 """Deleting the steps that a `Keep` does not keep, so that no reader loses what it holds.
 
 A deleter writes a mark, reads the holds again, and only then deletes. A reader writes its hold and then looks for the
-mark. So either the deleter sees the hold or the reader sees the mark. The mark of a deleter that died is resolved by the
-next writer of the run.
+mark. So either the deleter sees the hold or the reader sees the mark. The mark of a deleter that died is settled by
+the next writer of the run.
 """
 
 import datetime
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from shardkeep.catalog import delete
@@ -86,42 +87,50 @@ class Retention:
         self._control, self._index, self._keep = control, index, keep
         self._reported: set[tuple[str, str]] = set()  # what was logged once
 
-    def resolve(self, listing: Listing) -> Listing:
-        """Settle the deletions of a writer that died, remove saves that were never committed, and list again."""
+    def settle(self, listing: Listing) -> Listing:
+        """Settle interrupted deletions: a step that is still complete stays, others are deleted completely."""
         dying = [entry for entry in listing.entries.values() if entry.step.state == "deleting"]
+        if not dying:
+            return listing
         for entry in dying:
-            marks = [mark for mark in entry.marks if mark.kind == "deleting"]
-            if self._index.check(entry.step) is None:  # files are missing: it has begun to delete them
-                self._try(entry.name, lambda path=entry.step.path: _delete(path))
-            self._control.remove(marks)
-        for name in listing.unfinished:
-            self._try(name, lambda path=str(self._control.place / name): _delete(path), quiet=True)
-        if dying or listing.unfinished or listing.void:
-            again = self._index.list()
-            self._control.remove(again.void)
-            return replace(again, void=())
-        return listing
+            if self._index.check(entry.step) is None:  # files are missing: its deletion has begun
+                self._try(entry.name, partial(_delete, entry.step.path))
+            self._control.remove([mark for mark in entry.marks if mark.kind == "deleting"])
+        return self._index.read()
 
-    def run(self, resumed_from: int | None, in_use: Collection[int], now: datetime.datetime) -> Listing:
-        """Delete what is not kept. Returns what is left."""
-        listing = self.resolve(self._index.list())
+    def remove_remains(self) -> None:
+        """Remove saves that were never committed, and marks and metrics of steps that are gone."""
+        listing = self._index.read()
+        for name in listing.unfinished:
+            # If a save to it is running, that is a conflict, and nothing is deleted.
+            self._try(name, partial(_delete, str(self._control.place / name)), quiet=True)
+        self._control.remove(listing.void)
+
+    def run(
+        self, resumed_from: int | None, in_use: Collection[int], now: datetime.datetime
+    ) -> tuple[Listing, list[int]]:
+        """Delete what is not kept. Returns what is left, and what was deleted."""
+        listing = self.settle(self._index.read())
         why = explain(listing, self._keep, now, resumed_from)
         self._warn_unseen(listing)
         deleted: list[int] = []
         for number, entry in sorted(listing.entries.items()):
             if entry.step.is_usable and number not in why and number not in in_use and entry.step.save_id:
-                outcome: list[Outcome] = []
-                self._try(entry.name, lambda e=entry, o=outcome: o.append(delete_step(self._control, e)))
-                if outcome == ["deleted"]:
-                    deleted.append(number)
-                elif outcome:
-                    self._report(entry.name, f"it is {outcome[0]}", logging.INFO)
+                self._try(entry.name, partial(self._delete_step, entry, deleted))
         left = {number: entry for number, entry in listing.entries.items() if number not in deleted}
-        return replace(listing, entries=left, is_indexed=listing.is_indexed and not deleted)
+        return replace(listing, entries=left, is_indexed=listing.is_indexed and not deleted), deleted
 
-    def _try(self, name: str, action: "object", quiet: bool = False) -> None:
+    def _delete_step(self, entry: Entry, deleted: list[int]) -> None:
+        outcome = delete_step(self._control, entry)
+        if outcome == "deleted":
+            deleted.append(entry.step.number)
+        else:
+            self._report(entry.name, f"it is {outcome}", logging.INFO)
+
+    def _try(self, name: str, action: Callable[[], None], quiet: bool = False) -> None:
+        """Try to delete something; report why it could not be deleted."""
         try:
-            action()  # type: ignore[operator]
+            action()
         except ConflictError as error:
             if not quiet:  # a save to it is running
                 self._report(name, str(error), logging.WARNING)

@@ -77,7 +77,7 @@ class StepName:
             usable = False
         if not usable:
             raise ValueError(
-                f'name={pattern!r} does not give each step a name of its own; pass text with one {{}} for the number, '
+                f"name={pattern!r} does not give each step a name of its own; pass text with one {{}} for the number, "
                 'such as "step_{}" or "step_{:08d}"'
             )
         if "/" in pattern or "\\" in pattern or pattern.startswith(".") or not pattern.isprintable():

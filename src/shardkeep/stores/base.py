@@ -101,7 +101,7 @@ class Held(Protocol):
         ...
 
     def confirm(self, age: float) -> None:
-        """Raise `ConflictError` if the record is no longer this process's. In a bucket, renewed within `age` s is enough."""
+        """Raise `ConflictError` if the record was taken over. In a bucket, ask only if `age` seconds old."""
         ...
 
     def remove(self) -> None:
