@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardkeep
+from runs.runs import ONE, new_state, numbers, state_of, trained
 from shardkeep import Keep, Run
 from shardkeep.errors import (
     CheckpointExistsError,
@@ -25,30 +26,6 @@ from shardkeep.errors import (
     PathError,
     StorageError,
 )
-
-ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"w": jnp.full((4,), float(step)), "n": step}
-
-
-def new_state() -> dict[str, Any]:
-    return state_of(0)
-
-
-def trained(path: Path, steps: Any, **arguments: Any) -> Run:
-    """A run that was resumed, trained and closed."""
-    with Run(path, **{"save_every": 1, "keep": None, **arguments}) as run:
-        run.resume(new_state, shardings=ONE)
-        for step in steps:
-            run.step(step, state_of(step), metrics={"loss": 1.0 / step})
-    return run
-
-
-def numbers(run: Run) -> list[int]:
-    return [step.number for step in run.steps()]
-
 
 class Data:
     """An iterator with a position."""
@@ -70,7 +47,7 @@ class Data:
 def test_a_new_run_begins_with_a_new_state_at_step_0(tmp_path: Path) -> None:
     with Run(tmp_path / "run") as run:
         state, step = run.resume(new_state, shardings=ONE)
-        assert (step, state["n"], np.asarray(state["w"]).tolist()) == (0, 0, [0, 0, 0, 0])
+        assert (step, state["n"], np.asarray(state["w"]).tolist()) == (0, 0, [0.0] * 64)
         assert run.resumed is not None and run.resumed.fresh
     assert run.latest() is None
 

@@ -209,7 +209,7 @@ def _checkpoint_at(init_from: object, name: StepName) -> str:
     try:
         look(place)
     except CheckpointNotFoundError:
-        newest: Step | Location | None = ReadableRun(place, name=name.pattern).latest()
+        newest: Step | Location | None = ReadableRun(str(place), name=name.pattern).latest()
         if newest is None:
             newest = find_newest(place, log.warning)
         if newest is not None:
