@@ -252,9 +252,13 @@ class Run(ReadableRun):
         saving = self._saving
         if saving is not None and saving.error is not None and self._is_alone():
             self._settle()
-        if not self._is_due(step) and agreed is None:
+        number = step if type(step) is int and step >= 0 else check_number(step)
+        due = self._schedule.passed(number)
+        if self._schedule.seconds is not None and self._is_due_by_time(number):
+            due = True
+        if not due and agreed is None:
             return None
-        return self._save(step, state, metrics, iterators, trees, metadata, agreed, pin=False)
+        return self._save(number, state, metrics, iterators, trees, metadata, agreed, pin=False)
 
     def _open_and_enter(self) -> Any:
         self._open()
@@ -262,11 +266,6 @@ class Run(ReadableRun):
 
     def _is_alone(self) -> bool:
         return self._writer is not None and self._writer.is_alone
-
-    def _is_due(self, step: Any) -> bool:
-        number = step if type(step) is int and step >= 0 else check_number(step)
-        due = self._schedule.passed(number)
-        return self._is_due_by_time(number) or due if self._schedule.seconds is not None else due
 
     def _is_due_by_time(self, number: int) -> bool:
         """Whether the time for a save has come. Several processes agree on a later call; process 0 announces it."""
@@ -330,7 +329,7 @@ class Run(ReadableRun):
 
     def _save(
         self,
-        step: int,
+        number: int,
         state: Any,
         metrics: Mapping[str, Any] | None,
         iterators: Mapping[str, Any] | None,
@@ -340,7 +339,7 @@ class Run(ReadableRun):
         pin: bool,
     ) -> PendingSave | None:
         """Save a step, on all processes in the same call. None if it is committed already."""
-        writer, number = self._open(), check_number(step)
+        writer = self._open()
         place = self._place / self._name.of(number)
         with join(f"saving step {number} of {self.path}") as operation:
             self._settle()
