@@ -88,10 +88,17 @@ class RunIndex:
     Args:
         control: Its control directory.
         name: How its steps are named.
+
+    Attributes:
+        distrusted: Names of steps that are being saved again: the index has no say about them, and is written without
+            them, until the writer takes them out of this set.
+        deleted: Names of steps that the writer has deleted. Some servers go on listing them as empty directories.
     """
 
     def __init__(self, control: Control, name: StepName) -> None:
         self._control, self._name = control, name
+        self.distrusted: set[str] = set()
+        self.deleted: set[str] = set()
 
     def read(self) -> Listing:
         """What is there now. In a bucket: one delimited listing, the index, the names of marks and late metrics, and
@@ -99,7 +106,8 @@ class RunIndex:
         store = self._control.store
         with self._control.explained("listing the steps"):
             directories, _ = store.entries()
-            names = {name: number for name in directories if (number := self._name.parse(name)) is not None}
+            parsed = {name: self._name.parse(name) for name in directories if name not in self.deleted}
+            names = {name: number for name, number in parsed.items() if number is not None}
             has_control = RUN_CONTROL in directories
             indexed, known_metrics = self._read_index() if has_control else ({}, {})
             marks = self._control.marks() if has_control else []
@@ -146,14 +154,10 @@ class RunIndex:
         identity = tuple(cast("list[Any]", identity)) if isinstance(identity, list) else None
         return Entry(name, step, bool(one["by_run"]), bool(one["pinned"]), identity)
 
-    def write(self, listing: Listing, but: Sequence[str] = ()) -> None:
-        """Replace the index. Only the writer of the run does so. Not being able to is no error: it is a cache.
-
-        Args:
-            listing: What was found.
-            but: Names of steps to leave out, because they are about to be saved again.
-        """
-        readable = [entry for entry in listing.entries.values() if entry.step.save_id and entry.name not in but]
+    def write(self, listing: Listing) -> None:
+        """Replace the index. Only the writer of the run does so. Not being able to is no error: it is a cache."""
+        known = listing.entries.values()
+        readable = [entry for entry in known if entry.step.save_id and entry.name not in self.distrusted]
         document = {
             "version": _VERSION,
             "steps": {entry.name: _encoded(entry) for entry in readable},
@@ -179,7 +183,8 @@ class RunIndex:
         for name in names:
             entry = indexed.get(name)
             costly = store.traits.costly_requests
-            if entry is not None and (costly or entry.identity == store.identity(f"{name}/{MANIFEST}")):
+            trusted = entry is not None and name not in self.distrusted
+            if trusted and entry and (costly or entry.identity == store.identity(f"{name}/{MANIFEST}")):
                 found[name] = entry
             else:
                 unknown.append(name)
@@ -202,6 +207,8 @@ class RunIndex:
         identity = None if place.is_url else self._control.store.identity(f"{name}/{MANIFEST}")
         step = Step(number, str(place))
         try:
+            if place.is_url and not store_at(place).children(""):
+                return None  # an empty directory, which some servers have
             manifest = look(place, search=False).manifest
         except (CheckpointNotFoundError, IncompleteCheckpointError):
             return self._without_manifest(name, step)

@@ -95,12 +95,14 @@ class Writer:
                 "resuming. Call run.resume() before the loop, which continues with the newest step, or "
                 "run.resume(step=...), which goes back; or choose another directory for a new run. Nothing was written"
             )
+        self._index.deleted.discard(self._name.of(number))
         if state is None:
             return "save"
         if state == "usable":
             return "skip"
         # In a bucket the index is believed. If this save is committed and the index not written, it must not be wrong.
-        self._index.write(self._index.read(), but=[self._name.of(number)])
+        self._index.distrusted.add(self._name.of(number))
+        self._index.write(self._index.read())
         return "replace"
 
     def begin(self) -> set[str]:
@@ -116,7 +118,7 @@ class Writer:
         self.known[number] = "usable"
         self.resumed = True  # from here on, the steps of this run are this program's own
         names = list(fulfilled)
-        self._put(lambda: self._tidy(names))
+        self._put(lambda: self._tidy(number, names))
 
     def fulfil(self, names: Iterable[str]) -> None:
         """Requests are fulfilled, because the step that they ask for was committed before."""
@@ -128,7 +130,8 @@ class Writer:
         if self._housekeeping is not None:
             self._housekeeping.put(task)
 
-    def _tidy(self, fulfilled: Sequence[str]) -> None:
+    def _tidy(self, committed: int, fulfilled: Sequence[str]) -> None:
+        self._index.distrusted.discard(self._name.of(committed))
         if fulfilled:
             self._control.remove_requests(fulfilled)
         self._lock.confirm()
@@ -136,6 +139,7 @@ class Writer:
         listing, deleted = self._retention.run(self.resumed_from, self.in_use, now)
         for number in deleted:
             self.known.pop(number, None)
+            self._index.deleted.add(self._name.of(number))
         if not listing.is_indexed:
             self._index.write(listing)
 
