@@ -145,7 +145,7 @@ class RunIndex:
             number,
             str(self._control.place / name),
             numbers_in(decode_metadata(one["metrics"])),
-            decode_metadata(one["metadata"]),
+            cast(dict[str, Any], decode_metadata(one["metadata"])),
             _moment(one["time"]),
             int(one["nbytes"]),
             save_id=str(one["save_id"]),
@@ -318,7 +318,7 @@ def _encoded(entry: Entry) -> dict[str, Any]:
         "nbytes": step.nbytes,
         "by_run": entry.by_run,
         "pinned": entry.pinned_when_saved,
-        "identity": list(entry.identity) if isinstance(entry.identity, tuple) else None,
+        "identity": list(cast("tuple[Any, ...]", entry.identity)) if isinstance(entry.identity, tuple) else None,
     }
 
 

@@ -3,7 +3,7 @@
 import datetime
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,7 +190,7 @@ class ReadableRun:
         if found is None or found.step.save_id != entry.step.save_id:
             raise CheckpointNotFoundError(f"{entry.step.path} was deleted or replaced meanwhile; choose a newer step")
 
-    def watch(self, after: int | None = None, timeout: float | None = None, hold: bool = True) -> Iterator[Step]:
+    def watch(self, after: int | None = None, timeout: float | None = None, hold: bool = True) -> Generator[Step]:
         """Yield usable steps as they are committed, each held while the body of the loop runs.
 
         Steps come in the order of their numbers. One that is saved again, after the run went back, comes again. One

@@ -4,7 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
@@ -199,8 +199,8 @@ def _kinds_in(manifest: Manifest) -> dict[str, Any]:
     if tree is None or states is None or states.save_id != tree.save_id:
         return {}
     noted = tree.metadata.get(KEY)
-    found = noted.get("iterators") if isinstance(noted, dict) else None
-    return dict(found) if isinstance(found, dict) else {}
+    found = cast(dict[str, Any], noted).get("iterators") if isinstance(noted, dict) else None
+    return dict(cast(dict[str, Any], found)) if isinstance(found, dict) else {}
 
 
 def _checkpoint_at(init_from: object, name: StepName) -> str:
