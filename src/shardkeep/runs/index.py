@@ -33,7 +33,7 @@ from shardkeep.targets.resolve import find_complete, look
 log = logging.getLogger("shardkeep")
 
 KEY = "shardkeep_run"  # of the metadata: what a Run notes about a step
-_VERSION = 1
+_VERSION = 1  # of the index; another one is ignored
 
 
 @dataclass(frozen=True)
