@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,6 +203,40 @@ class TestService:
 
         jaxapi.set_key(group.client, "older/a", "1")
         assert (jaxapi.get_key(Older(), "older/a"), jaxapi.get_key(Older(), "older/x")) == ("1", None)
+
+    def test_a_key_that_is_set_stays_as_it_is(self, group: Group) -> None:
+        message = lost("the processes of a run cannot agree on a step")
+        assert [jaxapi.set_new_key(group.client, "new/a", value) for value in "12"] == [True, False], message
+        assert jaxapi.get_key(group.client, "new/a") == "1", message
+
+    def test_another_error_of_the_service_is_raised(self, group: Group) -> None:
+        class Refusing:
+            def key_value_set(self, *_: Any, **__: Any) -> None:
+                group.client.blocking_key_value_get("refused", 1)
+
+            def blocking_key_value_get(self, *_: Any) -> None:
+                group.client.key_value_set("new/b", "1", allow_overwrite=True)
+                group.client.key_value_set("new/b", "2", allow_overwrite=False)
+
+        with pytest.raises(jaxapi.service_error(), match="DEADLINE_EXCEEDED"):
+            jaxapi.set_new_key(Refusing(), "new/a", "1")
+        with pytest.raises(jaxapi.service_error(), match="ALREADY_EXISTS"):
+            jaxapi.wait_for_key(Refusing(), "new/a", 1)
+
+    @pytest.mark.parametrize("older", [False, True], ids=["as JAX does it", "by asking again and again"])
+    def test_a_thread_waits_for_a_key_until_it_is_set(self, group: Group, older: bool) -> None:
+        class Older:
+            key_value_try_get = staticmethod(group.client.key_value_try_get)
+
+        client = Older() if older else group.client
+        message = lost("the processes of a run poll for requests")
+        assert hasattr(group.client, "blocking_key_value_get"), message
+        assert jaxapi.wait_for_key(client, f"awaited/{older}", 0.05) is None, message
+        timer = threading.Timer(0.1, jaxapi.set_key, (group.client, f"awaited/{older}", "1"))
+        timer.start()
+        assert jaxapi.wait_for_key(client, f"awaited/{older}", 5) == "1", message
+        timer.join()
+        assert jaxapi.wait_for_key(client, f"awaited/{older}", 5) == "1", message
 
 
 def test_a_process_that_is_alone_is_a_member_of_nothing() -> None:

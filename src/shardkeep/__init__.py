@@ -47,6 +47,11 @@ if _typing.TYPE_CHECKING:
     from shardkeep.model.nodes import OpaqueNode
     from shardkeep.model.perprocess import PerProcess
     from shardkeep.model.reports import Problem, SaveReport, VerifyReport
+    from shardkeep.runs.iterators import Global
+    from shardkeep.runs.keep import Keep
+    from shardkeep.runs.resume import Resumed
+    from shardkeep.runs.run import Run
+    from shardkeep.runs.steps import Step
     from shardkeep.runtime.budget import set_memory_budget
     from shardkeep.saving.pending import PendingSave
     from shardkeep.saving.save import save, save_async
@@ -58,9 +63,11 @@ __all__ = [
     "CheckpointNotFoundError",
     "CommitUnknownError",
     "ConflictError",
+    "Global",
     "HostMemoryError",
     "IncompleteCheckpointError",
     "IntegrityError",
+    "Keep",
     "KeyCollisionError",
     "Manifest",
     "MetadataError",
@@ -77,9 +84,12 @@ __all__ = [
     "PrefixError",
     "Problem",
     "ProcessError",
+    "Resumed",
+    "Run",
     "SaveReport",
     "ShardingError",
     "ShardkeepError",
+    "Step",
     "StorageError",
     "StoredLeaf",
     "TemplateMismatchError",
@@ -107,9 +117,11 @@ _HOMES = {
     "CheckpointNotFoundError": "errors",
     "CommitUnknownError": "errors",
     "ConflictError": "errors",
+    "Global": "runs.iterators",
     "HostMemoryError": "errors",
     "IncompleteCheckpointError": "errors",
     "IntegrityError": "errors",
+    "Keep": "runs.keep",
     "KeyCollisionError": "errors",
     "Manifest": "model.manifest",
     "MetadataError": "errors",
@@ -118,6 +130,7 @@ _HOMES = {
     "NewerFormatError": "errors",
     "NotADirectoryPathError": "errors",
     "NotEnoughSpaceError": "errors",
+    "OpaqueNode": "model.nodes",
     "PathError": "errors",
     "PathTypeError": "errors",
     "PendingSave": "saving.pending",
@@ -125,10 +138,12 @@ _HOMES = {
     "PrefixError": "errors",
     "Problem": "model.reports",
     "ProcessError": "errors",
+    "Resumed": "runs.resume",
+    "Run": "runs.run",
     "SaveReport": "model.reports",
     "ShardingError": "errors",
     "ShardkeepError": "errors",
-    "OpaqueNode": "model.nodes",
+    "Step": "runs.steps",
     "StorageError": "errors",
     "StoredLeaf": "model.leaves",
     "TemplateMismatchError": "errors",

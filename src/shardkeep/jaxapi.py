@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -144,11 +145,18 @@ def wrap_key_data(data: "jax.Array | Array", impl: str) -> "jax.Array":
     return cast("jax.Array", jax.random.wrap_key_data(cast("jax.Array", data), impl=impl))
 
 
-def jit(function: Callable[_P, _T], out_shardings: "Sharding | Format") -> Callable[_P, _T]:
+def jit(function: Callable[_P, _T], out_shardings: "Sharding | Format | list[Any]") -> Callable[_P, _T]:
     """`jax.jit`, which does not tell what the compiled function takes and returns."""
     import jax
 
     return jax.jit(function, out_shardings=out_shardings)  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+def eval_shape(function: Callable[[], Any]) -> Any:
+    """What a function would return, as abstract arrays. One that is jitted with `out_shardings` gives them those."""
+    import jax
+
+    return jax.eval_shape(function)  # pyright: ignore[reportUnknownMemberType]
 
 
 def has_x64() -> bool:
@@ -161,6 +169,17 @@ def has_x64() -> bool:
 def set_key(client: Any, key: str, value: str) -> None:
     """Set a key of the coordination service, whether or not it is set already."""
     client.key_value_set(key, value, allow_overwrite=True)
+
+
+def set_new_key(client: Any, key: str, value: str) -> bool:
+    """Set a key of the coordination service unless it is set already. Tells whether it was set now."""
+    try:
+        client.key_value_set(key, value, allow_overwrite=False)
+    except service_error() as error:
+        if "ALREADY_EXISTS" in str(error):
+            return False
+        raise
+    return True
 
 
 def list_keys(client: Any, directory: str) -> list[tuple[str, str]]:
@@ -179,6 +198,30 @@ def get_key(client: Any, key: str) -> str | None:
         if "NOT_FOUND" in str(error):
             return None
         raise
+
+
+def wait_for_key(client: Any, key: str, seconds: float) -> str | None:
+    """The value of a key as soon as it is set; None if it is not set within that time.
+
+    The thread waits in C++, and nothing but the key or the time ends the wait. Every wait that times out leaves 15 to
+    20 kB behind, in the client and in the service, until the key is set: so waits must be long.
+    """
+    get = getattr(client, "blocking_key_value_get", None)
+    if get is None:
+        return _poll_for_key(client, key, seconds)
+    try:
+        return get(key, int(seconds * 1000))
+    except service_error() as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def _poll_for_key(client: Any, key: str, seconds: float) -> str | None:
+    until = time.monotonic() + seconds
+    while (value := get_key(client, key)) is None and time.monotonic() < until:
+        time.sleep(min(1.0, seconds / 10))
+    return value
 
 
 def delete_keys(client: Any, directory: str) -> None:

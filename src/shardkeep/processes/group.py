@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE
 from shardkeep.errors import ProcessError
-from shardkeep.jaxapi import delete_keys, get_key, list_keys, service_error, set_key
+from shardkeep.jaxapi import (
+    delete_keys,
+    get_key,
+    list_keys,
+    service_error,
+    set_key,
+    set_new_key,
+    wait_for_key,
+)
 from shardkeep.runtime.calls import Calls, Unanswered
 
 LEADER = 0  # the index of the process that decides and commits
@@ -71,7 +79,7 @@ class Group:
             if now - since > _KEPT_SECONDS:
                 self._left.pop(keys, None)
                 with suppress(ProcessError):
-                    self._ask(lambda keys=keys: delete_keys(self.client, f"{keys}/"))
+                    self.delete(f"{keys}/")
 
     def was_given_up(self, keys: str, process: int, what: str) -> bool:
         """Whether the others have given up on an operation of this number because this process never joined it."""
@@ -84,19 +92,28 @@ class Group:
         if self.forked:
             raise ProcessError("this process was forked from a member of the group")
         try:
-            return self._calls(call, seconds or self.patience, gives_up=seconds is None)
+            with _explained():
+                return self._calls(call, seconds or self.patience, gives_up=seconds is None)
         except Unanswered as error:
             raise ProcessError(
                 f"JAX's coordination service has not answered for {error.seconds:.0f} s: process {LEADER}, which "
                 f"usually runs it, has died or is stopped ({PROCESS_SILENCE.variable} sets the time limit)"
             ) from error
-        except service_error() as error:
-            raise ProcessError(
-                f"JAX's coordination service does not answer; process {LEADER} may have exited ({error})"
-            ) from error
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: set_key(self.client, key, value))
+
+    def set_new(self, key: str, value: str, *, last: bool = False) -> bool:
+        """Set a key unless it is set already; tells whether it was set now. `last`: do not wait long for an answer."""
+        return self._ask(lambda: set_new_key(self.client, key, value), _LAST_WORDS if last else None)
+
+    def wait_for(self, key: str, seconds: float) -> str | None:
+        """The value of a key as soon as it is set; None after that time. Only for threads that have nothing to do."""
+        with _explained():
+            return wait_for_key(self.client, key, seconds)
+
+    def delete(self, directory: str) -> None:
+        self._ask(lambda: delete_keys(self.client, directory))
 
     def list(self, directory: str) -> list[tuple[str, str]]:
         return self._ask(lambda: list_keys(self.client, directory))
@@ -212,6 +229,17 @@ def _absent(processes: list[int], what: str, deadline: float) -> ProcessError:
         "lost": True,
     }
     return error
+
+
+@contextmanager
+def _explained() -> Generator[None]:
+    """What JAX raises if the service is gone, as a `ProcessError`."""
+    try:
+        yield
+    except service_error() as error:
+        raise ProcessError(
+            f"JAX's coordination service does not answer; process {LEADER} may have exited ({error})"
+        ) from error
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class Operation(AbstractContextManager["Operation", None]):
                 member, _, name = key.partition("/")
                 begun.add(int(member))
                 if name == "error":
-                    raise _as_error(json.loads(text))
+                    raise as_error(json.loads(text))
                 if name == str(self._round):
                     found[int(member)] = json.loads(text)
             missing = [i for i in range(self.size) if i not in found]
@@ -124,7 +124,7 @@ class Operation(AbstractContextManager["Operation", None]):
             if str(self._round) in said:
                 return json.loads(said[str(self._round)])
             if "abort" in said:
-                raise _as_error(json.loads(said["abort"]))
+                raise as_error(json.loads(said["abort"]))
             if lost is not None:
                 raise lost
             lost = watch.look([LEADER], {LEADER} if said else set())
@@ -136,7 +136,7 @@ class Operation(AbstractContextManager["Operation", None]):
         with suppress(ProcessError):
             for key, text in self._list(""):
                 if key.endswith(("/error", "/abort")):
-                    return _as_error(json.loads(text))
+                    return as_error(json.loads(text))
         return None
 
     def close(self) -> None:
@@ -185,8 +185,13 @@ def join(what: str) -> Operation:
     return Operation(what, None if member is None else _group_of(member, what))
 
 
+def present_group(what: str) -> Group | None:
+    """The group of processes that this one is a member of; None if it is alone."""
+    member = membership()
+    return None if member is None else _group_of(member, what)
+
+
 def _group_of(member: Membership, what: str) -> Group:
-    """The group of processes that this one is a member of."""
     client = member.client
     if client is _inherited:
         raise ProcessError(
@@ -203,7 +208,7 @@ def _group_of(member: Membership, what: str) -> Group:
     return group
 
 
-def _as_error(record: dict[str, Any]) -> ShardkeepError:
+def as_error(record: dict[str, Any]) -> ShardkeepError:
     """An error that another process reported, as an exception of the same class."""
     kind = error_named(record["kind"])
     if record.get("lost"):

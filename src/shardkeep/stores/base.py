@@ -100,6 +100,10 @@ class Held(Protocol):
         """Add a line to the record, durably."""
         ...
 
+    def confirm(self, age: float) -> None:
+        """Raise `ConflictError` if the record was taken over. In a bucket, ask only if `age` seconds old."""
+        ...
+
     def remove(self) -> None:
         """Remove the record."""
         ...

@@ -34,7 +34,7 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
     """The names that a save recorded. A last line that was cut short is ignored."""
     names: list[str] = []
     try:
-        for line in _lines(store, save_id):
+        for line in _lines(store, f"{store.saves}/{save_id}"):
             if isinstance(line, list):
                 names += [check_name(name) for name in line]
     except (ValueError, TypeError):
@@ -42,10 +42,10 @@ def recorded_names(store: Store, save_id: str) -> list[str]:
     return names
 
 
-def _lines(store: Store, save_id: str) -> Iterator[Json]:
+def _lines(store: Store, name: str) -> Iterator[Json]:
     """The lines of a record up to one that is not JSON; none if there is no record."""
     try:
-        lines = store.read(f"{store.saves}/{save_id}").splitlines()
+        lines = store.read(name).splitlines()
     except FileNotFoundError:
         return
     for line in lines:
@@ -86,16 +86,20 @@ def unfinished_saves(store: Store) -> list[Unfinished]:
 
 def _look_at(store: Store, save_id: str, name: str) -> Unfinished:
     is_running = store.is_held(f"{store.saves}/{name}")
+    maker = maker_of(store, f"{store.saves}/{name}")
+    return Unfinished(save_id, is_running, *maker) if maker else Unfinished(save_id, is_running)
+
+
+def maker_of(store: Store, name: str) -> tuple[str, int, datetime.datetime] | None:
+    """Who made a record: host, process and since when. None if it does not say, or there is no record."""
     try:
         makers = (line for line in _lines(store, name) if isinstance(line, dict) and "pid" in line)
         who = next(makers, JsonObject())
         host, pid = str(who["host"])[:_LONGEST], int(cast(int, who["pid"]))
         since = datetime.datetime.fromisoformat(cast(str, who["since"]))
     except (KeyError, TypeError, ValueError, OSError):
-        return Unfinished(save_id, is_running)
-    if not host.isprintable() or since.tzinfo is None:
-        return Unfinished(save_id, is_running)
-    return Unfinished(save_id, is_running, host, pid, since)
+        return None
+    return None if not host.isprintable() or since.tzinfo is None else (host, pid, since)
 
 
 def explain_unfinished(store: Store, where: str) -> str:

@@ -90,6 +90,11 @@ class LocalHeld(LockFile):
         write_at(self.file, end, [memoryview(line + b"\n")])
         os.fsync(self.file.number)
 
+    def confirm(self, age: float) -> None:
+        # The kernel keeps the lock for as long as the process lives. Only the file may have been removed.
+        if self.file is None or not self.file.is_open or not os.fstat(self.file.number).st_nlink:
+            raise ConflictError(f"{self.path} was removed by another program while this one was using it")
+
     def remove(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self.path)

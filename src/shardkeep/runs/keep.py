@@ -1,0 +1,119 @@
+"""Which steps of a run stay: a pure function of the steps and the time."""
+
+import datetime
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardkeep.runs.durations import parse_duration
+from shardkeep.runs.steps import Step
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which steps of a run stay. A step stays if any of the rules keeps it; at least one rule must be given.
+
+    Only usable steps count: neither damaged nor abandoned ones. Whatever the rules say, a `Run` never deletes the
+    newest usable step, the step that it resumed from until a newer one is committed, pinned steps, steps that a reader
+    holds, and what a `Run` did not save.
+
+    Args:
+        last: Keep this many of the newest steps.
+        every: Keep the first step at or past each multiple of this number.
+        best: Keep this many steps with the best `metric`. NaN is never best. A step whose metric has not been
+            recorded yet is kept until `best` newer steps have theirs.
+        metric: The name of the metric for `best` and `run.best()`.
+        mode: Whether a smaller ("min") or a larger ("max") value of the metric is better.
+        within: Keep steps that were saved no longer ago than this: "12 h", "7 d", or a `datetime.timedelta`.
+
+    >>> keep = Keep(last=3, every=10_000, best=2, metric="eval/loss", mode="min")
+    >>> Keep(best=2)
+    Traceback (most recent call last):
+    ValueError: Keep(best=2): best needs metric= and mode=, for example metric="eval/loss", mode="min"
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
+    within: str | datetime.timedelta | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            _check_count(name, getattr(self, name))
+        if self.within is not None:
+            parse_duration(self.within, "within")
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f'mode={self.mode!r} is unknown; pass "min" if a smaller metric is better, or "max"')
+        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
+            raise ValueError(f"metric={self.metric!r} is not the name of a metric; pass a string")
+        if self.best is not None and (self.metric is None or self.mode is None):
+            raise ValueError(
+                f'Keep(best={self.best}): best needs metric= and mode=, for example metric="eval/loss", mode="min"'
+            )
+        if (self.metric is None) != (self.mode is None):
+            raise ValueError('metric= and mode= belong together, for example metric="eval/loss", mode="min"')
+        if self.last is None and self.every is None and self.best is None and self.within is None:
+            raise ValueError(
+                "Keep() has no rule, so it would keep the newest step only; pass last=1 for that, or keep=None to the "
+                "Run to keep every step"
+            )
+
+    def choose(self, steps: Iterable[Step], now: datetime.datetime) -> dict[int, tuple[str, ...]]:
+        """Why each step that is kept is kept; a step that is not in the result may be deleted.
+
+        Args:
+            steps: The steps, in any order. Those that are not usable are ignored.
+            now: The time, for `within`.
+        """
+        usable = sorted((step for step in steps if step.is_usable), key=lambda step: step.number, reverse=True)
+        why: dict[int, tuple[str, ...]] = {}
+
+        def keep(some: Iterable[Step], reason: str) -> None:
+            for step in some:
+                why[step.number] = (*why.get(step.number, ()), reason)
+
+        keep(usable[:1], "newest")
+        keep(usable[: self.last or 0], "last")
+        if self.every is not None:
+            # From the newest on, so that the lowest number past each multiple is what remains.
+            first = {step.number // self.every: step for step in usable if step.number >= self.every}
+            keep(first.values(), "every")
+        if self.best is not None and self.metric is not None:
+            keep(self.ranked(usable)[: self.best], "best")
+            keep(self._awaiting(usable, self.best, self.metric), "awaiting metric")
+        if self.within is not None:
+            age = datetime.timedelta(seconds=parse_duration(self.within, "within"))
+            keep((step for step in usable if step.time is not None and now - step.time <= age), "within")
+        return why
+
+    def ranked(self, steps: Iterable[Step]) -> list[Step]:
+        """The usable steps that have the metric, the best first. Of equal ones, the newer is better."""
+        metric, sign = self.metric, -1.0 if self.mode == "max" else 1.0
+        if metric is None:
+            return []
+        known = [s for s in steps if s.is_usable and metric in s.metrics and not math.isnan(s.metrics[metric])]
+        return sorted(known, key=lambda step: (sign * step.metrics[metric], -step.number))
+
+    @staticmethod
+    def _awaiting(newest_first: Sequence[Step], best: int, metric: str) -> list[Step]:
+        """The steps without the metric that fewer than `best` newer steps have."""
+        awaiting: list[Step] = []
+        have = 0
+        for step in newest_first:
+            if metric in step.metrics:
+                have += 1
+            elif have < best:
+                awaiting.append(step)
+        return awaiting
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} is not a number of steps; pass an int greater than 0")
+    if value <= 0:
+        raise ValueError(f"{name}={value} must be greater than 0; leave it out to have no such rule")

@@ -1,0 +1,228 @@
+"""Continuing a run: the newest usable step is loaded and verified, and what is damaged is skipped, loudly."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from shardkeep.catalog import open_checkpoint
+from shardkeep.errors import CheckpointNotFoundError, IntegrityError
+from shardkeep.loading.load import load
+from shardkeep.model.manifest import Manifest
+from shardkeep.processes.operation import join
+from shardkeep.runs.control import Control
+from shardkeep.runs.index import KEY, Listing, RunIndex
+from shardkeep.runs.iterators import Redistribute, put_back
+from shardkeep.runs.reading import ReadableRun
+from shardkeep.runs.steps import Step, StepName
+from shardkeep.runs.templates import Template
+from shardkeep.stores.location import Location, location
+from shardkeep.targets.resolve import find_newest, look
+
+log = logging.getLogger("shardkeep")
+
+ITERATORS = "iterators"  # the prefix of the iterators' states
+_OWN = ("path", "template", "prefix", "per_process", "mapped")  # the arguments of load that resume does not take
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How a run was resumed: what `run.resumed` says after `run.resume`.
+
+    Attributes:
+        step: The step that the run continues with; 0 for a new run.
+        path: The checkpoint that was loaded; None for a new state.
+        fresh: Whether the run had no steps, so that it begins now.
+        init_from: For a new run that began with the weights of another, the path of the checkpoint; else None.
+        skipped: Newer steps that could not be used, each with the reason.
+        iterators: The states of the data iterators, by name.
+    """
+
+    step: int
+    path: str | None = None
+    fresh: bool = False
+    init_from: str | None = None
+    skipped: tuple[tuple[int, str], ...] = ()
+    iterators: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step as the leader sees it."""
+
+    number: int
+    name: str
+    path: str
+    save_id: str
+    state: str
+    reason: str
+
+
+def candidates_of(listing: Listing) -> list[list[object]]:
+    """The steps of a run as values that can be sent to other processes, the newest first."""
+    entries = sorted(listing.entries.items(), reverse=True)
+    return [
+        [number, entry.name, entry.step.path, entry.step.save_id, entry.step.state, entry.step.reason]
+        for number, entry in entries
+    ]
+
+
+class Resumption:
+    """One `resume` of a run, made by all processes alike.
+
+    Args:
+        control: The control directory of the run, which the leader writes to.
+        index: Lists its steps.
+        template: What to load, and how to make it anew.
+        iterators: The data iterators to position.
+        redistribute: What to do with their states on another number of processes.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        index: RunIndex,
+        template: Template,
+        iterators: Mapping[str, object] | None,
+        redistribute: Redistribute | None,
+    ) -> None:
+        self._control, self._index, self._template = control, index, template
+        self._iterators, self._redistribute = iterators or {}, redistribute
+
+    def newest(self, candidates: list[Candidate]) -> tuple[Any, Resumed]:
+        """The newest step that can be loaded. `IntegrityError` if there are steps and none can be."""
+        skipped: list[tuple[int, str]] = []
+        usable = [one for one in candidates if one.state == "usable"]
+        for position, one in enumerate(usable):
+            try:
+                state, states = self.load(one)
+            except IntegrityError as error:
+                reason = str(error)
+                self._mark_damaged(one, reason)
+            except CheckpointNotFoundError as error:
+                if not self._is_gone(one):
+                    raise
+                reason = str(error)
+            else:
+                return state, Resumed(one.number, one.path, skipped=tuple(skipped), iterators=states)
+            skipped.append((one.number, reason))
+            following = usable[position + 1].number if position + 1 < len(usable) else None
+            then = "no older step is left" if following is None else f"trying step {following} instead"
+            log.warning(
+                "step %d of %s cannot be resumed from; %s. The reason: %s", one.number, self._place, then, reason
+            )
+        known = dict(skipped)
+        lines = [f"  step {one.number}: {known.get(one.number) or one.reason or one.state}" for one in candidates]
+        raise IntegrityError(
+            f"the run {self._place} has steps, but none that can be resumed from:\n" + "\n".join(lines) + "\nIt is not "
+            "started anew over them. Go back to an abandoned step with resume(step=...), restore a step from a backup, "
+            "delete the steps to begin from the start, or choose another directory"
+        )
+
+    @property
+    def _place(self) -> Location:
+        return self._control.place
+
+    def load(self, one: Candidate) -> tuple[Any, dict[str, Any]]:
+        """The state of a step, and the states of its iterators, which are put back."""
+        state = load(one.path, template=self._template.like, **self._template.arguments)
+        return state, self._position(one) if self._iterators else {}
+
+    def _position(self, one: Candidate) -> dict[str, Any]:
+        _, manifest = open_checkpoint(location(one.path))
+        kinds = _kinds_in(manifest)
+        tree = manifest.trees.get(ITERATORS)
+        counts = [leaf.processes for leaf in tree.leaves if leaf.processes is not None] if tree else []
+
+        def states(per_process: Any) -> Mapping[str, Any]:
+            return load(one.path, prefix=ITERATORS, per_process=per_process)
+
+        processes = counts[0] if counts else None
+        what = f"resuming from step {one.number} of {self._place}"
+        return put_back(self._iterators, kinds, processes, states, self._redistribute, what)
+
+    def _mark_damaged(self, one: Candidate, reason: str) -> None:
+        """Note durably, by one process, that a step is damaged."""
+        with join(f"marking {one.path} as damaged") as operation:
+            if operation.leads and one.save_id:
+                self._control.mark("damaged", one.name, one.save_id, reason)
+            operation.share()
+
+    def _is_gone(self, one: Candidate) -> bool:
+        """Whether a step that the index named is not there, as the leader sees it."""
+        with join(f"looking for {one.path}") as operation:
+            return operation.share(operation.leads and self._index.look(one.name, one.number) is None)
+
+    def exactly(self, number: int, candidates: list[Candidate]) -> tuple[Any, Resumed]:
+        """The step that was asked for. Later ones are marked as abandoned, durably, before this returns."""
+        one = next((one for one in candidates if one.number == number), None)
+        if one is None:
+            there = ", ".join(str(one.number) for one in candidates[:8]) or "none"
+            raise CheckpointNotFoundError(
+                f"resume(step={number}): the run {self._place} has no such step. It has (the newest first): {there}"
+            )
+        state, states = self.load(one)
+        later = [c for c in candidates if c.number > number and c.state == "usable" and c.save_id]
+        with join(f"going back to step {number} of {self._place}") as operation:
+            if operation.leads:
+                self._restore(one)
+                for other in later:
+                    self._control.mark("abandoned", other.name, other.save_id, f"the run went back to step {number}")
+            operation.share()
+        return state, Resumed(number, one.path, iterators=states)
+
+    def _restore(self, one: Candidate) -> None:
+        """A step that was loaded and verified is neither damaged nor abandoned any more."""
+        void = ("damaged", "abandoned")
+        marks = [m for m in self._control.marks() if m.subject == (one.name, one.save_id) and m.kind in void]
+        self._control.remove(marks)
+
+    def fresh(self, init_from: object, name: StepName) -> tuple[Any, Resumed]:
+        """A new state, or one that begins with the weights of another checkpoint."""
+        if init_from is not None:
+            with join(f"looking for {init_from}") as operation:
+                path = operation.share(_checkpoint_at(init_from, name) if operation.leads else None)
+            state = load(path, template=self._template.like, **self._template.arguments)
+            return state, Resumed(0, path, fresh=True, init_from=path)
+        if self._template.make is None:
+            raise ValueError(
+                f"resume: the run {self._place} has no steps yet, and the template has only shapes, so there is no "
+                "state to begin with. Pass a function that makes it, a tree of arrays, or init_from="
+            )
+        return self._template.make(), Resumed(0, fresh=True)
+
+
+def _kinds_in(manifest: Manifest) -> dict[str, Any]:
+    """The iterators whose states were saved with the main tree, and which of them are global."""
+    tree, states = manifest.trees.get(""), manifest.trees.get(ITERATORS)
+    if tree is None or states is None or states.save_id != tree.save_id:
+        return {}
+    noted = tree.metadata.get(KEY)
+    found = cast(dict[str, Any], noted).get("iterators") if isinstance(noted, dict) else None
+    return dict(cast(dict[str, Any], found)) if isinstance(found, dict) else {}
+
+
+def _checkpoint_at(init_from: object, name: StepName) -> str:
+    """The checkpoint that a path means: itself, or the newest one of a run or directory."""
+    place = location(init_from, "resume(init_from=path)")
+    try:
+        look(place)
+    except CheckpointNotFoundError:
+        newest: Step | Location | None = ReadableRun(str(place), name=name.pattern).latest()
+        if newest is None:
+            newest = find_newest(place, log.warning)
+        if newest is not None:
+            return newest.path if isinstance(newest, Step) else str(newest)
+        raise
+    return str(place)
+
+
+def check_arguments(arguments: Mapping[str, object]) -> None:
+    """`TypeError` for what `load` does not take, or `resume` decides itself."""
+    known = [name for name in inspect.signature(load).parameters if name not in _OWN]
+    for name in arguments:
+        if name not in known:
+            raise TypeError(
+                f"resume() has no argument {name!r}; beside its own it takes those of load: {', '.join(known)}"
+            )

@@ -1,0 +1,553 @@
+"""A training run: one object that saves when it is time, resumes, deletes old steps, and stops in an orderly way."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from shardkeep.catalog import delete as delete_checkpoint
+from shardkeep.catalog import inspect, new_target
+from shardkeep.errors import (
+    CallbackError,
+    CheckpointNotFoundError,
+    ConflictError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    MetadataError,
+    MissingDataError,
+)
+from shardkeep.layouts.registry import layout_named
+from shardkeep.loading.load import load
+from shardkeep.model.manifest import check_prefix
+from shardkeep.model.metadata import check_metadata
+from shardkeep.processes.operation import join
+from shardkeep.runs.agreement import Agreed
+from shardkeep.runs.index import KEY
+from shardkeep.runs.iterators import Redistribute, take
+from shardkeep.runs.keep import Keep
+from shardkeep.runs.metrics import Metrics
+from shardkeep.runs.preemption import parse_signals
+from shardkeep.runs.reading import ReadableRun, check_number
+from shardkeep.runs.resume import ITERATORS, Candidate, Resumed, Resumption, candidates_of, check_arguments
+from shardkeep.runs.retention import delete_step
+from shardkeep.runs.schedule import Interval, Schedule
+from shardkeep.runs.steps import Step
+from shardkeep.runs.templates import read_template
+from shardkeep.runs.writing import Writer
+from shardkeep.saving.pending import BackgroundSave, PendingSave
+from shardkeep.saving.save import FormatName, SaveRequest, start_save
+
+log = logging.getLogger("shardkeep")
+
+_TRIES = 5  # how often a load starts over if its step is deleted meanwhile
+_LAST_THREE = Keep(last=3)
+
+
+class Run(ReadableRun):
+    """A training run: a directory of steps, each an ordinary checkpoint, and what looks after them.
+
+    Opening a run takes no lock and writes nothing, so evaluators open it to read. The first call of `resume`, `step` or
+    `save` makes this program its writer, of which there is one at a time.
+
+    In a job with several JAX processes, all of them open the run and make the same calls of `resume`, `step`, `save`,
+    `load`, `delete` and `close`.
+
+    Args:
+        path: The directory of the run, local or a `gs://` or `s3://` URL.
+        save_every: When `step` saves: a number of steps, a time ("15 min", or a `timedelta`), or a tuple of both. A
+            number N means the first step at or past each multiple of N. None: only `save` saves.
+        keep: Which steps stay; see `Keep`. None keeps all.
+        name: The names of the steps' directories, with `{}` for the number.
+        format: How arrays are stored, as for `shardkeep.save`.
+        metadata: A dict to store with every step.
+        on_preemption: What to do on one of `signals`: "save" saves at the next call of `step` and sets `stopping`;
+            "ignore" does not handle signals.
+        signals: The signals that announce the end of the job.
+        on_error: "raise" raises what went wrong with an earlier save at a later call of `step` or `save`; "log" only
+            logs it.
+
+    >>> import jax, jax.numpy as jnp, shardkeep
+    >>> def new_state():
+    ...     return {"w": jnp.zeros(3)}
+    >>> for session in range(2):
+    ...     with shardkeep.Run(tmp / "exp1", save_every=10, keep=shardkeep.Keep(last=2)) as run:
+    ...         shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    ...         state, step = run.resume(new_state, shardings=shardings)
+    ...         print("from", step)
+    ...         for step in range(step + 1, step + 36):
+    ...             state = {"w": state["w"] + 1}
+    ...             _ = run.step(step, state, metrics={"loss": 1 / step})
+    from 0
+    from 30
+    >>> [step.number for step in run.steps()]
+    [50, 60]
+    """
+
+    def __init__(
+        self,
+        path: object,
+        *,
+        save_every: Interval | tuple[Interval, Interval] | None = None,
+        keep: Keep | None = _LAST_THREE,
+        name: str = "step_{}",
+        format: FormatName = "safetensors",
+        metadata: Mapping[str, object] | None = None,
+        on_preemption: Literal["save", "ignore"] = "save",
+        signals: Sequence[str] = ("SIGTERM",),
+        on_error: Literal["raise", "log"] = "raise",
+    ) -> None:
+        if keep is not None and not isinstance(keep, Keep):
+            raise TypeError(f"keep must be a shardkeep.Keep or None, not {keep!r}")
+        if on_preemption not in ("save", "ignore"):
+            raise ValueError(f'on_preemption must be "save" or "ignore", not {on_preemption!r}')
+        if on_error not in ("raise", "log"):
+            raise ValueError(f'on_error must be "raise" or "log", not {on_error!r}')
+        layout_named(format, None)
+        self._schedule = Schedule(save_every)
+        self._metadata = _checked_metadata(metadata)
+        self._format: FormatName = format
+        self._signals = [number.name for number in parse_signals(signals)] if on_preemption == "save" else []
+        self._raises = on_error == "raise"
+        self._writer: Writer | None = None
+        self._enter: Callable[[], Agreed | None] | None = None  # the agreement's `enter`, once this program writes
+        self._saving: BackgroundSave | None = None
+        self._timed: int | None = None  # the step that was found to be due by time
+        self._stop_asked = self._is_closed = False
+        self._stopping = False
+        self._resumed: Resumed | None = None
+        super().__init__(path, keep=keep, name=name)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop should end: after a signal or `stop()`, once a step that all processes agreed on is saved.
+
+        It changes only inside `step` and `save`, on every process in the same call.
+        """
+        return self._stopping
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What `resume` did; None before it was called."""
+        return self._resumed
+
+    def _open(self) -> Writer:
+        """Become the writer of the run."""
+        if self._writer is not None:
+            return self._writer
+        if self._is_closed:
+            raise ValueError(f"the run {self.path} is closed; open it again with shardkeep.Run")
+        with join(f"opening the run {self.path}") as operation:
+            writer = Writer(self._control, self._index, self._name, self._keep)
+            agreement = writer.open(operation, self._signals)
+        self._writer, self._enter = writer, agreement.enter
+        if self._stop_asked:
+            agreement.request("run.stop()", stop=True)
+        return writer
+
+    def resume(
+        self,
+        template: object,
+        *,
+        iterators: Mapping[str, object] | None = None,
+        step: int | None = None,
+        init_from: object = None,
+        redistribute: Redistribute | None = None,
+        **arguments: Any,
+    ) -> tuple[Any, int]:
+        """The state to train with, and its step: of the newest usable step, or a new one and 0.
+
+        The step is loaded and verified. If it is damaged, that is logged, the step is marked, and the one before it is
+        tried; `run.resumed` says what happened. Other errors are raised and change nothing. A run that has steps is
+        never started anew.
+
+        Args:
+            template: A function that makes a new state, the state itself (a tree of arrays), or a tree of abstract
+                arrays. A function is called under `jax.jit`, so that a new state is made where it belongs. A new and a
+                loaded state have the same shardings: those of the template's arrays, of a function jitted with
+                `out_shardings`, of `shardings=`, or of `mesh=` with `partition_rules=`. Leaves that are not data, such
+                as functions, are kept from the template.
+            iterators: Data iterators by name, whose saved positions are restored: with `set_state` or
+                `load_state_dict`. For a state in place of an iterator, see `run.resumed.iterators`.
+            step: Go back to this step. Later steps are marked as abandoned, and are replaced when they are saved again.
+            init_from: If the run has no steps yet, load this checkpoint, or the newest one of this run, and begin at
+                step 0.
+            redistribute: A function of the iterators' states (a list by process) and the number of processes, which
+                returns that many states. It is needed if the number of processes has changed.
+            **arguments: Arguments of `shardkeep.load`: `mesh`, `partition_rules`, `shardings`, `dtype`, `include`,
+                `verify` and others.
+
+        Returns:
+            The state and the step that it was saved at.
+
+        Raises:
+            IntegrityError: There are steps, and none of them can be used.
+            ConflictError: Another program writes to the run.
+            ShardingError: There are several devices, and nothing says how to use them.
+            MissingLeafError: The step has no state of one of the iterators.
+        """
+        writer = self._open()
+        check_arguments(arguments)
+        number = None if step is None else check_number(step)
+        plan = read_template(template, arguments)
+        with join(f"resuming the run {self.path}") as operation:
+            self._settle()
+            found: list[list[object]] = []
+            if operation.leads:
+                writer.wait()
+                found = candidates_of(self._index.read())
+            candidates = [Candidate(*row) for row in operation.share(found)]
+        resumption = Resumption(self._control, self._index, plan, iterators, redistribute)
+        if number is not None:
+            state, resumed = resumption.exactly(number, candidates)
+        elif candidates:
+            state, resumed = resumption.newest(candidates)
+        else:
+            state, resumed = resumption.fresh(init_from, self._name)
+        if writer.leads:
+            writer.note(self._index.read())
+        writer.resumed = True
+        writer.resumed_from = self._resumed_from = None if resumed.fresh else resumed.step
+        self._resumed = resumed
+        self._schedule.resumed(resumed.step)
+        self._schedule.restart_time(time.monotonic())
+        return state, resumed.step
+
+    def step(
+        self,
+        step: int,
+        state: object,
+        *,
+        metrics: Mapping[str, object] | None = None,
+        iterators: Mapping[str, object] | None = None,
+        trees: Mapping[str, object] | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> PendingSave | None:
+        """Tell the run that a training step has ended. If a save is due, it begins, and goes on in the background.
+
+        If none is due, this costs a microsecond: no system call, no access to a device, no message. The state may be
+        donated as soon as this returns.
+
+        Args:
+            step: The number of the step, a Python int.
+            state: The state, any PyTree.
+            metrics: Names and numbers to record with the step, also JAX scalars, which are read in the background.
+                Those of process 0 are recorded. They are looked at only if the step is saved.
+            iterators: Data iterators by name, whose positions are saved with the state: with `get_state` or
+                `state_dict`, or states themselves. `shardkeep.Global` wraps one that is the same on every process.
+            trees: Further trees by name, such as `{"ema": ...}`, saved in the same commit. `run.load(prefix="ema")`
+                loads one.
+            metadata: A dict to store with the step, beside the one of the run.
+
+        Returns:
+            A `PendingSave` if a save has begun; None if none was due, or the step is committed already.
+
+        Raises:
+            MetadataError: A metric is not a number.
+            ShardkeepError: An earlier save failed (unless `on_error="log"`): with one process, at the next call;
+                with several, at the next call that saves, on all of them.
+        """
+        enter = self._enter or self._open_and_enter()
+        agreed = enter()
+        saving = self._saving
+        if saving is not None and saving.error is not None and self._is_alone():
+            self._settle()
+        number = step if type(step) is int and step >= 0 else check_number(step)
+        due = self._schedule.passed(number)
+        if self._schedule.seconds is not None and self._is_due_by_time(number):
+            due = True
+        if not due and agreed is None:
+            return None
+        return self._save(number, state, metrics, iterators, trees, metadata, agreed, pin=False)
+
+    def _open_and_enter(self) -> Callable[[], Agreed | None]:
+        self._open()
+        assert self._enter is not None
+        return self._enter
+
+    def _is_alone(self) -> bool:
+        return self._writer is not None and self._writer.is_alone
+
+    def _is_due_by_time(self, number: int) -> bool:
+        """Whether the time for a save has come. Several processes agree on a later call; process 0 announces it."""
+        writer = self._writer
+        if self._timed == number:
+            return True
+        if writer is None or not writer.leads or not self._schedule.due_by_time(time.monotonic()):
+            return False
+        if writer.is_alone:
+            self._timed = number
+            return True
+        if self._timed is None and writer.agreement is not None:
+            self._timed = -1  # announced
+            writer.agreement.request("save_every", stop=False)
+        return False
+
+    def due(self, step: int) -> bool:
+        """Whether `run.step(step, ...)` will save, for example to compute metrics only then.
+
+        The answer is the same on every process, and does not change for a step. A save for which several processes
+        have to agree on a call (by time, by a signal or on request) is not foreseen.
+
+        Args:
+            step: The number of the step.
+        """
+        number = check_number(step)
+        by_time = self._schedule.seconds is not None and self._is_alone() and self._is_due_by_time(number)
+        return self._schedule.is_due(number) or by_time
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        metrics: Mapping[str, object] | None = None,
+        iterators: Mapping[str, object] | None = None,
+        trees: Mapping[str, object] | None = None,
+        metadata: Mapping[str, object] | None = None,
+        pin: bool = False,
+    ) -> PendingSave:
+        """Save a step in any case, unless it is already committed and usable. A damaged or abandoned one is replaced.
+
+        Args:
+            step: See `step`.
+            state: See `step`.
+            metrics: See `step`.
+            iterators: See `step`.
+            trees: See `step`.
+            metadata: See `step`.
+            pin: Whether to keep the step until `unpin`.
+
+        Returns:
+            A `PendingSave`. If the step is already committed, it is done, and its report has no files.
+        """
+        enter = self._enter or self._open_and_enter()
+        agreed = enter()
+        number = check_number(step)
+        self._schedule.passed(number)
+        begun = self._save(number, state, metrics, iterators, trees, metadata, agreed, pin)
+        return begun or PendingSave(BackgroundSave.nothing(str(self._place / self._name.of(number))))
+
+    def _save(
+        self,
+        number: int,
+        state: object,
+        metrics: Mapping[str, object] | None,
+        iterators: Mapping[str, object] | None,
+        trees: Mapping[str, object] | None,
+        metadata: Mapping[str, object] | None,
+        agreed: Agreed | None,
+        pin: bool,
+    ) -> PendingSave | None:
+        """Save a step, on all processes in the same call. None if it is committed already."""
+        writer = self._open()
+        place = self._place / self._name.of(number)
+        with join(f"saving step {number} of {self.path}") as operation:
+            self._settle()
+            noted: dict[str, object] = {"version": 1, **({"pinned": True} if pin else {})}
+            values, own = Metrics(metrics), {**self._metadata, **_checked_metadata(metadata)}
+            further = _checked_trees(trees)
+            if iterators:
+                taken = take(iterators)
+                noted["iterators"], further[ITERATORS] = taken.kinds, taken.tree
+            operation.gather(None)  # all have come here without an error
+            how = operation.share(writer.decide(number) if operation.leads else None)
+            fulfilled = writer.begin()
+            self._timed = None
+            self._schedule.restart_time(time.monotonic())
+            if how == "skip":
+                background = None
+                writer.fulfil(fulfilled)
+            else:
+                if how == "replace" and operation.leads:
+                    _drop_other_trees(str(place), further)
+
+                def late() -> dict[str, object]:
+                    writer.confirm()
+                    return {KEY: {**noted, "metrics": values.read()}}
+
+                request = SaveRequest(
+                    new_target(place, self._format, None, None, directory=True),
+                    state,
+                    metadata=own,
+                    overwrite=how == "replace",
+                    on_commit=lambda: writer.committed(number, fulfilled),
+                    order=self,
+                    step=number,
+                    trees=further or None,
+                    late=late,
+                )
+                background = self._saving = start_save(request, operation)
+        if how == "skip" and pin:
+            self.pin(number)
+        if agreed is not None and agreed.stop:
+            self._stop(number, agreed)
+        return None if background is None else PendingSave(background)
+
+    def _stop(self, number: int, agreed: Agreed) -> None:
+        """Wait until the step is durable, and then say that the run stops."""
+        self._settle()
+        log.warning("the run %s stops after step %d, which is saved (%s)", self.path, number, agreed.why)
+        self._stopping = True
+
+    def _settle(self) -> None:
+        """Wait for the save in the background. What went wrong is raised, or was logged when it happened."""
+        saving = self._saving
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        except CallbackError:
+            pass  # committed; what could not be tidied up afterwards was logged
+        except Exception:
+            self._saving = None
+            if self._raises:
+                raise
+        self._saving = None
+
+    def load(self, step: "int | Step | None" = None, **arguments: Any) -> Any:
+        """Load a step of the run: the newest usable one, or the one that is named.
+
+        Args:
+            step: The number of the step, or a `Step`.
+            **arguments: Arguments of `shardkeep.load`; for example `prefix="ema"` for a named tree.
+
+        Returns:
+            What `shardkeep.load` returns.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or no usable one.
+        """
+        for left in reversed(range(_TRIES)):
+            with join(f"loading a step of {self.path}") as operation:
+                number, path = operation.share(self._chosen(step) if operation.leads else None)
+            writer = self._writer
+            if writer is not None:
+                writer.in_use.add(number)
+            try:
+                return load(path, **arguments)
+            except (CheckpointNotFoundError, IncompleteCheckpointError, MissingDataError):
+                # Retention may have deleted it, which is no reason to fail if any newest step will do.
+                if step is not None or left == 0 or not self._was_deleted(number):
+                    raise
+            finally:
+                if writer is not None:
+                    writer.in_use.discard(number)
+        raise AssertionError("the last try returns or raises")
+
+    def _chosen(self, step: "int | Step | None") -> tuple[int, str]:
+        if step is not None:
+            entry = self._entry(step, "load")
+            return entry.step.number, entry.step.path
+        found = self.latest()
+        if found is None:
+            raise CheckpointNotFoundError(f"load: the run {self.path} has no usable step")
+        return found.number, found.path
+
+    def _was_deleted(self, number: int) -> bool:
+        with join(f"looking for step {number} of {self.path}") as operation:
+            return operation.share(operation.leads and number not in self._index.read().entries)
+
+    def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
+        """Record metrics of a step, for example those of an evaluation. An evaluator needs no lock for this.
+
+        Of several values of one metric, the latest is used. In a job with several processes, process 0 records. If the
+        step is just being saved, this waits for its commit.
+
+        Args:
+            step: The number of the step, or a `Step`.
+            metrics: Names and numbers.
+
+        Raises:
+            MetadataError: A metric is not a number.
+            CheckpointNotFoundError: There is no such step.
+        """
+        saving = self._saving
+        if saving is not None and saving.path == str(self._place / self._name.of(check_number(step))):
+            saving.wait()
+        super().record(step, metrics)
+
+    def delete(self, step: "int | Step") -> None:
+        """Delete a step. This program becomes the writer of the run.
+
+        Args:
+            step: The number of the step, or a `Step`.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+            ConflictError: It is pinned, a reader holds it, or another program writes to the run. Nothing was deleted.
+        """
+        writer = self._open()
+        with join(f"deleting a step of {self.path}") as operation:
+            self._settle()
+            if operation.leads:
+                writer.wait()
+                entry = self._entry(step, "delete")
+                outcome = "pinned" if entry.is_pinned else delete_step(self._control, entry)
+                if outcome != "deleted":
+                    how = "call unpin() first" if outcome == "pinned" else "wait until its reader has finished"
+                    raise ConflictError(f"{entry.step.path} is {outcome} and was not deleted; {how}")
+                writer.note(self._index.read())
+            operation.share()
+
+    def stop(self) -> None:
+        """Have all processes save at one of their next calls of `step` and then stop. Any thread may call this."""
+        self._stop_asked = True
+        writer = self._writer
+        if writer is not None and writer.agreement is not None:
+            writer.agreement.request("run.stop()", stop=True)
+
+    def wait(self) -> None:
+        """Wait until the save in the background is committed, and deletions are done. Raises what went wrong."""
+        self._settle()
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for the save in the background and for deletions, and give up the lock. Raises what went wrong.
+
+        The run can still be read afterwards. Closing it twice is harmless.
+        """
+        self._is_closed = True
+        try:
+            self._settle()
+        finally:
+            writer, self._writer, self._enter = self._writer, None, None
+            if writer is not None:
+                writer.close()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception as late:
+            if error is None:
+                raise
+            log.error("closing the run %s: %s", self.path, late)
+
+
+def _checked_metadata(metadata: Mapping[str, object] | None) -> Mapping[str, object]:
+    checked = {} if metadata is None else check_metadata(metadata)
+    if KEY in checked:
+        raise MetadataError(f"metadata[{KEY!r}] is what a Run itself notes about a step; choose another key")
+    return checked
+
+
+def _checked_trees(trees: Mapping[str, object] | None) -> dict[str, object]:
+    if trees is not None and not isinstance(trees, Mapping):
+        raise TypeError(f'trees must be a dict of names and trees, as {{"ema": ema}}, not {type(trees).__name__}')
+    if trees and ITERATORS in trees:
+        raise ValueError(f"trees[{ITERATORS!r}]: iterators are saved under this name; choose another one")
+    return dict(trees or {})
+
+
+def _drop_other_trees(path: str, further: Mapping[str, object]) -> None:
+    """Before a step is replaced: remove it if it has trees that the new save would not replace."""
+    try:
+        prefixes = set(inspect(path).prefixes)
+    except (CheckpointNotFoundError, IntegrityError):
+        return
+    if prefixes - {"", *map(check_prefix, further)}:
+        delete_checkpoint(path)

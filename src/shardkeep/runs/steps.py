@@ -1,0 +1,96 @@
+"""A step of a run as a value, and the names of the directories that steps are saved in."""
+
+import datetime
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["usable", "damaged", "abandoned", "deleting"]
+
+
+@dataclass(frozen=True, repr=False)
+class Step:
+    """A committed step of a run, as `run.steps()`, `run.latest()` and `run.best()` return it.
+
+    Attributes:
+        number: The training step.
+        path: The path or URL of the checkpoint, to pass to `shardkeep.load`.
+        metrics: The metrics that were saved or recorded for the step, as floats.
+        metadata: The metadata it was saved with.
+        time: When it was saved, in UTC.
+        nbytes: The size of its arrays, of all its trees.
+        kept: Why the run's `Keep` keeps the step: any of "newest", "last", "every", "best", "awaiting metric",
+            "within", "pinned", "resumed from" and "not saved by a Run". Empty if it would be deleted, and for steps
+            that are not usable, which retention ignores.
+        state: "usable"; "damaged" if a `resume` found it damaged, or its manifest cannot be read; "abandoned" if a
+            `resume(step=...)` went back to an earlier step; "deleting" while retention deletes it.
+        reason: What is wrong with a damaged step.
+        save_id: The id of the save that wrote it. A step that is saved again has another one.
+    """
+
+    number: int
+    path: str
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    time: datetime.datetime | None = None
+    nbytes: int = 0
+    kept: tuple[str, ...] = ()
+    state: State = "usable"
+    reason: str = ""
+    save_id: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the step can be resumed from, as far as is known without reading it."""
+        return self.state == "usable"
+
+    def __repr__(self) -> str:
+        shown = "".join(f", {name}={value:.6g}" for name, value in list(self.metrics.items())[:4])
+        state = "" if self.is_usable else f", {self.state}"
+        return f"<Step {self.number}{state}{shown}: {self.path}>"
+
+
+class StepName:
+    """The name of a step's directory: text with one `{}` for the number.
+
+    Args:
+        pattern: For example "step_{}", or "step_{:08d}" for numbers of equal width.
+
+    >>> name = StepName("step_{}")
+    >>> name.of(1000), name.parse("step_1000"), name.parse("step_01"), name.parse("best")
+    ('step_1000', 1000, None, None)
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        try:
+            parts = list(string.Formatter().parse(pattern))
+            fields = [part for part in parts if part[1] is not None]
+            if len(fields) != 1 or fields[0][1] not in ("", "0") or fields[0][3]:
+                raise ValueError
+            text = "".join(re.escape(part[0]) + (r"([0-9]+)" if part[1] is not None else "") for part in parts)
+            self._expression = re.compile(text)
+            usable = self.parse(self.of(0)) == 0 and self.parse(self.of(1234567)) == 1234567
+        except (ValueError, TypeError, IndexError, KeyError):
+            usable = False
+        if not usable:
+            raise ValueError(
+                f"name={pattern!r} does not give each step a name of its own; pass text with one {{}} for the number, "
+                'such as "step_{}" or "step_{:08d}"'
+            )
+        if "/" in pattern or "\\" in pattern or pattern.startswith(".") or not pattern.isprintable():
+            raise ValueError(f"name={pattern!r} must be the name of a directory: no slashes, no dot at the start")
+
+    def of(self, number: int) -> str:
+        """The name of the directory of a step."""
+        return self.pattern.format(number)
+
+    def parse(self, text: str) -> int | None:
+        """The step that a directory is for; None if the name is not one of a step."""
+        found = self._expression.fullmatch(text)
+        if found is None:
+            return None
+        number = int(found[1])
+        return number if self.of(number) == text else None

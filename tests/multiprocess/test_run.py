@@ -1,0 +1,183 @@
+"""A run of two processes: one lock, one commit, one step to stop at, errors at the same call."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardkeep
+from multiprocess.cluster import Kept, all_well, run_cluster
+
+START = """
+mesh = Mesh(np.array(jax.devices()), ("data",))
+split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+def new_state():
+    return {"w": jnp.zeros(8), "b": jnp.ones(3)}
+SHARDINGS = {"w": split, "b": whole}
+@jax.jit
+def update(state):
+    return {"w": state["w"] + 1, "b": state["b"] * 2}
+class Data:
+    position = 0
+    def get_state(self): return {"position": self.position, "process": index}
+    def set_state(self, state): self.position = state["position"]; assert state["process"] == index
+"""
+
+TRAIN = (
+    START
+    + """
+data = Data()
+with shardkeep.Run(root / "run", save_every=8, keep=shardkeep.Keep(last=2)) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS, iterators={"train": data})
+    begun = step
+    assert state["w"].sharding == split and state["b"].sharding == whole
+    while step < begun + 20:
+        state, step = update(state), step + 1
+        data.position += 2
+        run.step(step, state, metrics={"loss": 10.0 * index + step}, iterators={"train": data})
+        assert run.due(step) == (step % 8 == 0)
+say(begun=begun, data=data.position, resumed=run.resumed.step, steps=[s.number for s in run.steps()],
+    metrics=[s.metrics["loss"] for s in run.steps()])
+"""
+)
+
+
+def test_two_processes_train_and_resume_one_run(pair: Kept, tmp_path: Path) -> None:
+    """Metrics are those of process 0; each process gets back the position of its own iterator."""
+    first = pair.run(TRAIN, tmp_path)
+    assert [one["begun"] for one in first] == [0, 0]
+    assert first[0]["steps"] == [8, 16]
+    assert first[0]["metrics"] == [8.0, 16.0]
+    second = pair.run(TRAIN, tmp_path)
+    assert [one["begun"] for one in second] == [16, 16]
+    assert [one["data"] for one in second] == [32 + 40] * 2
+    assert second[0]["steps"] == [24, 32]
+    path = tmp_path / "run" / "step_32"
+    assert np.asarray(shardkeep.load(path)["w"]).tolist() == [32.0] * 8
+    assert len(shardkeep.load(path, prefix="iterators", per_process="all")["train"]) == 2
+    assert not (tmp_path / "run" / ".shardkeep-run" / "writer").exists()
+
+
+def test_a_damaged_step_is_skipped_by_all_and_marked_once(pair: Kept, tmp_path: Path) -> None:
+    pair.run(TRAIN, tmp_path)
+    for path in (tmp_path / "run" / "step_16").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    told = pair.run(
+        START
+        + """
+with shardkeep.Run(root / "run", keep=None) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS)
+    say(step=step, skipped=[n for n, _ in run.resumed.skipped], states=[s.state for s in run.steps()])
+    again, back = run.resume(new_state, shardings=SHARDINGS, step=8)
+    run.save(16, update(again)).wait()
+    say(after=[(s.number, s.state) for s in run.steps()])
+""",
+        tmp_path,
+    )
+    for one in told:
+        assert (one["step"], one["skipped"], one["states"]) == (8, [16], ["usable", "damaged"])
+        assert one["after"] == [[8, "usable"], [16, "usable"]]
+    marks = tmp_path / "run" / ".shardkeep-run" / "marks"
+    assert not marks.exists() or len(list(marks.iterdir())) <= 1
+
+
+def test_errors_reach_all_processes_at_the_same_call(pair: Kept, tmp_path: Path) -> None:
+    """Of a save that failed in the background, at the next call that saves; of bad arguments, at once."""
+    told = pair.run(
+        START
+        + """
+from shardkeep.errors import ShardkeepError
+(root / "run").mkdir(exist_ok=True)
+with shardkeep.Run(root / "run", save_every=4, keep=None) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS)
+    if index == 0:
+        (root / "run" / "step_4" / ".shardkeep" / "lock").mkdir(parents=True)
+    raised = []
+    for step in range(1, 13):
+        state = update(state)
+        try:
+            run.step(step, state, metrics={"loss": "high"} if step == 12 and index == 1 else None)
+        except ShardkeepError as error:
+            raised.append((step, type(error).__name__))
+    say(raised=raised)
+say(steps=[s.number for s in run.steps()])
+""",
+        tmp_path,
+    )
+    assert told[0]["raised"] == told[1]["raised"]
+    assert [step for step, _ in told[0]["raised"]] == [8, 12]
+    assert told[0]["raised"][1][1] == "MetadataError"
+    assert told[0]["steps"] == []
+
+
+def test_a_second_job_is_refused_on_all_its_processes(pair: Kept, tmp_path: Path) -> None:
+    with shardkeep.Run(tmp_path / "run") as run:
+        run.save(1, {"w": np.zeros(2)}).wait()
+        told = pair.run(
+            START
+            + """
+from shardkeep.errors import ConflictError
+run = shardkeep.Run(root / "run")
+try:
+    run.resume({"w": np.zeros(2)})
+except ConflictError as error:
+    say(error=str(error))
+say(loaded=run.load()["w"].tolist())
+""",
+            tmp_path,
+        )
+    assert all("another program writes to the run" in one["error"] for one in told)
+    assert told[0]["loaded"] == [0, 0]
+
+
+STOP = (
+    START
+    + """
+with shardkeep.Run(root / "run", save_every=10_000) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS)
+    calls = 0
+    while not run.stopping and calls < 5000:
+        state, step = update(state), step + 8
+        calls += 1
+        if calls == 20 and index == 1:
+            HOW
+        run.step(step, state)
+        time.sleep(0.001 * index)
+    say(step=step, stopping=run.stopping, latest=run.latest().number)
+"""
+)
+
+
+@pytest.mark.parametrize("how", ["run.stop()", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_stop_of_one_process_ends_all_at_one_saved_step(tmp_path: Path, how: str) -> None:
+    """With increments of 8, and processes of different speed."""
+    told = all_well(run_cluster(STOP.replace("HOW", how), tmp_path / "room", 2))
+    assert told[0] == told[1]
+    assert told[0]["stopping"]
+    assert told[0]["latest"] == told[0]["step"] >= 160
+
+
+def test_a_timed_save_and_a_request_happen_at_one_step(pair: Kept, tmp_path: Path) -> None:
+    told = pair.run(
+        START
+        + """
+with shardkeep.Run(root / "run", save_every="1 h", keep=None) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS)
+    saved = []
+    for step in range(8, 4000, 8):
+        if step == 80:
+            run._schedule.restart_time(-1e9)
+        if run.step(step, state) is not None:
+            saved.append(step)
+        if saved:
+            break
+        time.sleep(0.002)
+    say(saved=saved)
+say(steps=[s.number for s in run.steps()])
+""",
+        tmp_path,
+    )
+    assert told[0]["saved"] == told[1]["saved"] == told[0]["steps"]
+    assert len(told[0]["saved"]) == 1

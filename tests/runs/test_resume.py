@@ -1,0 +1,231 @@
+"""What a run continues with: the newest usable step, never a new start over old ones."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardkeep
+from runs.runs import ONE, damage, data_file, new_state, numbers, state_of, trained
+from shardkeep import Keep, Run
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    StorageError,
+    TemplateMismatchError,
+)
+from shardkeep.runs.control import Control
+from shardkeep.stores.location import location
+
+
+def states(run: Run) -> dict[int, str]:
+    return {step.number: step.state for step in run.steps()}
+
+
+def lose_a_file(run: Path, step: int) -> None:
+    data_file(run, step).unlink()
+
+
+def cut_the_manifest(run: Path, step: int) -> None:
+    path = run / f"step_{step}" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def lose_the_manifest(run: Path, step: int) -> None:
+    (run / f"step_{step}" / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("harm", [damage, lose_a_file, cut_the_manifest, lose_the_manifest])
+def test_a_damaged_step_is_skipped_loudly_marked_and_replaced_when_it_is_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Any
+) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2, 3])
+    harm(path, 3)
+    with Run(path, save_every=1, keep=None) as run:
+        state, step = run.resume(new_state, shardings=ONE)
+        assert (step, state["n"]) == (2, 2)
+        assert run.resumed is not None
+        assert [number for number, _ in run.resumed.skipped] == ([3] if harm in (damage, lose_a_file) else [])
+        assert states(run) == {1: "usable", 2: "usable", 3: "damaged"}
+        assert run.steps()[2].reason
+        latest = run.latest()
+        assert latest is not None
+        assert latest.number == 2
+        run.step(3, state_of(33))
+        run.wait()
+        assert states(run) == {1: "usable", 2: "usable", 3: "usable"}
+    if harm in (damage, lose_a_file):
+        assert "step 3 of" in caplog.text
+        assert "trying step 2 instead" in caplog.text
+    with Run(path) as run:
+        assert run.resume(new_state, shardings=ONE)[0]["n"] == 33
+
+
+def test_a_mark_stays_when_the_run_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2])
+    damage(path, 2)
+    for _ in range(2):
+        with Run(path) as run:
+            assert run.resume(new_state, shardings=ONE)[1] == 1
+            assert states(run) == {1: "usable", 2: "damaged"}
+            assert run.resumed is not None
+
+
+def test_if_no_step_is_usable_that_is_an_error_and_never_a_new_start(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2])
+    damage(path, 1)
+    lose_a_file(path, 2)
+    for _ in range(2):
+        with Run(path) as run, pytest.raises(IntegrityError, match=r"none that can be .*\n  step 2: .*\n  step 1: "):
+            run.resume(new_state, shardings=ONE)
+    assert states(Run(path)) == {1: "damaged", 2: "damaged"}
+
+
+def test_a_save_that_was_never_committed_is_no_step_and_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shardkeep.save(path / "step_5", {"w": np.ones(3)})
+    (path / "step_5" / "manifest.json").unlink()
+    (path / "step_5" / ".shardkeep" / "saves").mkdir(exist_ok=True)
+    files = [p.name for p in (path / "step_5").iterdir() if p.is_file()]
+    (path / "step_5" / ".shardkeep" / "saves" / ("a" * 32)).write_text(f'["{files[0]}"]\n')
+    with pytest.raises(IncompleteCheckpointError, match="no committed checkpoint"):
+        shardkeep.load(path / "step_5")
+    with Run(path) as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 0
+        run.wait()
+    assert not (path / "step_5").exists()
+
+
+def test_errors_that_are_not_damage_are_raised_and_mark_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2])
+    with Run(path) as run:
+        with pytest.raises(TemplateMismatchError, match="w"):
+            run.resume({"w": jnp.zeros((3, 3)), "n": 0})
+        with pytest.raises(TypeError, match=r"resume\(\) has no argument 'prefix'"):
+            run.resume(new_state, prefix="x")
+        data_file(path, 2).rename(path / "aside")
+        data_file_name = shardkeep.inspect(path / "step_2").trees[""].files[0].name
+        (path / "step_2" / data_file_name).mkdir()
+        with pytest.raises((StorageError, IntegrityError), match="step_2"):
+            run.resume({"w": jnp.zeros(64), "n": 0}, step=2)
+        assert states(run) == {1: "usable", 2: "usable"}
+
+
+def test_going_back_abandons_later_steps_durably(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2, 3, 4], metadata={"lineage": "first"})
+    keep = Keep(last=2, metric="loss", mode="min")
+    with Run(path, save_every=1, keep=keep, metadata={"lineage": "second"}) as run:
+        state, step = run.resume(new_state, step=2, shardings=ONE)
+        assert (state["n"], step) == (2, 2)
+        reader = Run(path, keep=keep)
+        assert states(reader) == {1: "usable", 2: "usable", 3: "abandoned", 4: "abandoned"}
+        latest, best = reader.latest(), reader.best()
+        assert latest is not None
+        assert latest.number == 2
+        assert best is not None
+        assert best.number == 2  # steps 3 and 4 have a smaller loss
+        assert [s.number for s in reader.watch(after=0, timeout=0, hold=False)] == [1, 2]
+    with Run(path, save_every=1, keep=keep, metadata={"lineage": "second"}) as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 2
+        run.step(3, state_of(30))
+    assert states(run) == {2: "usable", 3: "usable", 4: "abandoned"}
+    assert run.load()["n"] == 30
+    assert run.steps()[1].metadata == {"lineage": "second"}
+
+
+def test_one_can_go_back_to_an_abandoned_step(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2, 3])
+    with Run(path) as run:
+        run.resume(new_state, step=1, shardings=ONE)
+        assert run.resume(new_state, step=3, shardings=ONE)[1] == 3
+        assert states(run) == {1: "usable", 2: "abandoned", 3: "usable"}
+        with pytest.raises(CheckpointNotFoundError, match=r"has no such step. It has \(the newest first\): 3, 2, 1"):
+            run.resume(new_state, step=9, shardings=ONE)
+
+
+def test_trees_of_an_abandoned_step_do_not_survive_in_the_one_that_replaces_it(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Run(path, keep=None) as run:
+        run.resume(new_state, shardings=ONE)
+        run.save(1, state_of(1))
+        run.save(2, state_of(2), trees={"ema": {"w": np.zeros(1)}}, iterators={"a": 1})
+    with Run(path, keep=None) as run:
+        run.resume(new_state, step=1, shardings=ONE)
+        run.save(2, state_of(22))
+    assert shardkeep.inspect(path / "step_2").prefixes == [""]
+
+
+@pytest.mark.parametrize("source", ["run", "checkpoint", "exchange"])
+def test_a_new_run_can_begin_with_the_weights_of_another(tmp_path: Path, source: str) -> None:
+    given = {"run": "base", "checkpoint": "ckpt", "exchange": "weights.safetensors"}[source]
+    if source == "run":
+        trained(tmp_path / "base", [1, 2])
+    else:
+        shardkeep.save(tmp_path / given, state_of(2))
+    template = {"w": jnp.zeros(64)}
+    with Run(tmp_path / "fine") as run:
+        state, step = run.resume(template, init_from=tmp_path / given)
+        assert (step, float(state["w"][0])) == (0, 2.0)
+        assert run.resumed is not None
+        assert run.resumed.fresh
+        assert run.resumed.init_from is not None
+        assert run.resumed.init_from.startswith(str(tmp_path / given))
+        run.save(5, {"w": state["w"] + 1})
+    with Run(tmp_path / "fine") as run:
+        state, step = run.resume(template, init_from=tmp_path / given)
+        assert (step, float(state["w"][0])) == (5, 3.0)
+        assert run.resumed is not None
+        assert run.resumed.init_from is None
+
+
+def test_init_from_nothing_is_an_error(tmp_path: Path) -> None:
+    with Run(tmp_path / "fine") as run, pytest.raises(CheckpointNotFoundError, match="no checkpoint at"):
+        run.resume(new_state, shardings=ONE, init_from=tmp_path / "nowhere")
+
+
+def test_an_abstract_template_cannot_begin_a_run(tmp_path: Path) -> None:
+    template = shardkeep.abstract(str(trained(tmp_path / "a", [1]).steps()[0].path), shardings=ONE)
+    with (
+        Run(tmp_path / "b") as run,
+        pytest.raises(ValueError, match="has no steps yet, and the template has only shap"),
+    ):
+        run.resume(template)
+    with Run(tmp_path / "a") as run:
+        assert run.resume(template)[1] == 1
+
+
+def test_the_mark_of_a_deleter_that_died_is_settled_by_the_next_writer(tmp_path: Path) -> None:
+    """A step that is still complete stays; one that is not is deleted completely."""
+    path = tmp_path / "run"
+    run = trained(path, [1, 2, 3])
+    control = Control(location(path))
+    for step in run.steps()[:2]:
+        control.mark("deleting", f"step_{step.number}", step.save_id)
+    assert states(Run(path)) == {1: "deleting", 2: "deleting", 3: "usable"}
+    data_file(path, 1).unlink()
+    with Run(path, keep=None) as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 3
+        assert states(run) == {2: "usable", 3: "usable"}
+    assert not (path / "step_1").exists()
+    assert control.marks() == []
+
+
+def test_checkpoints_that_no_run_saved_can_be_resumed_and_are_never_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for step in (1, 2):
+        shardkeep.save(path / f"step_{step}", state_of(step), step=step)
+    with Run(path, save_every=1, keep=Keep(last=1)) as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 2
+        for step in (3, 4, 5):
+            run.step(step, state_of(step))
+    assert numbers(run) == [1, 2, 5]
+    assert run.steps()[0].kept == ("not saved by a Run",)
