@@ -78,6 +78,7 @@ TESTED_ELSEWHERE = {
     "eformer.shardings": "serialization/test_sharding_utils.py",
     "foreign.base": "foreign/test_registry.py",
     "model.summaries": "model/test_manifest.py",
+    "runs.contents": "runs/test_run.py",
     "runs.housekeeping": "runs/test_run.py",
     "runs.metrics": "runs/test_run.py",
     "runs.writing": "runs/test_run.py",
