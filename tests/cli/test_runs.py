@@ -9,7 +9,7 @@ import pytest
 
 import shardkeep
 from cli.commands import Run, leave_dead_save
-from runs.runs import ONE, data_file, damage, new_state, numbers, state_of, trained
+from runs.runs import ONE, damage, data_file, new_state, numbers, state_of, trained
 from shardkeep import Keep
 from shardkeep.runs import writing
 
