@@ -1,8 +1,8 @@
 """A soak: a real training is killed, stopped and damaged, again and again, while an evaluator reads its steps.
 
 `make soak` runs it for 30 minutes and prints a table. After every restart the losses must equal those of an undisturbed
-training, bit for bit; at most one interval plus the save in flight may be lost, one interval more for each step that was
-damaged; nothing is lost after SIGTERM; and the evaluator never loses a step that it holds.
+training, bit for bit; at most one interval plus the save in flight may be lost, one interval more for each step that
+was damaged; nothing is lost after SIGTERM; and the evaluator never loses a step that it holds.
 """
 
 import argparse

@@ -144,11 +144,18 @@ def wrap_key_data(data: "jax.Array | Array", impl: str) -> "jax.Array":
     return cast("jax.Array", jax.random.wrap_key_data(cast("jax.Array", data), impl=impl))
 
 
-def jit(function: Callable[_P, _T], out_shardings: "Sharding | Format") -> Callable[_P, _T]:
+def jit(function: Callable[_P, _T], out_shardings: "Sharding | Format | list[Any]") -> Callable[_P, _T]:
     """`jax.jit`, which does not tell what the compiled function takes and returns."""
     import jax
 
     return jax.jit(function, out_shardings=out_shardings)  # pyright: ignore[reportUnknownMemberType]  (its parameter)
+
+
+def eval_shape(function: Callable[[], Any]) -> Any:
+    """What a function would return, as abstract arrays. One that is jitted with `out_shardings` gives them those."""
+    import jax
+
+    return jax.eval_shape(function)  # pyright: ignore[reportUnknownMemberType]
 
 
 def has_x64() -> bool:

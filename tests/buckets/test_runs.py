@@ -42,7 +42,8 @@ def test_a_run_trains_resumes_and_deletes_in_a_bucket(place: Place) -> None:
     run.record(10, {"eval": float("nan")})
     with Run(url, keep=Keep(last=1)) as run:
         assert run.resume(state_of(0), iterators={"data": 0})[1] == 12
-        assert run.resumed is not None and run.resumed.iterators == {"data": 12}
+        assert run.resumed is not None
+        assert run.resumed.iterators == {"data": 12}
         run.save(13, state_of(13))
         run.wait()
         assert numbers(run) == [10, 13]
@@ -94,7 +95,8 @@ def test_a_thousand_steps_are_listed_with_few_requests(watched: Place) -> None:
     assert len(watched.requests) <= 20
     watched.forget()
     best = reader.best()
-    assert best is not None and best.number == 3
+    assert best is not None
+    assert best.number == 3
     assert len(watched.requests) <= 25
 
 
@@ -127,7 +129,9 @@ time.sleep(600)
 def other(place: Place, url: str, what: str) -> "subprocess.Popen[str]":
     """Another program that writes the run, or holds its first step."""
     variables = {**os.environ, **place.environment()}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, url, what], stdout=subprocess.PIPE, text=True, env=variables)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, url, what], stdout=subprocess.PIPE, text=True, env=variables
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -153,9 +157,7 @@ def test_a_lease_that_is_renewed_is_refused_and_one_that_is_not_is_waited_out(
     assert "waiting up to 3 s for the lease" in caplog.text
 
 
-def test_a_writer_that_was_suspended_finds_that_it_was_replaced(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_was_suspended_finds_that_it_was_replaced(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither saves nor deletes any more."""
     monkeypatch.setenv("SHARDKEEP_LEASE", "2")
 
@@ -219,7 +221,9 @@ def test_the_end_of_a_program_leaves_no_lock_in_the_bucket(place: Place) -> None
     )
     url = f"{place.url}/run"
     variables = {**os.environ, **place.environment()}
-    done = subprocess.run([sys.executable, "-c", script, url], env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, url], env=variables, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert not [name for name in place.names("run") if name.endswith("/writer")]
     with Run(url) as run:

@@ -66,9 +66,10 @@ def test_a_watcher_that_stops_or_fails_leaves_no_hold(tmp_path: Path) -> None:
     for _ in Run(tmp_path / "run").watch(after=0, timeout=0):
         assert list(holds.iterdir())
         break
+    watching = Run(tmp_path / "run").watch(after=0, timeout=0)
+    next(watching)
     with pytest.raises(KeyError, match="mine"):
-        for _ in Run(tmp_path / "run").watch(after=0, timeout=0):
-            raise KeyError("mine")
+        watching.throw(KeyError("mine"))
     with pytest.raises(KeyError, match="mine"), Run(tmp_path / "run").hold(1):
         raise KeyError("mine")
     assert not holds.exists() or list(holds.iterdir()) == []
@@ -80,8 +81,10 @@ def test_latest_and_best_pass_over_steps_whose_files_are_not_complete(tmp_path: 
     next((tmp_path / "run" / "step_3").glob("*.safetensors")).unlink()
     reader = Run(tmp_path / "run", keep=keep)
     latest, best = reader.latest(), reader.best()
-    assert latest is not None and latest.number == 2
-    assert best is not None and best.number == 2
+    assert latest is not None
+    assert latest.number == 2
+    assert best is not None
+    assert best.number == 2
     assert reader.load()["n"] == 2
 
 

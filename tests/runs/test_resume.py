@@ -53,12 +53,14 @@ def test_a_damaged_step_is_skipped_loudly_marked_and_replaced_when_it_is_saved_a
         assert states(run) == {1: "usable", 2: "usable", 3: "damaged"}
         assert run.steps()[2].reason
         latest = run.latest()
-        assert latest is not None and latest.number == 2
+        assert latest is not None
+        assert latest.number == 2
         run.step(3, state_of(33))
         run.wait()
         assert states(run) == {1: "usable", 2: "usable", 3: "usable"}
     if harm in (damage, lose_a_file):
-        assert "step 3 of" in caplog.text and "trying step 2 instead" in caplog.text
+        assert "step 3 of" in caplog.text
+        assert "trying step 2 instead" in caplog.text
     with Run(path) as run:
         assert run.resume(new_state, shardings=ONE)[0]["n"] == 33
 
@@ -126,8 +128,10 @@ def test_going_back_abandons_later_steps_durably(tmp_path: Path) -> None:
         reader = Run(path, keep=keep)
         assert states(reader) == {1: "usable", 2: "usable", 3: "abandoned", 4: "abandoned"}
         latest, best = reader.latest(), reader.best()
-        assert latest is not None and latest.number == 2
-        assert best is not None and best.number == 2  # steps 3 and 4 have a smaller loss
+        assert latest is not None
+        assert latest.number == 2
+        assert best is not None
+        assert best.number == 2  # steps 3 and 4 have a smaller loss
         assert [s.number for s in reader.watch(after=0, timeout=0, hold=False)] == [1, 2]
     with Run(path, save_every=1, keep=keep, metadata={"lineage": "second"}) as run:
         assert run.resume(new_state, shardings=ONE)[1] == 2
@@ -162,24 +166,25 @@ def test_trees_of_an_abandoned_step_do_not_survive_in_the_one_that_replaces_it(t
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "exchange"])
 def test_a_new_run_can_begin_with_the_weights_of_another(tmp_path: Path, source: str) -> None:
+    given = {"run": "base", "checkpoint": "ckpt", "exchange": "weights.safetensors"}[source]
     if source == "run":
         trained(tmp_path / "base", [1, 2])
-    given = {"run": "base", "checkpoint": "ckpt", "exchange": "weights.safetensors"}[source]
-    if source == "checkpoint":
-        shardkeep.save(tmp_path / given, state_of(2))
-    elif source == "exchange":
+    else:
         shardkeep.save(tmp_path / given, state_of(2))
     template = {"w": jnp.zeros(64)}
     with Run(tmp_path / "fine") as run:
         state, step = run.resume(template, init_from=tmp_path / given)
         assert (step, float(state["w"][0])) == (0, 2.0)
-        assert run.resumed is not None and run.resumed.fresh
-        assert run.resumed.init_from is not None and run.resumed.init_from.startswith(str(tmp_path / given))
+        assert run.resumed is not None
+        assert run.resumed.fresh
+        assert run.resumed.init_from is not None
+        assert run.resumed.init_from.startswith(str(tmp_path / given))
         run.save(5, {"w": state["w"] + 1})
     with Run(tmp_path / "fine") as run:
         state, step = run.resume(template, init_from=tmp_path / given)
         assert (step, float(state["w"][0])) == (5, 3.0)
-        assert run.resumed is not None and run.resumed.init_from is None
+        assert run.resumed is not None
+        assert run.resumed.init_from is None
 
 
 def test_init_from_nothing_is_an_error(tmp_path: Path) -> None:
@@ -189,7 +194,10 @@ def test_init_from_nothing_is_an_error(tmp_path: Path) -> None:
 
 def test_an_abstract_template_cannot_begin_a_run(tmp_path: Path) -> None:
     template = shardkeep.abstract(str(trained(tmp_path / "a", [1]).steps()[0].path), shardings=ONE)
-    with Run(tmp_path / "b") as run, pytest.raises(ValueError, match="has no steps yet, and the template has only shap"):
+    with (
+        Run(tmp_path / "b") as run,
+        pytest.raises(ValueError, match="has no steps yet, and the template has only shap"),
+    ):
         run.resume(template)
     with Run(tmp_path / "a") as run:
         assert run.resume(template)[1] == 1

@@ -27,6 +27,7 @@ from shardkeep.errors import (
     StorageError,
 )
 
+
 class Data:
     """An iterator with a position."""
 
@@ -48,7 +49,8 @@ def test_a_new_run_begins_with_a_new_state_at_step_0(tmp_path: Path) -> None:
     with Run(tmp_path / "run") as run:
         state, step = run.resume(new_state, shardings=ONE)
         assert (step, state["n"], np.asarray(state["w"]).tolist()) == (0, 0, [0.0] * 64)
-        assert run.resumed is not None and run.resumed.fresh
+        assert run.resumed is not None
+        assert run.resumed.fresh
     assert run.latest() is None
 
 
@@ -155,7 +157,9 @@ def test_a_second_writer_is_refused_with_who_holds_the_run_and_readers_are_not(t
         other = Run(tmp_path / "run")
         assert numbers(other) == [1]
         assert other.load()["n"] == 1
-        with pytest.raises(ConflictError, match=f"another program writes to the run .*: process {os.getpid()} on .*since"):
+        with pytest.raises(
+            ConflictError, match=f"another program writes to the run .*: process {os.getpid()} on .*since"
+        ):
             other.resume(new_state, shardings=ONE)
     with other:
         assert other.resume(new_state, shardings=ONE)[1] == 1
@@ -311,10 +315,14 @@ def test_on_error_log_only_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_an_exception_in_the_loop_is_not_hidden_and_the_save_is_completed(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="mine"), Run(tmp_path / "run", save_every=1) as run:
-        run.resume(new_state, shardings=ONE)
-        run.step(1, state_of(1))
-        raise KeyError("mine")
+    def train() -> None:
+        with Run(tmp_path / "run", save_every=1) as run:
+            run.resume(new_state, shardings=ONE)
+            run.step(1, state_of(1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
     assert numbers(Run(tmp_path / "run")) == [1]
     with Run(tmp_path / "run") as run:
         assert run.resume(new_state, shardings=ONE)[1] == 1
@@ -323,11 +331,15 @@ def test_an_exception_in_the_loop_is_not_hidden_and_the_save_is_completed(tmp_pa
 def test_an_error_of_the_last_save_does_not_hide_that_of_the_loop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(KeyError, match="mine"), Run(tmp_path / "run", save_every=1) as run:
-        run.resume(new_state, shardings=ONE)
-        break_saves(tmp_path / "run", "step_1")
-        run.step(1, state_of(1))
-        raise KeyError("mine")
+    def train() -> None:
+        with Run(tmp_path / "run", save_every=1) as run:
+            run.resume(new_state, shardings=ONE)
+            break_saves(tmp_path / "run", "step_1")
+            run.step(1, state_of(1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
     assert "closing the run" in caplog.text
 
 

@@ -29,7 +29,7 @@ RUN_CONTROL = ".shardkeep-run"
 POLL = 10.0  # seconds between two looks of the writer for requests of other programs
 INDEX = f"{RUN_CONTROL}/index.json"
 _WRITER = f"{RUN_CONTROL}/writer"
-_LOCK_SECONDS = 30.0
+_LOCK_SECONDS = 30.0  # how long others may hold the lock of the control directory, which they do for moments
 _YOUNG = 60.0  # seconds: a record that nobody holds may be that of a reader who is about to hold it
 _TRIES = 5  # how often a file is written anew if its directory was removed meanwhile
 

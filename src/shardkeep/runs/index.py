@@ -35,7 +35,7 @@ from shardkeep.targets.resolve import find_complete, look
 log = logging.getLogger("shardkeep")
 
 KEY = "shardkeep_run"  # of the metadata: what a Run notes about a step
-_VERSION = 1
+_VERSION = 1  # of the index; another one is ignored
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class RunIndex:
             number,
             str(self._control.place / name),
             numbers_in(decode_metadata(one["metrics"])),
-            decode_metadata(one["metadata"]),
+            cast(dict[str, Any], decode_metadata(one["metadata"])),
             _moment(one["time"]),
             int(one["nbytes"]),
             save_id=str(one["save_id"]),
@@ -322,7 +322,7 @@ def _encoded(entry: Entry) -> dict[str, Any]:
         "nbytes": step.nbytes,
         "by_run": entry.by_run,
         "pinned": entry.pinned_when_saved,
-        "identity": list(entry.identity) if isinstance(entry.identity, tuple) else None,
+        "identity": list(cast("tuple[Any, ...]", entry.identity)) if isinstance(entry.identity, tuple) else None,
     }
 
 

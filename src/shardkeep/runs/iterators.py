@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from shardkeep.errors import MissingLeafError, ProcessError, UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import membership
@@ -105,11 +105,12 @@ def put_back(
 
 def _checked(iterators: Any) -> Mapping[str, Any]:
     """The iterators; raises an error that names what is none."""
-    if not isinstance(iterators, Mapping) or not all(isinstance(name, str) and name for name in iterators):
+    given = cast("Mapping[Any, Any]", iterators)
+    if not isinstance(iterators, Mapping) or not all(isinstance(name, str) and name for name in given):
         raise TypeError(f'iterators must be a dict of names and iterators, as {{"train": data}}, not {iterators!r:.80}')
-    for name, given in iterators.items():
-        _protocol_of(name, _unwrapped(given))
-    return iterators
+    for name, one in given.items():
+        _protocol_of(name, _unwrapped(one))
+    return given
 
 
 def _unwrapped(given: Any) -> Any:

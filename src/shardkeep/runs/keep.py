@@ -4,7 +4,7 @@ import datetime
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from shardkeep.runs.durations import parse_duration
 from shardkeep.runs.steps import Step
@@ -47,7 +47,7 @@ class Keep:
             parse_duration(self.within, "within")
         if self.mode not in (None, "min", "max"):
             raise ValueError(f'mode={self.mode!r} is unknown; pass "min" if a smaller metric is better, or "max"')
-        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):  # pyright: ignore
+        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
             raise ValueError(f"metric={self.metric!r} is not the name of a metric; pass a string")
         if self.best is not None and (self.metric is None or self.mode is None):
             raise ValueError(
@@ -110,7 +110,7 @@ class Keep:
         return awaiting
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):

@@ -26,7 +26,7 @@ class Metrics:
     def __init__(self, given: Mapping[str, Any] | None) -> None:
         if given is None:
             given = {}
-        if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(given, Mapping):
             raise MetadataError(f'metrics must be a dict of names and numbers, as {{"loss": loss}}, not {_kind(given)}')
         for name, value in given.items():
             _check(name, value)

@@ -2,10 +2,11 @@
 
 import datetime
 import logging
+import operator
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import SupportsIndex, cast
 
 from shardkeep.errors import (
     CheckpointNotFoundError,
@@ -88,7 +89,7 @@ class ReadableRun:
         why = explain(listing, self._keep, datetime.datetime.now(datetime.UTC), self._resumed_from)
         return with_reasons(steps, why)
 
-    def _entry(self, step: Any, doing: str) -> Entry:
+    def _entry(self, step: object, doing: str) -> Entry:
         """The entry of a step; an error that names the steps there are if there is none."""
         number = check_number(step)
         listing = self._index.read()
@@ -97,7 +98,7 @@ class ReadableRun:
             raise CheckpointNotFoundError(f"{doing}: {there_is_none(self._place, number, listing)}")
         return entry
 
-    def record(self, step: "int | Step", metrics: Mapping[str, Any]) -> None:
+    def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
         """Record metrics of a committed step, for example those of an evaluation. No lock is needed.
 
         Of several values of one metric, the latest is used. In a job with several processes, process 0 records.
@@ -190,7 +191,7 @@ class ReadableRun:
         if found is None or found.step.save_id != entry.step.save_id:
             raise CheckpointNotFoundError(f"{entry.step.path} was deleted or replaced meanwhile; choose a newer step")
 
-    def watch(self, after: int | None = None, timeout: float | None = None, hold: bool = True) -> Iterator[Step]:
+    def watch(self, after: int | None = None, timeout: float | None = None, hold: bool = True) -> Generator[Step]:
         """Yield usable steps as they are committed, each held while the body of the loop runs.
 
         Steps come in the order of their numbers. One that is saved again, after the run went back, comes again. One
@@ -259,21 +260,20 @@ class _Seen:
         return new
 
 
-def check_number(step: Any) -> int:
+def check_number(step: object) -> int:
     """The number of a step. A JAX array is refused: reading it would wait for the device."""
     if isinstance(step, Step):
         return step.number
-    if isinstance(step, bool) or not isinstance(step, int):
-        try:
-            if hasattr(step, "copy_to_host_async") or isinstance(step, bool):
-                raise TypeError
-            step = step.__index__()
-        except (TypeError, AttributeError):
-            hint = "; keep the step in a Python int" if hasattr(step, "shape") else ""
-            raise TypeError(f"the step must be an int, not {type(step).__name__}{hint}") from None
-    if step < 0:
-        raise ValueError(f"the step must not be negative, got {step}")
-    return step
+    try:
+        if hasattr(step, "copy_to_host_async") or isinstance(step, bool):
+            raise TypeError
+        number = operator.index(cast(SupportsIndex, step))
+    except TypeError:
+        hint = "; keep the step in a Python int" if hasattr(step, "shape") else ""
+        raise TypeError(f"the step must be an int, not {type(step).__name__}{hint}") from None
+    if number < 0:
+        raise ValueError(f"the step must not be negative, got {number}")
+    return number
 
 
 def there_is_none(place: Location, number: int, listing: Listing) -> str:

@@ -2,9 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
@@ -59,7 +59,7 @@ class Candidate:
     reason: str
 
 
-def candidates_of(listing: Listing) -> list[list[Any]]:
+def candidates_of(listing: Listing) -> list[list[object]]:
     """The steps of a run as values that can be sent to other processes, the newest first."""
     entries = sorted(listing.entries.items(), reverse=True)
     return [
@@ -84,7 +84,7 @@ class Resumption:
         control: Control,
         index: RunIndex,
         template: Template,
-        iterators: Mapping[str, Any] | None,
+        iterators: Mapping[str, object] | None,
         redistribute: Redistribute | None,
     ) -> None:
         self._control, self._index, self._template = control, index, template
@@ -199,8 +199,8 @@ def _kinds_in(manifest: Manifest) -> dict[str, Any]:
     if tree is None or states is None or states.save_id != tree.save_id:
         return {}
     noted = tree.metadata.get(KEY)
-    found = noted.get("iterators") if isinstance(noted, dict) else None
-    return dict(found) if isinstance(found, dict) else {}
+    found = cast(dict[str, Any], noted).get("iterators") if isinstance(noted, dict) else None
+    return dict(cast(dict[str, Any], found)) if isinstance(found, dict) else {}
 
 
 def _checkpoint_at(init_from: object, name: StepName) -> str:
@@ -218,9 +218,9 @@ def _checkpoint_at(init_from: object, name: StepName) -> str:
     return str(place)
 
 
-def check_arguments(arguments: Mapping[str, Any], function: Callable[..., Any] = load) -> None:
+def check_arguments(arguments: Mapping[str, object]) -> None:
     """`TypeError` for what `load` does not take, or `resume` decides itself."""
-    known = [name for name in inspect.signature(function).parameters if name not in _OWN]
+    known = [name for name in inspect.signature(load).parameters if name not in _OWN]
     for name in arguments:
         if name not in known:
             raise TypeError(

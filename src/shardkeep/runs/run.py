@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ class Run(ReadableRun):
         on_error: "raise" raises what went wrong with an earlier save at a later call of `step` or `save`; "log" only
             logs it.
 
-    >>> import jax.numpy as jnp, shardkeep
+    >>> import jax, jax.numpy as jnp, shardkeep
     >>> def new_state():
     ...     return {"w": jnp.zeros(3)}
     >>> for session in range(2):
@@ -92,12 +92,12 @@ class Run(ReadableRun):
         keep: Keep | None = _LAST_THREE,
         name: str = "step_{}",
         format: FormatName = "safetensors",
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         on_preemption: Literal["save", "ignore"] = "save",
         signals: Sequence[str] = ("SIGTERM",),
         on_error: Literal["raise", "log"] = "raise",
     ) -> None:
-        if keep is not None and not isinstance(keep, Keep):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep must be a shardkeep.Keep or None, not {keep!r}")
         if on_preemption not in ("save", "ignore"):
             raise ValueError(f'on_preemption must be "save" or "ignore", not {on_preemption!r}')
@@ -110,7 +110,7 @@ class Run(ReadableRun):
         self._signals = [number.name for number in parse_signals(signals)] if on_preemption == "save" else []
         self._raises = on_error == "raise"
         self._writer: Writer | None = None
-        self._enter: Any = None  # the agreement's `enter`, once this program writes
+        self._enter: Callable[[], Agreed | None] | None = None  # the agreement's `enter`, once this program writes
         self._saving: BackgroundSave | None = None
         self._timed: int | None = None  # the step that was found to be due by time
         self._stop_asked = self._is_closed = False
@@ -147,9 +147,9 @@ class Run(ReadableRun):
 
     def resume(
         self,
-        template: Any,
+        template: object,
         *,
-        iterators: Mapping[str, Any] | None = None,
+        iterators: Mapping[str, object] | None = None,
         step: int | None = None,
         init_from: object = None,
         redistribute: Redistribute | None = None,
@@ -192,7 +192,7 @@ class Run(ReadableRun):
         plan = read_template(template, arguments)
         with join(f"resuming the run {self.path}") as operation:
             self._settle()
-            found: list[list[Any]] = []
+            found: list[list[object]] = []
             if operation.leads:
                 writer.wait()
                 found = candidates_of(self._index.read())
@@ -216,12 +216,12 @@ class Run(ReadableRun):
     def step(
         self,
         step: int,
-        state: Any,
+        state: object,
         *,
-        metrics: Mapping[str, Any] | None = None,
-        iterators: Mapping[str, Any] | None = None,
-        trees: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, object] | None = None,
+        iterators: Mapping[str, object] | None = None,
+        trees: Mapping[str, object] | None = None,
+        metadata: Mapping[str, object] | None = None,
     ) -> PendingSave | None:
         """Tell the run that a training step has ended. If a save is due, it begins, and goes on in the background.
 
@@ -248,7 +248,7 @@ class Run(ReadableRun):
                 with several, at the next call that saves, on all of them.
         """
         enter = self._enter or self._open_and_enter()
-        agreed: Agreed | None = enter()
+        agreed = enter()
         saving = self._saving
         if saving is not None and saving.error is not None and self._is_alone():
             self._settle()
@@ -260,8 +260,9 @@ class Run(ReadableRun):
             return None
         return self._save(number, state, metrics, iterators, trees, metadata, agreed, pin=False)
 
-    def _open_and_enter(self) -> Any:
+    def _open_and_enter(self) -> Callable[[], Agreed | None]:
         self._open()
+        assert self._enter is not None
         return self._enter
 
     def _is_alone(self) -> bool:
@@ -298,12 +299,12 @@ class Run(ReadableRun):
     def save(
         self,
         step: int,
-        state: Any,
+        state: object,
         *,
-        metrics: Mapping[str, Any] | None = None,
-        iterators: Mapping[str, Any] | None = None,
-        trees: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, object] | None = None,
+        iterators: Mapping[str, object] | None = None,
+        trees: Mapping[str, object] | None = None,
+        metadata: Mapping[str, object] | None = None,
         pin: bool = False,
     ) -> PendingSave:
         """Save a step in any case, unless it is already committed and usable. A damaged or abandoned one is replaced.
@@ -321,7 +322,7 @@ class Run(ReadableRun):
             A `PendingSave`. If the step is already committed, it is done, and its report has no files.
         """
         enter = self._enter or self._open_and_enter()
-        agreed: Agreed | None = enter()
+        agreed = enter()
         number = check_number(step)
         self._schedule.passed(number)
         begun = self._save(number, state, metrics, iterators, trees, metadata, agreed, pin)
@@ -330,11 +331,11 @@ class Run(ReadableRun):
     def _save(
         self,
         number: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None,
-        iterators: Mapping[str, Any] | None,
-        trees: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
+        state: object,
+        metrics: Mapping[str, object] | None,
+        iterators: Mapping[str, object] | None,
+        trees: Mapping[str, object] | None,
+        metadata: Mapping[str, object] | None,
         agreed: Agreed | None,
         pin: bool,
     ) -> PendingSave | None:
@@ -343,7 +344,7 @@ class Run(ReadableRun):
         place = self._place / self._name.of(number)
         with join(f"saving step {number} of {self.path}") as operation:
             self._settle()
-            noted: dict[str, Any] = {"version": 1, **({"pinned": True} if pin else {})}
+            noted: dict[str, object] = {"version": 1, **({"pinned": True} if pin else {})}
             values, own = Metrics(metrics), {**self._metadata, **_checked_metadata(metadata)}
             further = _checked_trees(trees)
             if iterators:
@@ -361,7 +362,7 @@ class Run(ReadableRun):
                 if how == "replace" and operation.leads:
                     _drop_other_trees(str(place), further)
 
-                def late() -> dict[str, Any]:
+                def late() -> dict[str, object]:
                     writer.confirm()
                     return {KEY: {**noted, "metrics": values.read()}}
 
@@ -447,7 +448,7 @@ class Run(ReadableRun):
         with join(f"looking for step {number} of {self.path}") as operation:
             return operation.share(operation.leads and number not in self._index.read().entries)
 
-    def record(self, step: "int | Step", metrics: Mapping[str, Any]) -> None:
+    def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
         """Record metrics of a step, for example those of an evaluation. An evaluator needs no lock for this.
 
         Of several values of one metric, the latest is used. In a job with several processes, process 0 records. If the
@@ -527,22 +528,22 @@ class Run(ReadableRun):
             log.error("closing the run %s: %s", self.path, late)
 
 
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked_metadata(metadata: Mapping[str, object] | None) -> Mapping[str, object]:
     checked = {} if metadata is None else check_metadata(metadata)
     if KEY in checked:
         raise MetadataError(f"metadata[{KEY!r}] is what a Run itself notes about a step; choose another key")
     return checked
 
 
-def _checked_trees(trees: Mapping[str, Any] | None) -> dict[str, Any]:
-    if trees is not None and not isinstance(trees, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+def _checked_trees(trees: Mapping[str, object] | None) -> dict[str, object]:
+    if trees is not None and not isinstance(trees, Mapping):
         raise TypeError(f'trees must be a dict of names and trees, as {{"ema": ema}}, not {type(trees).__name__}')
     if trees and ITERATORS in trees:
         raise ValueError(f"trees[{ITERATORS!r}]: iterators are saved under this name; choose another one")
     return dict(trees or {})
 
 
-def _drop_other_trees(path: str, further: Mapping[str, Any]) -> None:
+def _drop_other_trees(path: str, further: Mapping[str, object]) -> None:
     """Before a step is replaced: remove it if it has trees that the new save would not replace."""
     try:
         prefixes = set(inspect(path).prefixes)

@@ -6,7 +6,7 @@ Both give arrays the same shardings: those of the template's arrays, of `jit(out
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
+from shardkeep.jaxapi import device_put, eval_shape, jit
 from shardkeep.loading.select import NumpyStruct
 from shardkeep.loading.shardings import Place, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.model.arrays import kind_of, parse_dtype
@@ -70,7 +71,7 @@ def _is_function(template: Any) -> bool:
 
 def _from_jitted(function: Any, placing: Mapping[str, Any], rest: Mapping[str, Any]) -> Template:
     """A function that is jitted: it knows the shardings that were passed as `out_shardings`."""
-    like = _placed(jax.eval_shape(function), placing)
+    like = _placed(eval_shape(function), placing)
 
     def make() -> Any:
         return _moved(function(), like)
@@ -96,7 +97,7 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
         return jax.tree_util.tree_unflatten(structure, [next(found) if o is _NOTHING else o for o in others])
 
     try:
-        shapes: list[Any] = jax.eval_shape(arrays_of)
+        shapes: list[Any] = eval_shape(arrays_of)
     except jax.errors.JAXTypeError as error:
         raise ValueError(
             "resume: the function that makes the state cannot be traced by JAX, because it uses the values of arrays. "
@@ -109,7 +110,7 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
         def cast_arrays() -> list[Any]:
             return [_as_dtype(a, leaf.dtype) for a, leaf in zip(arrays_of(), leaves, strict=True)]
 
-        made = jax.jit(cast_arrays, out_shardings=[_wanted(leaf) for leaf in leaves])()
+        made = jit(cast_arrays, [_wanted(leaf) for leaf in leaves])()
         return filled(made)
 
     return Template(like, make, rest)
@@ -251,6 +252,7 @@ def _moved(tree: Any, like: Any) -> Any:
 def _move(value: Any, like: Any) -> Any:
     if value is like or not isinstance(like, jax.ShapeDtypeStruct) or not isinstance(value, jax.Array):
         return value
-    value, wanted = _as_dtype(value, like.dtype), _wanted(like)
-    same = wanted is None or (isinstance(wanted, Sharding) and value.committed and value.sharding == wanted)
-    return value if same else cast(Any, jax.device_put)(value, wanted)
+    array: jax.Array = _as_dtype(value, like.dtype)
+    wanted = _wanted(like)
+    same = wanted is None or (isinstance(wanted, Sharding) and array.committed and array.sharding == wanted)
+    return array if same else device_put(array, wanted)
