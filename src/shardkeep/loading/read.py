@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
-from shardkeep.loading.select import Request
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
@@ -19,6 +19,9 @@ from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Mapping as MappedFile
 from shardkeep.stores.base import Store
+
+if TYPE_CHECKING:
+    from shardkeep.loading.select import Request  # which imports JAX
 
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _STEP = 256 << 20  # bytes of pieces that are in memory at once, besides the arrays that are made of them
@@ -33,7 +36,7 @@ class Means:
     """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
 
     reader: BlockReader
-    request: Request
+    request: "Request"
     crew: Crew
     progress: Progress
     claim: Claim
