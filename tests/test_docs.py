@@ -284,7 +284,7 @@ def test_warnings_that_are_quoted_are_in_the_code() -> None:
 
 def test_every_command_is_shown() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text()
-    for command in ("ls", "inspect", "verify", "diff", "convert", "stats", "clean"):
+    for command in ("ls", "inspect", "verify", "diff", "convert", "stats", "clean", "pin", "unpin", "save-now"):
         assert f"\n$ shardkeep {command}" in page, command
 
 

@@ -13,6 +13,8 @@ import pytest
 import shardkeep
 from cli.commands import FIXTURES, GOLDEN, environment, leave_dead_save
 from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
+from runs.runs import trained
+from shardkeep import Keep
 
 
 def python(code: str, *arguments: object) -> Any:
@@ -43,6 +45,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     shardkeep.save(root / "lost", {"w": tree["wide"]})
     next((root / "lost").glob("*.safetensors")).unlink()
     leave_dead_save(root / "dead")
+    trained(root / "exp", [1, 2], keep=Keep(best=2, metric="loss", mode="min"))
     for name in ("index_v1_0", "pytree_builtins", "pytree_optax", "ts_two_prefixes"):
         shutil.copytree(FIXTURES / name, root / "eformer" / name)
     found = [
@@ -67,6 +70,10 @@ for path in sys.argv[2:]:
     calls += [["ls", path], ["inspect", path], ["inspect", path, "--json"], ["inspect", path, "--include", "w"],
               ["verify", path], ["diff", path, path, "--no-values"], ["diff", path, path, "--values"],
               ["stats", path], ["clean", path, "--dry-run"], ["inspect", path + "-nothing"]]
+run = sys.argv[1] + "/exp"
+calls += [["ls", run], ["ls", run, "--json"], ["inspect", run + "@latest"], ["verify", run + "@best"],
+          ["stats", run + "@1"], ["diff", run + "@1", run + "@latest"], ["pin", run + "@1"],
+          ["unpin", run + "@best"], ["save-now", run]]
 codes = {}
 for call in calls:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -86,6 +93,9 @@ def test_no_command_but_convert_imports_jax(checkpoints: list[Path]) -> None:
         assert (codes[f"verify {path}"] == 0) == good, path
         assert (codes[f"diff {path} {path} --values"] == 0) == good, path
     assert codes[f"inspect {checkpoints[0]}-nothing"] == 2
+    run = checkpoints[0].parents[1] / "exp"
+    about_runs = {call: code for call, code in codes.items() if str(run) in call}
+    assert list(about_runs.values()) == [0, 0, 0, 0, 0, 1, 0, 0, 2], about_runs  # diff: different; save-now: no writer
 
 
 FUNCTIONS = """

@@ -9,13 +9,19 @@ from shardkeep.cli.parser import FINDINGS
 from shardkeep.converting.survey import Found, survey
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ShardkeepError
+from shardkeep.runs.viewing import RunView, is_run
 from shardkeep.runtime.scopes import Scope
+from shardkeep.stores.location import Location, location
 from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import clean_up, leave, left_overs
 from shardkeep.targets.directory import Directory
 
 _LOCK_SECONDS = 20.0  # a person waits for the command, and a commit takes seconds
 _SHOWN = 20  # files that are listed
+_PROTECTED = {
+    "pinned": "the step is pinned; unpin it first",
+    "held": "a reader holds the step; try again when it has finished",
+}
 
 
 @dataclass
@@ -37,7 +43,8 @@ class _LeftOver:
 
 def clean(path: str, output: Output, yes: bool, dry_run: bool) -> int:
     """Show what dead saves left at and below a path, and remove it; 1 if something remains."""
-    looked = [_look(found) for found in survey(path) if found.target is not None]
+    runs = _Runs()
+    looked = [_look(found, runs) for found in survey(path) if found.target is not None]
     found = [one for one in looked if one.saves or one.files or one.problem]
     removable = [one for one in found if one.problem is None]
     if not output.as_json:
@@ -62,7 +69,7 @@ def _confirm(found: Sequence[_LeftOver]) -> bool:
     return ask(f"Remove {counted(files, 'file')} ({human(sum(one.size for one in found))})?")
 
 
-def _look(found: Found) -> _LeftOver:
+def _look(found: Found, runs: "_Runs") -> _LeftOver:
     """What the next save would remove there. Changes nothing."""
     assert found.target is not None
     target, store = found.target, found.target.store
@@ -70,15 +77,36 @@ def _look(found: Found) -> _LeftOver:
     if not store.children(store.control):
         return left
     try:
+        protection = runs.protection(found.path)
         # The lock keeps saves from starting or ending while we check which of them are alive.
         with store.lock(_LOCK_SECONDS), Scope(f"looking at {found.name}") as scope:
             over = left_overs(target, target.read_if_any(), scope)
             left.saves, left.running = len(over.records), over.running
             sizes = store.sizes(sorted(set(over.names)))
             left.files = {name: size for name, size in sizes.items() if size is not None}
+        if protection is not None and (left.saves or left.files):
+            left.problem = _PROTECTED[protection]
     except (ShardkeepError, OSError) as error:
         left.problem = str(error)
     return left
+
+
+class _Runs:
+    """The runs that were come across, each looked at once."""
+
+    def __init__(self) -> None:
+        self._views: dict[Location, RunView | None] = {}
+
+    def protection(self, path: str) -> str | None:
+        """Whether a checkpoint is a step of a run that is pinned or held."""
+        step = location(path)
+        place = step.parent
+        if step == place:
+            return None
+        if place not in self._views:
+            self._views[place] = RunView(place) if is_run(place) else None
+        view = self._views[place]
+        return None if view is None else view.protection(step.name)
 
 
 def _remove(left: _LeftOver) -> None:

@@ -1,29 +1,118 @@
 """`shardkeep ls`: the checkpoints at and below a path."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from shardkeep.cli.output import Cell, Output, age, counted, human, name_prefix, plain
-from shardkeep.converting.survey import Found, survey
+from shardkeep.cli.output import Cell, Output, age, counted, human, json_number, name_prefix, plain
+from shardkeep.converting.survey import Found, look, survey
 from shardkeep.model.manifest import Tree
+from shardkeep.model.metadata import untagged
+from shardkeep.runs.rules import encode_rules
+from shardkeep.runs.steps import Step
+from shardkeep.runs.viewing import RunView, is_run
+from shardkeep.stores.location import Location, is_directory, location
 
-_STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unindexed": "yellow"}
+_STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unindexed": "yellow", "abandoned": "dim"}
 
 
 def ls(path: str, output: Output) -> int:
-    """List the checkpoints at and below a path, each with its state."""
+    """List the steps of a run, or the checkpoints at and below a path, each with its state."""
+    place = location(path)
+    if is_directory(place) and is_run(place):
+        return _ls_run(place, path, output)
     found = survey(path)
     if output.as_json:
         output.document({"path": path, "checkpoints": [_document(one) for one in found]})
         return 0
     if not found:
         output.line(f"no checkpoints in {plain(path)} or below")
+    else:
+        _show(found, output)
+    return 0
+
+
+def _ls_run(place: Location, path: str, output: Output) -> int:
+    """List the steps of a run, and then what else there is in its directory."""
+    view = RunView(place)
+    rows = [_listed(name, step) for name, step in view.steps().items()]
+    found = survey(path, without=[row.name for row in rows])
+    writer = view.control.writer()
+    if output.as_json:
+        noted = None if view.noted is None else encode_rules(view.noted)
+        about = {"path": path, "run": {"rules": noted, "writer": writer}, "steps": [row.document() for row in rows]}
+        output.document({**about, "checkpoints": [_document(one) for one in found]})
         return 0
+    titles = ("STEP", "AGE", "SIZE", "STATE", "METRICS", "KEPT")
+    head: list[Cell] = [(title, "bold") for title in titles]
+    if rows:
+        output.table([head, *(row.cells() for row in rows)], right=(0, 1, 2))
+    else:
+        output.line(f"no steps in {plain(path)}")
+    for row in rows:
+        if row.problem:
+            output.line(output.paint(_problem(f"step {row.step.number}", row.step.path, row.problem), "yellow"))
+    if found:
+        output.line()
+        _show(found, output)
+    if writer is not None:
+        output.line(f"written by {plain(writer)}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A step of a run as it is listed."""
+
+    name: str
+    step: Step
+    state: str  # as for other checkpoints, or abandoned or deleting
+    problem: str | None
+
+    def cells(self) -> list[Cell]:
+        step = self.step
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in step.metrics.items())
+        return [
+            str(step.number),
+            age(step.time),
+            human(step.nbytes) if step.save_id else "-",
+            (self.state, _STYLES.get(self.state, "red")),
+            plain(metrics),
+            ", ".join(step.kept),
+        ]
+
+    def document(self) -> dict[str, object]:
+        step = self.step
+        return {
+            "step": step.number,
+            "name": self.name,
+            "path": step.path,
+            "state": self.state,
+            "complete": self.state == "complete",
+            "created": step.time.isoformat(timespec="seconds") if step.time else None,
+            "array_bytes": step.nbytes,
+            "metrics": {name: json_number(value) for name, value in step.metrics.items()},
+            "metadata": untagged(dict(step.metadata)),
+            "kept": list(step.kept),
+            "save_id": step.save_id or None,
+            "problem": self.problem,
+        }
+
+
+def _listed(name: str, step: Step) -> _Listed:
+    """A step with its state. On a disk, the sizes of its files are compared too."""
+    place = location(step.path)
+    if not step.is_usable or place.is_url:
+        return _Listed(name, step, "complete" if step.is_usable else step.state, step.reason or None)
+    found = look(place, name)
+    return _Listed(name, step, found.state, found.problem)
+
+
+def _show(found: Sequence[Found], output: Output) -> None:
     head: list[Cell] = [(title, "bold") for title in ("NAME", "AGE", "SIZE", "LEAVES", "FORMAT", "STATE", "PREFIXES")]
     output.table([head, *(_row(one) for one in found)], right=(1, 2, 3))
     for one in found:
         if one.problem:
             output.line(output.paint(_problem(one.name, one.path, one.problem), "yellow"))
-    return 0
 
 
 def _problem(name: str, path: str, problem: str) -> str:

@@ -17,6 +17,7 @@ from shardkeep.errors import ShardkeepError
 
 if TYPE_CHECKING:
     from shardkeep.cli.output import Output
+    from shardkeep.cli.selecting import Selection
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +86,12 @@ def _stop_writing() -> int:
     return BROKEN_PIPE
 
 
+def _selection(arguments: argparse.Namespace) -> "Selection":
+    from shardkeep.cli.selecting import Selection
+
+    return Selection(arguments.metric, arguments.mode)
+
+
 def _ls(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.listing import ls
 
@@ -94,20 +101,24 @@ def _ls(arguments: argparse.Namespace, output: "Output") -> int:
 def _inspect(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.inspecting import inspect
 
-    return inspect(arguments.path, output, arguments.prefix, arguments.include, arguments.depth, arguments.sort)
+    path = _selection(arguments).path_of(arguments.path)
+    return inspect(path, output, arguments.prefix, arguments.include, arguments.depth, arguments.sort)
 
 
 def _verify(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.checking import verify
 
-    return verify(arguments.paths, output, arguments.prefix)
+    selection = _selection(arguments)
+    return verify([selection.path_of(path) for path in arguments.paths], output, arguments.prefix)
 
 
 def _diff(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.comparing import diff
 
     prefixes = (arguments.prefix, arguments.prefix if arguments.prefix_b is None else arguments.prefix_b)
-    return diff(arguments.a, arguments.b, output, prefixes, arguments.include, arguments.values)
+    selection = _selection(arguments)
+    a, b = selection.path_of(arguments.a), selection.path_of(arguments.b)
+    return diff(a, b, output, prefixes, arguments.include, arguments.values)
 
 
 def _convert(arguments: argparse.Namespace, output: "Output") -> int:
@@ -115,7 +126,7 @@ def _convert(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.converting.convert import Conversion
 
     wanted = Conversion(
-        source=arguments.source,
+        source=_selection(arguments).path_of(arguments.source),
         destination=arguments.destination,
         format="safetensors" if arguments.format == "safetensors" else "zarr",
         compression=arguments.compression,
@@ -133,13 +144,26 @@ def _convert(arguments: argparse.Namespace, output: "Output") -> int:
 def _stats(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.measuring import stats
 
-    return stats(arguments.path, output, arguments.prefix, arguments.include, arguments.fail_on)
+    path = _selection(arguments).path_of(arguments.path)
+    return stats(path, output, arguments.prefix, arguments.include, arguments.fail_on)
 
 
 def _clean(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.cleaning import clean
 
     return clean(arguments.path, output, arguments.yes, arguments.dry_run)
+
+
+def _pin(arguments: argparse.Namespace, output: "Output") -> int:
+    from shardkeep.cli.runs import pin
+
+    return pin(arguments.step, _selection(arguments), output, pinned=arguments.command == "pin")
+
+
+def _save_now(arguments: argparse.Namespace, output: "Output") -> int:
+    from shardkeep.cli.runs import save_now
+
+    return save_now(arguments.path, output)
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace, "Output"], int]] = {
@@ -150,4 +174,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, "Output"], int]] = {
     "convert": _convert,
     "stats": _stats,
     "clean": _clean,
+    "pin": _pin,
+    "unpin": _pin,
+    "save-now": _save_now,
 }

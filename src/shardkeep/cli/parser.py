@@ -24,7 +24,8 @@ environment:
 _ABOUT = """List, inspect, verify, compare, convert and clean up checkpoints.
 
 PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or an
-eFormer checkpoint, on disk or in a bucket (gs://, s3://). No command uses an accelerator or
+eFormer checkpoint, on disk or in a bucket (gs://, s3://). RUN@latest, RUN@best and RUN@1000 are
+steps of the run RUN, wherever a command reads a checkpoint. No command uses an accelerator or
 executes code stored in a checkpoint."""
 _INCLUDE = "only leaves whose key (names joined with /) matches this regular expression (re.search)"
 
@@ -38,6 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (_add_ls, _add_inspect, _add_verify, _add_diff, _add_convert, _add_stats, _add_clean):
         add(commands)
+    _add_pin(commands)
+    _add_save_now(commands)
     return parser
 
 
@@ -63,6 +66,11 @@ def _add_choice(command: argparse.ArgumentParser, *, include: bool = True) -> No
         command.add_argument("--include", metavar="REGEX", help=_INCLUDE)
 
 
+def _add_selection(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--metric", metavar="M", help="the metric for RUN@best (default: that of the run's Keep)")
+    command.add_argument("--mode", choices=("min", "max"), help="whether a smaller or a larger metric is better")
+
+
 def _add_ls(commands: _Commands) -> None:
     command = _command(
         commands,
@@ -72,7 +80,10 @@ def _add_ls(commands: _Commands) -> None:
         "running); unfinished (a save died before it committed); damaged (files missing or truncated,\n"
         "or the manifest corrupted); newer (written by a later version of shardkeep); unindexed (zarr\n"
         "arrays without an index); unreadable (permission denied, for example). File contents are not\n"
-        "read: see verify. Sorted by name, step_9 before step_10.",
+        "read: see verify. Sorted by name, step_9 before step_10.\n\n"
+        "Of a run, it shows the steps with their metrics and why each is kept. Further states of steps:\n"
+        "abandoned (the run went back to an earlier step) and deleting. In a bucket, a step is damaged if\n"
+        "a resume found it so; the sizes of its files are not compared.",
         "  shardkeep ls runs/exp1",
     )
     command.add_argument(
@@ -94,6 +105,7 @@ def _add_inspect(commands: _Commands) -> None:
         "--depth", metavar="N", type=_positive, help="show N levels, and one line for each subtree below"
     )
     command.add_argument("--sort", choices=("name", "size"), help="order of siblings (default: as in the tree)")
+    _add_selection(command)
 
 
 def _add_verify(commands: _Commands) -> None:
@@ -109,6 +121,7 @@ def _add_verify(commands: _Commands) -> None:
     )
     command.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a directory of checkpoints")
     _add_choice(command, include=False)
+    _add_selection(command)
 
 
 def _add_diff(commands: _Commands) -> None:
@@ -133,6 +146,7 @@ def _add_diff(commands: _Commands) -> None:
         action=argparse.BooleanOptionalAction,
         help="read all arrays, or none (default: those whose digests do not show that they are equal)",
     )
+    _add_selection(command)
 
 
 def _add_convert(commands: _Commands) -> None:
@@ -173,6 +187,7 @@ def _add_convert(commands: _Commands) -> None:
     )
     command.add_argument("--max-shard-size", metavar="S", help="maximum size of a .safetensors file (default: 5GB)")
     command.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
+    _add_selection(command)
 
 
 def _add_stats(commands: _Commands) -> None:
@@ -199,6 +214,7 @@ def _add_stats(commands: _Commands) -> None:
         default=(),
         help=f"exit with 1 if a leaf has one of these flags, separated by commas: {', '.join(FLAGS)}, or any",
     )
+    _add_selection(command)
 
 
 def _add_clean(commands: _Commands) -> None:
@@ -213,6 +229,32 @@ def _add_clean(commands: _Commands) -> None:
     command.add_argument("path", metavar="PATH")
     command.add_argument("--yes", action="store_true", help="remove without asking")
     command.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+
+
+def _add_pin(commands: _Commands) -> None:
+    for name, summary, about in (
+        (
+            "pin",
+            "keep a step of a run, whatever its rules say",
+            "The step is kept until unpin. The run may be training.",
+        ),
+        ("unpin", "leave a pinned step to the rules of its run", "The next save deletes it if no rule keeps it."),
+    ):
+        command = _command(commands, name, summary, about, f"  shardkeep {name} runs/exp1@1000")
+        command.add_argument("step", metavar="RUN@STEP", help="RUN@1000, RUN@latest or RUN@best")
+        _add_selection(command)
+
+
+def _add_save_now(commands: _Commands) -> None:
+    command = _command(
+        commands,
+        "save-now",
+        "ask the program that writes a run for a save",
+        "Writes a request into the run's directory. Process 0 of the program looks for requests every\n"
+        "10 seconds, and all processes save at one of their next steps. Returns at once.",
+        "  shardkeep save-now runs/exp1",
+    )
+    command.add_argument("path", metavar="RUN")
 
 
 def _positive(text: str) -> int:

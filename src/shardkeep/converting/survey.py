@@ -3,7 +3,7 @@
 import datetime
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,8 +81,12 @@ def _changed(store: Store, names: list[str]) -> datetime.datetime | None:
         return None
 
 
-def survey(path: str) -> list[Found]:
+def survey(path: str, without: Collection[str] = ()) -> list[Found]:
     """Every checkpoint at and below a path, sorted by name.
+
+    Args:
+        path: Where to look.
+        without: Names of directories at the path that are left out.
 
     Raises:
         CheckpointNotFoundError: The path does not exist.
@@ -91,7 +95,7 @@ def survey(path: str) -> list[Found]:
     store = store_at(where)
     if not store.children(""):
         return _survey_one(where, store)
-    walk = _Walk()
+    walk = _Walk(without)
     found = list(walk.visit(where, "", 0, frozenset()))
     if not found and walk.has_arrays:
         found = [look(where, ".", unindexed=True)]
@@ -113,8 +117,12 @@ def _survey_one(where: Location, store: Store) -> list[Found]:
 
 @dataclass
 class _Walk:
-    """Walks a directory. `has_arrays`: it came across zarr arrays that belong to no checkpoint found so far."""
+    """Walks a directory. `has_arrays`: it came across zarr arrays that belong to no checkpoint found so far.
 
+    `without`: names at the top that are left out.
+    """
+
+    without: Collection[str] = ()
     has_arrays: bool = False
 
     def visit(self, where: Location, name: str, depth: int, above: frozenset[object]) -> Iterator[Found]:
@@ -130,7 +138,7 @@ class _Walk:
         if ZARRAY in inside:
             self.has_arrays = True
             return
-        taken: set[str] = set()
+        taken = set(self.without) if depth == 0 else set[str]()
         if not {MANIFEST, CONTROL}.isdisjoint(inside) or is_recognized(inside):
             found = look(where, name or ".")
             if not found.absent:
@@ -138,7 +146,7 @@ class _Walk:
                 if found.manifest is None:
                     return
             trees = found.manifest.trees.values() if found.manifest else ()
-            taken = {name.partition("/")[0] for tree in trees for name in tree.names}
+            taken |= {name.partition("/")[0] for tree in trees for name in tree.names}
         yield from _exchange_files(where, name, [n for n in inside if n not in taken])
         yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.registry import open_array
@@ -15,6 +16,9 @@ from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Mapping as MappedFile
 from shardkeep.stores.base import Store
+
+if TYPE_CHECKING:
+    pass  # which imports JAX
 
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _STEP = 256 << 20  # bytes of pieces that are in memory at once, besides the arrays that are made of them

@@ -26,6 +26,7 @@ from shardkeep.targets.running import maker_of, now, record_lines
 log = logging.getLogger("shardkeep")
 
 RUN_CONTROL = ".shardkeep-run"
+POLL = 10.0  # seconds between two looks of the writer for requests of other programs
 INDEX = f"{RUN_CONTROL}/index.json"
 _WRITER = f"{RUN_CONTROL}/writer"
 _LOCK_SECONDS = 30.0  # how long others may hold the lock of the control directory, which they do for moments
@@ -162,6 +163,11 @@ class Control:
             if name.rpartition("~")[0] == step:
                 held = self._is_alive(f"{RUN_CONTROL}/holds/{name}") or held
         return held
+
+    def held_steps(self) -> set[str]:
+        """The names of the steps that readers hold now, as far as one can tell without changing anything."""
+        names = self.store.children(f"{RUN_CONTROL}/holds")
+        return {name.rpartition("~")[0] for name in names if self.store.is_held(f"{RUN_CONTROL}/holds/{name}")}
 
     def _is_alive(self, name: str) -> bool:
         """Whether a hold is held. Where clocks could deceive, only a hold that was taken over is dead."""

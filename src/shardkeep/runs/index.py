@@ -24,6 +24,8 @@ from shardkeep.errors import (
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runs.control import INDEX, RUN_CONTROL, Control, Mark, MetricRecord, numbers_in
+from shardkeep.runs.keep import Keep
+from shardkeep.runs.rules import Rules, encode_rules
 from shardkeep.runs.steps import Step, StepName
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL
@@ -88,6 +90,7 @@ class RunIndex:
     Args:
         control: Its control directory.
         name: How its steps are named.
+        keep: Which of them stay. The index says so, too, for programs that only look at the run.
 
     Attributes:
         distrusted: Names of steps that are being saved again: the index has no say about them, and is written without
@@ -95,8 +98,8 @@ class RunIndex:
         deleted: Names of steps that the writer has deleted. Some servers go on listing them as empty directories.
     """
 
-    def __init__(self, control: Control, name: StepName) -> None:
-        self._control, self._name = control, name
+    def __init__(self, control: Control, name: StepName, keep: Keep | None = None) -> None:
+        self._control, self._name, self._keep = control, name, keep
         self.distrusted: set[str] = set()
         self.deleted: set[str] = set()
 
@@ -160,6 +163,7 @@ class RunIndex:
         readable = [entry for entry in known if entry.step.save_id and entry.name not in self.distrusted]
         document = {
             "version": _VERSION,
+            "rules": encode_rules(Rules(self._name.pattern, self._keep)),
             "steps": {entry.name: _encoded(entry) for entry in readable},
             "metrics": {file: encode_metadata(values) for file, values in listing.metrics.items()},
         }

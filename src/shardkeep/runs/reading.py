@@ -51,7 +51,7 @@ class ReadableRun:
         self._keep, self._name = keep, StepName(name)
         _refuse_checkpoint(self._place)
         self._control = Control(self._place)
-        self._index = RunIndex(self._control, self._name)
+        self._index = RunIndex(self._control, self._name, keep)
         self._resumed_from: int | None = None
         self._in_use: set[int] = set()  # steps that this program is just loading
 
@@ -142,7 +142,7 @@ class ReadableRun:
         listing = self._index.read()
         entry = listing.entries.get(number)
         if entry is None:
-            raise CheckpointNotFoundError(f"{doing}: {_there_is_none(self._place, number, listing)}")
+            raise CheckpointNotFoundError(f"{doing}: {there_is_none(self._place, number, listing)}")
         return entry
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
@@ -323,7 +323,8 @@ def check_number(step: object) -> int:
     return number
 
 
-def _there_is_none(place: Location, number: int, listing: Listing) -> str:
+def there_is_none(place: Location, number: int, listing: Listing) -> str:
+    """For messages: that a run has no such step, and which it has."""
     numbers = sorted(listing.entries)
     if not numbers:
         return f"the run {place} has no steps"

@@ -21,6 +21,7 @@ from shardkeep.runs.steps import Step
 
 log = logging.getLogger("shardkeep")
 
+EVERY_STEP = "every step is kept"  # why a step stays in a run that deletes none
 _ENOUGH = 3  # steps without the metric before the user is told
 
 Outcome = Literal["deleted", "held", "pinned"]
@@ -38,7 +39,7 @@ def explain(
         more = [
             reason
             for reason, holds in (
-                ("every step is kept", keep is None),
+                (EVERY_STEP, keep is None),
                 ("pinned", entry.is_pinned),
                 ("resumed from", number == resumed_from == newest),
                 ("not saved by a Run", not entry.by_run),

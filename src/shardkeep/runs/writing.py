@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from shardkeep.errors import CheckpointExistsError, ShardkeepError
 from shardkeep.processes.operation import Operation
 from shardkeep.runs.agreement import Agreement
-from shardkeep.runs.control import Control, WriterLock
+from shardkeep.runs.control import POLL, Control, WriterLock
 from shardkeep.runs.housekeeping import Housekeeping, Task
 from shardkeep.runs.index import Listing, RunIndex
 from shardkeep.runs.keep import Keep
@@ -20,7 +20,6 @@ from shardkeep.runs.steps import State, StepName
 
 log = logging.getLogger("shardkeep")
 
-_POLL = 10.0  # seconds between two looks for requests of other programs
 _AT_EXIT = 30.0  # seconds that the end of the program waits for housekeeping
 
 
@@ -74,7 +73,7 @@ class Writer:
             agreement = self.agreement = Agreement(operation.share(run_id))
             self._signals = Signals(signals, agreement.request)
             if self.leads:
-                self._housekeeping = Housekeeping(f"the run {self._control.place}", self._look_for_requests, _POLL)
+                self._housekeeping = Housekeeping(f"the run {self._control.place}", self._look_for_requests, POLL)
                 self._housekeeping.start()
                 self._housekeeping.put(self._retention.remove_remains)
         except BaseException:

@@ -1,0 +1,96 @@
+"""A run as its own files describe it, for programs that do not know how it was opened: the command line."""
+
+import datetime
+import json
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.runs.control import INDEX, RUN_CONTROL, Control
+from shardkeep.runs.index import Listing, RunIndex
+from shardkeep.runs.keep import Keep
+from shardkeep.runs.reading import ReadableRun, there_is_none
+from shardkeep.runs.retention import EVERY_STEP, explain, with_reasons
+from shardkeep.runs.rules import Rules, decode_rules
+from shardkeep.runs.steps import Step, StepName
+from shardkeep.stores.location import Location
+
+_USUAL = Rules("step_{}", None)  # if nothing says otherwise
+
+
+def is_run(place: Location) -> bool:
+    """Whether a directory is that of a run: a `Run` has written to it."""
+    control = Control(place)
+    with control.explained("listing"):
+        return RUN_CONTROL in control.store.entries()[0]
+
+
+class RunView:
+    """A run, or a directory whose checkpoints are named like the steps of one. Looking at it changes nothing.
+
+    Args:
+        place: The directory.
+
+    Attributes:
+        control: Its control directory.
+        noted: What its writer noted about it; None if that is not known.
+    """
+
+    def __init__(self, place: Location) -> None:
+        self.place = place
+        self.control = Control(place)
+        self.noted = _noted(self.control)
+        self._rules = self.noted or _USUAL
+        self.open()  # raises what is wrong with the path
+
+    def open(self, keep: Keep | None = None) -> ReadableRun:
+        """The run, to read it, with the rules of its writer or with others."""
+        return ReadableRun(str(self.place), keep=keep or self._rules.keep, name=self._rules.name)
+
+    @property
+    def keep(self) -> Keep | None:
+        """Which of its steps stay, as far as it is known; None also if all do."""
+        return self._rules.keep
+
+    @cached_property
+    def listing(self) -> Listing:
+        """Its steps and unfinished saves, read once."""
+        return RunIndex(self.control, StepName(self._rules.name)).read()
+
+    @cached_property
+    def held(self) -> set[str]:
+        """The names of the steps that readers hold, read once."""
+        with self.control.explained("listing the holds"):
+            return self.control.held_steps()
+
+    def steps(self) -> dict[str, Step]:
+        """The steps by the names of their directories, the oldest first, each with all that keeps it."""
+        why = explain(self.listing, self._rules.keep, datetime.datetime.now(datetime.UTC))
+        if self.noted is None:  # whether all are kept is not known
+            why = {number: tuple(one for one in some if one != EVERY_STEP) for number, some in why.items()}
+        steps: dict[str, Step] = {}
+        for _, entry in sorted(self.listing.entries.items()):
+            (step,) = with_reasons([entry.step], why)
+            steps[entry.name] = replace(step, kept=(*step.kept, "held")) if entry.name in self.held else step
+        return steps
+
+    def path_of(self, number: int) -> str:
+        """The path of a step, also of one that is damaged or was never finished."""
+        name = StepName(self._rules.name).of(number)
+        if number not in self.listing.entries and name not in self.listing.unfinished:
+            raise CheckpointNotFoundError(f"{self.place}@{number}: {there_is_none(self.place, number, self.listing)}")
+        return str(self.place / name)
+
+    def protection(self, name: str) -> str | None:
+        """Why nothing may be removed from a step: it is "pinned", or "held" by a reader; else None."""
+        if any(entry.is_pinned for entry in self.listing.entries.values() if entry.name == name):
+            return "pinned"
+        return "held" if name in self.held else None
+
+
+def _noted(control: Control) -> Rules | None:
+    """What the index says about the run itself."""
+    with control.explained("reading the index"), suppress(FileNotFoundError, ValueError, AttributeError):
+        return decode_rules(json.loads(control.store.read(INDEX)).get("rules"))
+    return None
