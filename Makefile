@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-hf check demo bench faults faults-peers
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-hf check demo bench faults faults-peers soak
 .PHONY: bench-quick bench-buckets bench-devices format clean
 
 setup: $(STAMP)
@@ -112,6 +112,10 @@ $(BENCH_STAMP): pyproject.toml
 # Every fault that can be made here; the results go to docs/reliability.md. About an hour and a quarter on two cores.
 faults: setup
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m faults
+
+# A training that is killed, stopped and damaged for 30 minutes, while an evaluator reads its steps.
+soak: setup
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests JAX_PLATFORMS=cpu $(BIN)/python -m faults.soak
 
 # The same kill in other libraries.
 faults-peers: $(BENCH_STAMP)
