@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-hf check demo bench faults faults-peers soak
-.PHONY: bench-quick bench-buckets bench-devices format clean
+.PHONY: bench-quick bench-step bench-buckets bench-devices format clean
 
 setup: $(STAMP)
 
@@ -90,8 +90,12 @@ BENCH := .venv-bench
 BENCH_STAMP := $(BENCH)/.installed
 PEERS := orbax-checkpoint==0.12.8 safetensors==0.8.0 eformer==0.0.101 torch==2.13.0 matplotlib
 
-bench: $(BENCH_STAMP)
+bench: $(BENCH_STAMP) bench-step
 	$(BENCH)/bin/python bench/run.py
+
+# What a step of a run costs when nothing is due, and the lines of a loop.
+bench-step: $(BENCH_STAMP)
+	$(BENCH)/bin/python bench/step.py
 
 bench-quick: $(BENCH_STAMP)
 	$(BENCH)/bin/python bench/run.py --quick

@@ -116,32 +116,28 @@ def batch(step: int, mesh: Mesh) -> jax.Array:
     return jax.device_put(lines, NamedSharding(mesh, P("fsdp")))
 
 
-def training_program(run: Path, mesh: Mesh) -> tuple[State, list[float]]:
-    """Train to the end, from the last whole checkpoint if there is one, saving in the background."""
-    target = layout(mesh)
-    last = shardkeep.latest(run)
-    if last is None:
-        state = jax.jit(new_state, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
-    else:
-        state = shardkeep.load(last, template=target)
-    save_async = shardkeep.save_async  # imported now, not by the first save
-    pending, blocked, losses, seconds = None, 0.0, [], []
-    for step in range(int(state["train"].step), STEPS):
-        began = time.perf_counter()
-        state, loss = train_step(state, batch(step, mesh))
-        losses.append(float(loss))
-        seconds.append(time.perf_counter() - began)
-        if len(seconds) == 1:  # what compiling left stays; a garbage collection that goes through it takes 100 ms
-            gc.collect()
-            gc.freeze()
-        if (step + 1) % EVERY == 0:
-            if pending is not None:
-                tell_of(pending.wait(), blocked, seconds)  # wait raises what went wrong with the save, if anything did
+def training_program(path: Path, mesh: Mesh) -> tuple[State, list[float]]:
+    """Train to the end, from the newest step if there is one, saving in the background."""
+    make = jax.jit(new_state, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, layout(mesh)))
+    losses, seconds, saves = [], [], []
+    with shardkeep.Run(path, save_every=EVERY, keep=None) as run:
+        state, step = run.resume(make)
+        while step < STEPS and not run.stopping:
+            began = time.perf_counter()
+            state, loss = train_step(state, batch(step, mesh))
+            step += 1
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - began)
+            if len(seconds) == 1:  # what compiling left stays; a garbage collection that goes through it takes 100 ms
+                gc.collect()
+                gc.freeze()
             before = time.perf_counter()
-            pending = save_async(run / f"step_{step + 1}", state, metadata={"loss": losses[-1]}, overwrite=True)
-            blocked = time.perf_counter() - before
-    if pending is not None:
-        tell_of(pending.wait(), blocked, seconds)
+            saving = run.step(step, state, metrics={"loss": loss})
+            if saving is not None:
+                saves.append((saving, time.perf_counter() - before))
+        run.save(step, state)
+    for saving, blocked in saves:
+        tell_of(saving.wait(), blocked, seconds)
     return state, losses
 
 
