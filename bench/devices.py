@@ -5,7 +5,7 @@
 
 The simulated device copies between its own memory and the host over links of a given bandwidth, in the background. So
 its figures tell whether the links are kept busy, each byte crosses one once, and memory is given back; they do not tell
-how fast a real GPU or TPU is. Times are medians of several rounds, because the machine does other things too.
+how fast a real GPU or TPU is. The ideal is the time that the bytes take on all links at once. Times are medians of several rounds, because the machine does other things too; the best is in parentheses.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from device.runner import run_on_device, run_on_devices
 from targets import Row
@@ -58,7 +59,7 @@ def rows(root: Path, scale: int, rounds: int) -> Iterator[Row]:
             found = measure("saves", devices, here, processes, **arguments)
             yield Row(f"save, {name}: bytes moved, of those written", found["moved"], 1.0, most=True)
             best = f"(best {found['best']:.2f})"
-            yield Row(f"save, {name}: blocked, of bytes ÷ (links × rate) {best}", found["blocked"], 1.15, most=True)
+            yield Row(f"save, {name}: blocked, of the ideal {best}", found["blocked"], 1.15, most=True)
             yield Row(f"save, {name}: memory kept, % of the state", found["kept"] * 100, 2, most=True)
     for devices, kind in ((1, "single"), (4, "sharded")):
         arguments = {"kind": kind, "nbytes": 1024 * MIB // scale, "rate": FAST, "rounds": rounds}
@@ -70,7 +71,7 @@ def rows(root: Path, scale: int, rounds: int) -> Iterator[Row]:
         budget = 128 * MIB // scale
         found = measure("loads", devices, root / f"load-{kind}", budget=budget, rounds=rounds, **arguments)
         name = f"load, {devices} devices, {kind}".replace("1 devices", "1 device")
-        how = f"of read {found['read']:.2f} s, transfer {found['transfer']:.2f} s (best {found['best']:.2f})"
+        how = f"of {found['read']:.2f} s read, {found['transfer']:.2f} s sent (best {found['best']:.2f})"
         yield Row(f"{name}: of the slower {how}", found["load"], 1.15, most=True)
         yield Row(f"{name}: most host memory, of the budget", found["memory"], 1.10, most=True)
 
