@@ -113,7 +113,7 @@ class CheckpointLoader:
         path: object,
         mesh: Mesh | None,
         *,
-        prefix: str,
+        prefix: str | None,
         shardings: Any = None,
         partition_rules: Rules | None = None,
         dtype: object = None,
