@@ -469,10 +469,14 @@ def check_we_take_eformers_paths(path: Path) -> None:
 
 
 def train(kind: Any, base: Path, steps: Any) -> Any:
-    """A loop with a Checkpointer of one of the two: permanent checkpoints at even steps."""
+    """A loop with a Checkpointer of one of the two, as EasyDeL uses it: permanent checkpoints at even steps."""
     checkpointer = kind.Checkpointer(str(base), None, [kind.CheckpointInterval(every=2)])
+
+    def save(destination: str, mesh: Any, metadata: dict[str, Any]) -> None:
+        checkpointer.save_pytree(model(metadata["step"]), "model", destination=str(base / destination), mesh=mesh)
+
     for step in steps:
-        checkpointer.on_step(LINE, model(step), step=step)
+        checkpointer.on_step(LINE, step=step, true_callbacks=[save])
     checkpointer.wait_until_finished()
     return checkpointer
 
@@ -486,17 +490,28 @@ def check_each_checkpointer_finds_and_loads_the_runs_of_the_other(path: Path) ->
         assert their_runs.find_latest_checkpoint(str(base)) == our_runs.find_latest_checkpoint(base) == newest
         assert their_runs._read_checkpoint_metadata(newest) == our_runs.read_checkpoint_metadata(newest)
         assert our_runs.read_checkpoint_metadata(newest)["step"] == 4
-        tree, _ = reader.Checkpointer(str(base), None, []).load_checkpoint(LINE)
+        checkpointer = reader.Checkpointer(str(base), None, [])
+        same(checkpointer.load_checkpoint(LINE, prefix="model")[0], model(4))
+        tree, metadata = checkpointer.load_pytree(LINE, prefix="model", discover_latest=True, load_treedef=False)
         same(tree, model(4))
+        assert (metadata["step"], metadata["is_temporary"]) == (4, False)
+
+
+def check_eformer_reads_the_trees_of_our_on_step(path: Path) -> None:
+    """Its own `on_step` raises `TypeError` if it is given a tree (0.0.101)."""
+    checkpointer = ours.Checkpointer(path, None, [ours.CheckpointInterval(every=1)])
+    checkpointer.on_step(LINE, model(7), step=7)
+    checkpointer.wait_until_finished()
+    same(theirs.Checkpointer(str(path), None, []).load_checkpoint(LINE)[0], model(7))
 
 
 def check_a_run_goes_on_with_either_checkpointer(path: Path) -> None:
     """There and back again, in one directory: each finds what the other saved last."""
     for number, kind in enumerate((theirs, ours, theirs, ours)):
         steps = range(4 * number + 1, 4 * number + 5)
-        checkpointer = train(kind, path, steps)
-        for each in (checkpointer, *(other.Checkpointer(str(path), None, []) for other in (theirs, ours))):
-            tree, _ = each.load_checkpoint(LINE)
+        train(kind, path, steps)
+        for each in (theirs, ours):
+            tree, _ = each.Checkpointer(str(path), None, []).load_checkpoint(LINE, prefix="model")
             same(tree, model(steps[-1]))
 
 
