@@ -109,11 +109,11 @@ class Checkpointer(RunLoader):
             extras: A dict to store with the tree; also a part of the `metadata` that callbacks get.
         """
         step = _checked_step(step)
-        place = self._place(destination := f"run-{step}")
-        with join(f"saving step {step} to {place}") as operation:
+        with join(f"saving step {step} to {self.base_path}") as operation:
             due: Due | None = operation.share(self._due(step, force) if operation.leads else None)
             if due is None:
                 return
+            place = self._place(destination := f"run-{step}")
             compare(operation, [f"path {place}"])
             if pytree is None and not true_callbacks:
                 raise ValueError(f"a save is due at step {step}, but on_step got neither a pytree nor true_callbacks")
@@ -241,7 +241,8 @@ class Checkpointer(RunLoader):
 
     def _due(self, step: int, force: bool) -> Due | None:
         """Whether a save is due at a step. Asked of process 0 only: clocks differ."""
-        self._commits.look_for_old(self._place(None), self._delete_old_temp_checkpoints)
+        if not self._commits.has_looked:
+            self._commits.look_for_old(self._place(None), self._delete_old_temp_checkpoints)
         if force:
             return "permanent"
         now = self._dt_now_injection()

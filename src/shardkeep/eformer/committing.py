@@ -25,19 +25,23 @@ class StepCommits:
         self._temporary: list[Location] | None = None  # to be removed after the next commit; None: not looked for yet
         self._newest: datetime.datetime | None = None  # the time of the newest checkpoint that is known
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether `look_for_old` was called."""
+        return self._temporary is not None
+
     def look_for_old(self, base: Location, removes: bool) -> None:
-        """Find, the first time this is called, the temporary checkpoints that earlier runs have left.
+        """Find the temporary checkpoints that earlier runs have left. Call this once, before the first commit.
 
         Args:
             base: The directory of the checkpoints.
             removes: Whether they are removed after the next commit.
         """
         with self._lock:
-            if self._temporary is not None:
-                return
             found = run_directories(base) if removes else []
             newest = newest_of(found)
-            self._newest = None if newest is None else newest.time
+            if newest is not None and newest.time is not None and (self._newest is None or newest.time > self._newest):
+                self._newest = newest.time
             self._temporary = [each.place for each in found if each.is_temporary and each.place != base]
 
     def describe(self, place: Location, step: int, is_temporary: bool) -> None:
