@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -25,7 +25,7 @@ from shardkeep.stores.location import Location, any_path_text
 log = logging.getLogger("shardkeep")
 
 Due = Literal["permanent", "temporary"]
-TrueCallback = Callable[[str, Mesh | None, dict[str, Any]], None]
+TrueCallback = Callable[[str, Mesh | None, dict[str, object]], None]
 
 
 class Checkpointer(RunLoader):
@@ -62,7 +62,7 @@ class Checkpointer(RunLoader):
 
     def __init__(
         self,
-        base_path: Any,
+        base_path: object,
         save_interval: datetime.timedelta | None,
         step_policies: Sequence[CheckpointInterval],
         *,
@@ -83,12 +83,12 @@ class Checkpointer(RunLoader):
     def on_step(
         self,
         mesh: Mesh | None = None,
-        pytree: Any = None,
+        pytree: object = None,
         force: bool = False,
         *,
         step: int,
         true_callbacks: Sequence[TrueCallback] | None = None,
-        extras: Mapping[str, Any] | None = None,
+        extras: Mapping[str, object] | None = None,
     ) -> None:
         """Save a checkpoint to `<base_path>/run-<step>` if one is due. Call this once for each step.
 
@@ -133,19 +133,19 @@ class Checkpointer(RunLoader):
 
     def save_checkpoint(
         self,
-        tree: Any,
+        tree: object,
         destination: str,
         *,
         commit_callback: Callable[[], None] | None = None,
         is_temporary: bool = False,
         mesh: Mesh | None = None,
         step: int = -1,
-        shardings: Any = None,
-        partition_rules: Any = None,
+        shardings: object = None,
+        partition_rules: object = None,
         prefix: str | None = None,
         structured: bool = False,
-        dtype: Any = None,
-        extras: Mapping[str, Any] | None = None,
+        dtype: object = None,
+        extras: Mapping[str, object] | None = None,
     ) -> None:
         """Save a tree to `<base_path>/<destination>` in the background, whether or not it is due.
 
@@ -183,14 +183,14 @@ class Checkpointer(RunLoader):
 
     def save_pytree(
         self,
-        tree: Any,
+        tree: object,
         prefix: str,
         *,
         step: int | None = None,
         destination: str | None = None,
         mesh: Mesh | None = None,
-        dtype: Any = None,
-        extras: Mapping[str, Any] | None = None,
+        dtype: object = None,
+        extras: Mapping[str, object] | None = None,
         temporary: bool = False,
         write_index: bool = True,
     ) -> str:
@@ -231,7 +231,7 @@ class Checkpointer(RunLoader):
         finally:
             self._commits.removals.wait()
 
-    def _queue_checkpoint_removal(self, checkpoint_dir: Any) -> None:  # pyright: ignore[reportUnusedFunction]  (EasyDeL)
+    def _queue_checkpoint_removal(self, checkpoint_dir: object) -> None:  # pyright: ignore[reportUnusedFunction]  (EasyDeL)
         """Remove a directory with everything in it, in the background, on process 0."""
         place, base = self._place(checkpoint_dir), self._place(None)
         if f"{base}/".startswith(f"{place}/"):
@@ -255,7 +255,7 @@ class Checkpointer(RunLoader):
             return "permanent"
         return "temporary" if self.save_interval and now - self._last_save_time >= self.save_interval else None
 
-    def _place(self, destination: Any) -> Location:
+    def _place(self, destination: object) -> Location:
         """The directory of a checkpoint, given its name in `base_path` or a whole path; `base_path` itself for None."""
         base = locate(self._manager, self.base_path)
         if not destination:
@@ -270,13 +270,13 @@ class Checkpointer(RunLoader):
 
     def _start(
         self,
-        tree: Any,
+        tree: object,
         place: Location,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
         step: int | None,
         on_commit: Callable[[], None],
         prefix: str | None = None,
-        dtype: Any = None,
+        dtype: object = None,
     ) -> None:
         """Save a tree in the background, then call `on_commit` on process 0."""
         with join(f"saving to {place}") as operation:
@@ -286,12 +286,12 @@ class Checkpointer(RunLoader):
 
     def _save(
         self,
-        tree: Any,
+        tree: object,
         place: Location,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
         step: int | None,
         prefix: str | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         indexed: bool = True,
     ) -> None:
         """Save a tree in the foreground."""
@@ -316,7 +316,7 @@ class Checkpointer(RunLoader):
             operation.share()
 
 
-def _checked_step(step: Any) -> int:
+def _checked_step(step: object) -> int:
     checked = check_step(step)
     if checked is None:
         raise TypeError("step must be an integer, not None")

@@ -1,23 +1,23 @@
 """Finding checkpoints of a Checkpointer by their `metadata.json`, and loading them."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
 from urllib.parse import quote
 
 from jax.sharding import Mesh
 
+from shardkeep.eformer.loader import Callback, Loaded
 from shardkeep.eformer.manager import AsyncCheckpointManager, locate
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, PrefixError, an
 from shardkeep.foreign.rundirs import newest_of, read_metadata, run_directories
 from shardkeep.loading.shardings import Rules
+from shardkeep.model.values import JsonObject
 from shardkeep.processes.operation import join
 from shardkeep.stores.location import Location, any_path_text, location, name_path
 
 log = logging.getLogger("shardkeep")
 
 
-def find_latest_checkpoint(base_path: Any) -> str | None:
+def find_latest_checkpoint(base_path: object) -> str | None:
     """The newest checkpoint in a directory, or the directory itself; None if there is none.
 
     Checkpoints are compared by the timestamps, then the steps, in their `metadata.json`. Those whose metadata cannot be
@@ -45,7 +45,7 @@ def find_latest_checkpoint(base_path: Any) -> str | None:
     return f"file://{quote(newest.path)}" if text.startswith("file:") else newest.path
 
 
-def read_checkpoint_metadata(checkpoint_path: Any) -> dict[str, Any]:
+def read_checkpoint_metadata(checkpoint_path: object) -> JsonObject:
     """The `metadata.json` of a checkpoint: its `step`, `timestamp` and `is_temporary`.
 
     Args:
@@ -68,7 +68,7 @@ def read_checkpoint_metadata(checkpoint_path: Any) -> dict[str, Any]:
 class RunLoader:
     """Loads checkpoints from a directory of them: what a Checkpointer does beside saving."""
 
-    def __init__(self, base_path: Any, manager: AsyncCheckpointManager | None) -> None:
+    def __init__(self, base_path: object, manager: AsyncCheckpointManager | None) -> None:
         if manager is not None and not isinstance(manager, AsyncCheckpointManager):
             raise TypeError(f"manager must be an AsyncCheckpointManager, not {an(type(manager).__name__)}")
         self.base_path = any_path_text(base_path, "Checkpointer(base_path, save_interval, step_policies)")
@@ -78,16 +78,16 @@ class RunLoader:
         self,
         mesh: Mesh | None,
         *,
-        path: Any = None,
+        path: object = None,
         discover_latest: bool = True,
-        shardings: Any = None,
+        shardings: object = None,
         partition_rules: Rules | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         prefix: str | None = None,
         structured: bool = False,
-        template: Any = None,
+        template: object = None,
         strict_shapes: bool = True,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Loaded:
         """Load a checkpoint, after waiting for pending saves.
 
         Args:
@@ -138,18 +138,18 @@ class RunLoader:
         mesh: Mesh | None,
         *,
         prefix: str,
-        path: Any = None,
+        path: object = None,
         discover_latest: bool = False,
         discover_raise: bool = True,
-        shardings: Any = None,
+        shardings: object = None,
         partition_rules: Rules | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         load_treedef: bool = True,
-        template: Any = None,
+        template: object = None,
         strict_shapes: bool = True,
-        callback: Callable[[Any, str], Any] | None = None,
+        callback: Callback | None = None,
         chunk_size: int | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Loaded:
         """Load the tree of a prefix, after waiting for pending saves.
 
         Args:
@@ -203,7 +203,7 @@ class RunLoader:
             )
         return tree, {**described, **metadata}
 
-    def _found(self, path: Any, discover: bool, must_find: bool) -> tuple[str, dict[str, Any]]:
+    def _found(self, path: object, discover: bool, must_find: bool) -> tuple[str, JsonObject]:
         """The checkpoint to load, and its `metadata.json`. Process 0 looks."""
         root = path or self.base_path
         with join(f"loading {name_path(root)}") as operation:
@@ -213,7 +213,7 @@ class RunLoader:
         return found[0], found[1]
 
 
-def _look(place: Location, discover: bool, must_find: bool) -> tuple[str, dict[str, Any]]:
+def _look(place: Location, discover: bool, must_find: bool) -> tuple[str, JsonObject]:
     """The checkpoint to load, and its `metadata.json`: the newest in a directory, or the directory itself."""
     if discover:
         newest = newest_of(run_directories(place))
@@ -229,6 +229,6 @@ def _look(place: Location, discover: bool, must_find: bool) -> tuple[str, dict[s
         return str(place), {}
 
 
-def require_prefix(prefix: Any, what: str) -> None:
+def require_prefix(prefix: object, what: str) -> None:
     if not prefix or not isinstance(prefix, str):
         raise PrefixError(f"{what} needs a prefix that is a non-empty string, not {prefix!r}")

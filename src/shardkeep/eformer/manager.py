@@ -313,11 +313,11 @@ class AsyncCheckpointManager(CheckpointLoader):
 
 def request_save(
     manager: AsyncCheckpointManager,
-    tree: Any,
+    tree: object,
     path: str,
     prefix: str | None,
-    dtype: Any,
-    metadata: Mapping[str, Any],
+    dtype: object,
+    metadata: Mapping[str, object],
     step: int | None,
     indexed: bool = True,
 ) -> SaveRequest:
@@ -327,7 +327,7 @@ def request_save(
     return replace(request, step=step)
 
 
-def locate(manager: AsyncCheckpointManager, path: Any) -> Location:
+def locate(manager: AsyncCheckpointManager, path: object) -> Location:
     """The place that a path means to the manager, with its bucket and credentials."""
     return manager._located(path)  # pyright: ignore[reportPrivateUsage]
 

@@ -12,9 +12,9 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardkeep.errors import IntegrityError, ShardkeepError, storage_error
+from shardkeep.model.values import Json, JsonObject
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import Store
 from shardkeep.stores.local.descriptors import make_directories
@@ -103,7 +103,7 @@ def _described(store: Store, base: Location, name: str) -> RunDirectory | None:
         metadata = _parsed(store, f"{name}/{METADATA}" if name else METADATA)
         return RunDirectory(
             place,
-            int(metadata.get("step", -1)),
+            _as_step(metadata.get("step", -1)),
             parse_time(metadata.get("timestamp", _NO_TIME)),
             bool(metadata.get("is_temporary", False)),
             bool(metadata.get(BEING_DELETED, False)),
@@ -114,12 +114,20 @@ def _described(store: Store, base: Location, name: str) -> RunDirectory | None:
         return RunDirectory(place, problem=str(error))
 
 
-def parse_time(text: Any) -> datetime.datetime:
+def _as_step(step: Json) -> int:
+    if not isinstance(step, int | float | str):
+        raise TypeError(f"the step is {step!r}, not a number")
+    return int(step)
+
+
+def parse_time(text: Json) -> datetime.datetime:
     """A timestamp in UTC. One without a time zone is in local time."""
+    if not isinstance(text, str):
+        raise TypeError(f"the timestamp is {text!r}, not a string")
     return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
 
 
-def read_metadata(place: Location) -> dict[str, Any]:
+def read_metadata(place: Location) -> JsonObject:
     """The `metadata.json` of a checkpoint. `FileNotFoundError` if it has none, `IntegrityError` if it is damaged."""
     try:
         return _parsed(store_at(place, confined=False), METADATA)
@@ -127,10 +135,10 @@ def read_metadata(place: Location) -> dict[str, Any]:
         raise FileNotFoundError(f"{place} is not a directory") from error
 
 
-def _parsed(store: Store, name: str) -> dict[str, Any]:
+def _parsed(store: Store, name: str) -> JsonObject:
     where = store.locate(name)
     try:
-        found = json.loads(store.read(name))
+        found: Json = json.loads(store.read(name))
     except (ValueError, RecursionError) as error:
         if isinstance(error, IntegrityError):
             raise
@@ -140,7 +148,7 @@ def _parsed(store: Store, name: str) -> dict[str, Any]:
     return found
 
 
-def write_metadata(place: Location, metadata: Mapping[str, Any]) -> None:
+def write_metadata(place: Location, metadata: Mapping[str, object]) -> None:
     """Write the `metadata.json` of a checkpoint, durably and in one step."""
     try:
         if not place.is_url:
