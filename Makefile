@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-hf check demo bench faults faults-peers soak
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf check demo bench faults faults-peers soak
 .PHONY: bench-quick bench-step bench-buckets bench-devices format clean
 
 setup: $(STAMP)
@@ -60,6 +60,19 @@ $(EFORMER_STAMP): pyproject.toml
 	test -x $(EFORMER)/bin/python || $(PYTHON) -m venv $(EFORMER)
 	$(EFORMER)/bin/python -m pip install --quiet --disable-pip-version-check eformer==0.0.101 -e .
 	touch $(EFORMER_STAMP)
+
+# Real EasyDeL with this package in the place of eFormer's serialization: models, states, a trainer that is resumed.
+# It needs its own environment, with pillow and torch, without which its modules are not imported.
+EASYDEL := .venv-easydel
+EASYDEL_STAMP := $(EASYDEL)/.installed
+
+test-easydel: $(EASYDEL_STAMP)
+	$(EASYDEL)/bin/python tests/easydel/run.py
+
+$(EASYDEL_STAMP): pyproject.toml
+	test -x $(EASYDEL)/bin/python || $(PYTHON) -m venv $(EASYDEL)
+	$(EASYDEL)/bin/python -m pip install --quiet --disable-pip-version-check easydel==0.3.0 pillow torch==2.13.0 -e .
+	touch $(EASYDEL_STAMP)
 
 # Real transformers beside this package: each reads what the other writes. It needs its own environment (it brings torch).
 HF := .venv-hf
@@ -126,4 +139,4 @@ faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
