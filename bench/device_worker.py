@@ -148,7 +148,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def loads(root: str, kind: str, nbytes: int, rate: float, links: int, budget: int, rounds: int) -> dict[str, float]:
-    """Load time of the slower of reading (as `verify` does) and transferring, medians; and the peak of host memory of the budget."""
+    """Load time by the slower of reading (as `verify` does) and transferring, and peak host memory by the budget."""
     path = f"{root}/{kind}"
     tree = state(kind, nbytes)
     sharding = place(kind)
