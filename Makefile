@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-hf check demo bench faults faults-peers
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf check demo bench faults faults-peers soak
 .PHONY: bench-quick bench-step bench-buckets bench-devices format clean
 
 setup: $(STAMP)
@@ -25,8 +25,8 @@ test-processes: setup
 # TESTS= runs a part of it; PYTHON= chooses the interpreter of the newest, OLDEST_PYTHON= that of the oldest.
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
-OLDEST_PYTHON ?= python3.11
-NEWEST_PYTHON := $(if $(filter file,$(origin PYTHON)),python3.13,$(PYTHON))
+OLDEST_PYTHON ?= PYENV_VERSION=3.11 python3.11
+NEWEST_PYTHON := $(if $(filter file,$(origin PYTHON)),PYENV_VERSION=3.13 python3.13,$(PYTHON))
 TESTS ?= tests
 
 test-versions: test-oldest test-newest
@@ -60,6 +60,19 @@ $(EFORMER_STAMP): pyproject.toml
 	test -x $(EFORMER)/bin/python || $(PYTHON) -m venv $(EFORMER)
 	$(EFORMER)/bin/python -m pip install --quiet --disable-pip-version-check eformer==0.0.101 -e .
 	touch $(EFORMER_STAMP)
+
+# Real EasyDeL with this package in the place of eFormer's serialization: models, states, a trainer that is resumed.
+# It needs its own environment, with pillow and torch, without which its modules are not imported.
+EASYDEL := .venv-easydel
+EASYDEL_STAMP := $(EASYDEL)/.installed
+
+test-easydel: $(EASYDEL_STAMP)
+	$(EASYDEL)/bin/python tests/easydel/run.py
+
+$(EASYDEL_STAMP): pyproject.toml
+	test -x $(EASYDEL)/bin/python || $(PYTHON) -m venv $(EASYDEL)
+	$(EASYDEL)/bin/python -m pip install --quiet --disable-pip-version-check easydel==0.3.0 pillow torch==2.13.0 -e .
+	touch $(EASYDEL_STAMP)
 
 # Real transformers beside this package: each reads what the other writes. It needs its own environment (it brings torch).
 HF := .venv-hf
@@ -106,7 +119,7 @@ bench-buckets: setup
 
 # What saves and loads cost on accelerators, on a simulated one.
 bench-devices: setup
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python bench/devices.py
+	$(BIN)/python bench/devices.py
 
 $(BENCH_STAMP): pyproject.toml
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
@@ -117,9 +130,13 @@ $(BENCH_STAMP): pyproject.toml
 faults: setup
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m faults
 
+# A training that is killed, stopped and damaged for 30 minutes, while an evaluator reads its steps.
+soak: setup
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests JAX_PLATFORMS=cpu $(BIN)/python -m faults.soak
+
 # The same kill in other libraries.
 faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -77,6 +77,7 @@ class Soak:
         self._step = 0  # the last step that was made
         self._lost_now = 0  # steps damaged since the last restart
         self._was_stopped = False
+        self._has_resumed = False  # the training that runs now
         self._damaged: set[int] = set()
         self._evaluator: Child | None = None
         self._log.touch()
@@ -90,6 +91,7 @@ class Soak:
     def disturb(self) -> None:
         """Start the training, let it make some steps, end it somehow, and perhaps damage its newest step."""
         self._evaluate()
+        self._has_resumed = False
         early = self._dice.random() < 0.15 and self._step > 0
         trainer = self._spawner.start("train", program=True, path=str(self._run), log=str(self._log), pause=0.001)
         if early:
@@ -118,7 +120,7 @@ class Soak:
         goal, until = -1, time.monotonic() + 60
         while time.monotonic() < until and not trainer.ended(0):
             self._follow()
-            if goal < 0 and self._resumed_here:
+            if goal < 0 and self._has_resumed:
                 goal = self._step + number
             if 0 <= goal <= self._step:
                 return
@@ -132,7 +134,6 @@ class Soak:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        self._resumed_here = False if not whole and not hasattr(self, "_resumed_here") else self._resumed_here
         for line in whole.decode().splitlines():
             kind, number, *rest = [*line.split(" "), ""]
             if kind == "resumed":
@@ -143,14 +144,12 @@ class Soak:
                 if rest[0] != self._expected[self._step - 1]:
                     self._problem(f"step {number}: loss {rest[0]}, not {self._expected[self._step - 1]}")
 
-    _resumed_here = False
-
     def _check_resumed(self, step: int, skipped: list[int]) -> None:
-        self._resumed_here = True
+        self._has_resumed = True
         lost = self._step - step
         damaged = self._lost_now > 0 or bool(skipped)
         allowed = 0 if self._was_stopped else 2 * EVERY
-        allowed += EVERY * max(self._lost_now, len(skipped)) * 2
+        allowed += EVERY * max(self._lost_now, len(skipped))
         if lost > allowed or lost < 0:
             self._problem(f"resumed at {step} after step {self._step}; {allowed} steps may be lost; skipped {skipped}")
         if set(skipped) - self._damaged:

@@ -6,6 +6,7 @@ program has imported it, or calls something that needs it. Public functions that
 a typed form here.
 """
 
+import gc
 import os
 import sys
 import threading
@@ -268,6 +269,15 @@ def private_part(part: "jax.Array") -> "jax.Array":
     import jax
 
     return jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
+
+
+def drop_host_copies() -> None:
+    """Have JAX let go of host copies whose transfers are over.
+
+    Its threads cannot: they leave that to the next call of JAX that looks for it, and to a function that Python's
+    garbage collector calls. A program that computes nothing in between would keep the memory.
+    """
+    gc.collect(0)
 
 
 def is_weakly_typed(array: "jax.Array") -> bool:

@@ -1,5 +1,6 @@
 """The documented (eFormer) API on buckets: every call that takes a path takes a URL."""
 
+import datetime
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +17,14 @@ import shardkeep
 from buckets.fixtures import Place
 from servers.gcs import GCSServer
 from servers.service_account import EMAIL, claims, write_service_account
-from shardkeep.serialization import AsyncCheckpointManager, tree_deserialize_leaves, tree_serialize_leaves
+from shardkeep.serialization import (
+    AsyncCheckpointManager,
+    Checkpointer,
+    CheckpointInterval,
+    tree_deserialize_leaves,
+    tree_serialize_leaves,
+)
+from shardkeep.serialization.checkpointer import find_latest_checkpoint, read_checkpoint_metadata
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
 from shardkeep.serialization.utils import is_gcs_path, parse_gcs_path
 from support import Point, assert_same, mesh_of
@@ -186,3 +194,33 @@ def test_names_of_google_paths() -> None:
     assert parse_gcs_path(Shown()) == ("bucket", "a")
     with pytest.raises(ValueError, match="not a Google Cloud Storage path"):
         parse_gcs_path("s3://bucket/a")
+
+
+def test_a_checkpointer_saves_finds_and_removes(place: Place) -> None:
+    """Runs of eFormer's, temporary ones, and what other programs put beside them."""
+    now = [datetime.datetime(2026, 1, 1)]
+    base = f"{place.url}/base"
+    assert find_latest_checkpoint(base) is None
+    place.put("base/run-0/metadata.json", b'{"step": 0, "timestamp": "2025-01-01T00:00:00", "is_temporary": true}')
+    place.put("base/run-0/model/tokenizer.json", b"{}")
+    checkpointer = Checkpointer(
+        base, datetime.timedelta(minutes=1), [CheckpointInterval(3)], dt_now_injection=lambda: now[0]
+    )
+    seen: list[list[str]] = []
+    for step in range(1, 5):
+        now[0] += datetime.timedelta(minutes=1)
+        checkpointer.on_step(MESH, tree(step), step=step)
+        checkpointer.wait_until_finished()
+        seen.append(sorted({name.split("/")[1] for name in place.names()}))
+        assert find_latest_checkpoint(base) == f"{base}/run-{step}"
+    assert seen == [["run-1"], ["run-2"], ["run-3"], ["run-3", "run-4"]]
+    assert json.loads(place.get("base/run-4/metadata.json"))["is_temporary"] is True
+    loaded, metadata = checkpointer.load_checkpoint(MESH)
+    assert_same(loaded, tree(4))
+    assert (metadata["step"], read_checkpoint_metadata(f"{base}/run-3")["step"]) == (4, 3)
+    path = checkpointer.save_pytree(tree(9), "model", step=9)
+    assert path == f"{base}/run-9"
+    assert_same(checkpointer.load_pytree(MESH, prefix="model", discover_latest=True)[0], tree(9))
+    checkpointer._queue_checkpoint_removal(path)
+    checkpointer.wait_until_finished()
+    assert not place.names("base/run-9")

@@ -71,8 +71,9 @@ for path in sys.argv[2:]:
               ["verify", path], ["diff", path, path, "--no-values"], ["diff", path, path, "--values"],
               ["stats", path], ["clean", path, "--dry-run"], ["inspect", path + "-nothing"]]
 run = sys.argv[1] + "/exp"
-calls += [["ls", run], ["ls", run, "--json"], ["inspect", run + "@latest"], ["verify", run + "@best"], ["stats", run + "@1"],
-          ["diff", run + "@1", run + "@latest"], ["pin", run + "@1"], ["unpin", run + "@best"], ["save-now", run]]
+calls += [["ls", run], ["ls", run, "--json"], ["inspect", run + "@latest"], ["verify", run + "@best"],
+          ["stats", run + "@1"], ["diff", run + "@1", run + "@latest"], ["pin", run + "@1"],
+          ["unpin", run + "@best"], ["save-now", run]]
 codes = {}
 for call in calls:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

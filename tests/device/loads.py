@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 import shardkeep
 from device import control as device
 from shardkeep.runtime import hostmemory
-from shardkeep.runtime.budget import budget
+from shardkeep.runtime.budget import Claim, budget
 from support import bits, pattern
 
 P = PartitionSpec
@@ -76,7 +76,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.live = self.most = self.most_claimed = 0
-        empty, take = hostmemory.aligned_empty, type(budget).take
+        empty, take = hostmemory.aligned_empty, Claim.take
 
         def allocate(nbytes: int) -> Any:
             memory = empty(nbytes)
@@ -90,7 +90,7 @@ class HostMemory:
             self.most_claimed = max(self.most_claimed, budget.used)
 
         hostmemory.aligned_empty = allocate
-        type(budget).take = claim
+        Claim.take = claim
 
     def _free(self, nbytes: int) -> None:
         self.live -= nbytes

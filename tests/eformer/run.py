@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from eformer.paths import GCSPath, ePath
+from eformer.serialization import checkpointer as their_runs
 from eformer.serialization import serialization as their_leaves
 from eformer.serialization import sharding_utils as their_sharding
 from eformer.serialization import utils as their_utils
@@ -35,6 +36,7 @@ import shardkeep.serialization as ours
 from checks import run_checks
 from dtypes import JAX, NO_ZARR_NAME
 from servers.gcs import GCSServer
+from shardkeep.serialization import checkpointer as our_runs
 from shardkeep.serialization import serialization as our_leaves
 from shardkeep.serialization import sharding_utils as our_sharding
 from shardkeep.serialization import utils as our_utils
@@ -464,6 +466,87 @@ def check_we_take_eformers_paths(path: Path) -> None:
         finally:
             del os.environ["STORAGE_EMULATOR_HOST"]
     assert not our_utils.is_gcs_path(ePath("/x"))
+
+
+def train(kind: Any, base: Path, steps: Any) -> Any:
+    """A loop with a Checkpointer of one of the two, as EasyDeL uses it: permanent checkpoints at even steps."""
+    checkpointer = kind.Checkpointer(str(base), None, [kind.CheckpointInterval(every=2)])
+
+    def save(destination: str, mesh: Any, metadata: dict[str, Any]) -> None:
+        checkpointer.save_pytree(model(metadata["step"]), "model", destination=str(base / destination), mesh=mesh)
+
+    for step in steps:
+        checkpointer.on_step(LINE, step=step, true_callbacks=[save])
+    checkpointer.wait_until_finished()
+    return checkpointer
+
+
+def check_each_checkpointer_finds_and_loads_the_runs_of_the_other(path: Path) -> None:
+    for name, writer, reader in (("theirs", theirs, ours), ("ours", ours, theirs)):
+        base = path / name
+        train(writer, base, range(1, 6))
+        assert sorted(each.name for each in base.iterdir()) == ["run-2", "run-4"]
+        newest = str(base / "run-4")
+        assert their_runs.find_latest_checkpoint(str(base)) == our_runs.find_latest_checkpoint(base) == newest
+        assert their_runs._read_checkpoint_metadata(newest) == our_runs.read_checkpoint_metadata(newest)
+        assert our_runs.read_checkpoint_metadata(newest)["step"] == 4
+        checkpointer = reader.Checkpointer(str(base), None, [])
+        same(checkpointer.load_checkpoint(LINE, prefix="model")[0], model(4))
+        tree, metadata = checkpointer.load_pytree(LINE, prefix="model", discover_latest=True, load_treedef=False)
+        same(tree, model(4))
+        assert (metadata["step"], metadata["is_temporary"]) == (4, False)
+
+
+def check_eformer_reads_the_trees_of_our_on_step(path: Path) -> None:
+    """Its own `on_step` raises `TypeError` if it is given a tree (0.0.101)."""
+    checkpointer = ours.Checkpointer(path, None, [ours.CheckpointInterval(every=1)])
+    checkpointer.on_step(LINE, model(7), step=7)
+    checkpointer.wait_until_finished()
+    same(theirs.Checkpointer(str(path), None, []).load_checkpoint(LINE)[0], model(7))
+
+
+def check_a_run_goes_on_with_either_checkpointer(path: Path) -> None:
+    """There and back again, in one directory: each finds what the other saved last."""
+    for number, kind in enumerate((theirs, ours, theirs, ours)):
+        steps = range(4 * number + 1, 4 * number + 5)
+        train(kind, path, steps)
+        for each in (theirs, ours):
+            tree, _ = each.Checkpointer(str(path), None, []).load_checkpoint(LINE, prefix="model")
+            same(tree, model(steps[-1]))
+
+
+def check_structures_of_eformers_checkpointer_are_loaded(path: Path) -> None:
+    optimizer = (Adam(jnp.int32(3), model(1), model(2)), ())
+    writer = theirs.Checkpointer(str(path), None, [])
+    where = writer.save_pytree(optimizer, "tx", step=3, mesh=LINE, extras={"note": "x"})
+    writer.save_pytree(model(0), "model", step=3, mesh=LINE)
+    reader = ours.Checkpointer(path, None, [])
+    for arguments in ({"path": where}, {"discover_latest": True}, {"path": where, "template": optimizer}):
+        tree, metadata = reader.load_pytree(LINE, prefix="tx", **arguments)
+        assert jax.tree.structure(tree) == jax.tree.structure(optimizer)
+        same(tree[0].nu, model(2))
+        assert metadata["step"] == 3
+    same(reader.load_pytree(LINE, prefix="model", discover_latest=True, load_treedef=False)[0], model(0))
+
+
+def check_temporary_runs_of_eformers_are_removed_by_our_checkpointer(path: Path) -> None:
+    theirs.Checkpointer(str(path), None, []).save_pytree(model(1), "model", step=1, mesh=LINE, temporary=True)
+    checkpointer = train(ours, path, [2])
+    assert [each.name for each in path.iterdir()] == ["run-2"]
+    checkpointer._queue_checkpoint_removal(path / "run-2")
+    checkpointer.wait_until_finished()
+    assert list(path.iterdir()) == []
+
+
+def check_every_parameter_of_eformers_checkpointer_is_taken(path: Path) -> None:
+    """With its default; but for those that the documentation names."""
+    differing = {("on_step", "mesh"), ("load_pytree", "discover_latest"), ("load_pytree", "load_treedef")}
+    for name in ("__init__", "on_step", "save_checkpoint", "load_checkpoint", "save_pytree", "load_pytree"):
+        mine = inspect.signature(getattr(ours.Checkpointer, name)).parameters
+        for parameter in inspect.signature(getattr(theirs.Checkpointer, name)).parameters.values():
+            found = mine[parameter.name]
+            assert found.kind == parameter.kind, (name, parameter.name)
+            assert (found.default == parameter.default) != ((name, parameter.name) in differing), (name, parameter.name)
 
 
 def check_every_name_of_eformers_has_its_parameters(path: Path) -> None:

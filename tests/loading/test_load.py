@@ -899,8 +899,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Counter]:
     real = LocalFile.read_into
 
     def read_into(self: Any, offset: int, buffer: Any) -> None:
-        if not self._path.endswith("manifest.json"):
-            found.ranges.append((self._path, offset, buffer.nbytes))
+        if not self.path.endswith("manifest.json"):
+            found.ranges.append((self.path, offset, buffer.nbytes))
         real(self, offset, buffer)
 
     monkeypatch.setattr(LocalFile, "read_into", read_into)

@@ -24,13 +24,16 @@ for kind, (spec, shape) in KINDS.items():
         report = done if how == "save" else done.wait()
         counted = device.counters()
         moved = counted["device_to_host_bytes"] + counted["device_to_pinned_bytes"]
-        found[f"{kind} {how}"] = {"moved": moved, "share": report.share, "total": report.nbytes}
+        out = [record for record in device.log() if record.what == "enqueued"]
+        links = [sum(r.bytes for r in out if r.device == d.id) for d in jax.local_devices()]
+        found[f"{kind} {how}"] = {"moved": moved, "share": report.share, "total": report.nbytes, "links": links}
 say(found=found)
 """
 
 
 @pytest.mark.parametrize("platform", ["simulated", "rocm"])
 def test_what_a_process_transfers_is_what_it_writes(tmp_path: Path, platform: str) -> None:
+    """And its devices send the same amount each."""
     said = run_on_devices(PROGRAM, tmp_path, platform=platform)
     for name in said[0]["found"]:
         shares = [process["found"][name] for process in said]
@@ -38,6 +41,7 @@ def test_what_a_process_transfers_is_what_it_writes(tmp_path: Path, platform: st
             # A file has a header, of which nothing was transferred.
             assert process["moved"] <= process["share"] <= process["moved"] * 1.001 + 10_000, f"{name}: {shares}"
             assert process["moved"] == 16 * (1 << 11) * (1 << 10) // 2, f"{name}: {shares}"
+            assert process["links"] == [process["moved"] // 2] * 2, f"{name}: {shares}"
 
 
 OWN = """

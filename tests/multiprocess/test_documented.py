@@ -299,3 +299,81 @@ def test_values_come_back_in_one_process_as_they_were(pair: Kept, tmp_path: Path
     loaded = shardkeep.load(tmp_path / "x", prefix="p")
     assert differences(loaded, values_of(2)) == []
     assert np.asarray(loaded["opt"][0].count) == 2
+
+
+CHECKPOINTER = """
+import datetime, time
+from shardkeep.serialization import AsyncCheckpointManager, Checkpointer, CheckpointInterval
+from shardkeep.serialization.checkpointer import find_latest_checkpoint, read_checkpoint_metadata
+mesh = mesh_over((2, 2))
+minute = datetime.timedelta(minutes=1)
+now = [datetime.datetime(2026, 1, 1)]
+def state(step):
+    return {"w": spread(np.arange(8, dtype=np.float32) + step, P("a")), "step": step}
+"""
+
+
+def test_process_0_decides_when_a_checkpointer_saves(pair: Kept, tmp_path: Path) -> None:
+    """Its clock alone makes a temporary checkpoint due; the clock of the other process always says so."""
+    said = pair.run(
+        CHECKPOINTER
+        + """
+clock = lambda: now[0] if index == 0 else now[0] + len(calls) * 60 * minute
+calls = []
+checkpointer = Checkpointer(root / "base", minute, [CheckpointInterval(4)], dt_now_injection=clock)
+seen = []
+for step in range(9):
+    calls.append(step)
+    if step in (2, 3, 7):
+        now[0] += minute
+    checkpointer.on_step(mesh, state(step), step=step)
+    checkpointer.wait_until_finished()
+    tree, metadata = None, {}
+    if step >= 2:
+        tree, metadata = checkpointer.load_checkpoint(mesh, partition_rules=[(".*", P("b"))])
+        assert holds(tree["w"], np.arange(8, dtype=np.float32) + metadata["step"]), metadata
+    if index == 0:
+        seen.append(sorted(p.name for p in (root / "base").glob("*")))
+say(seen=seen, last=metadata["step"])
+""",
+        tmp_path,
+    )
+    assert said[0]["seen"] == [
+        [], [], ["run-2"], ["run-3"], ["run-4"], ["run-4"], ["run-4"], ["run-4", "run-7"], ["run-4", "run-8"],
+    ]  # fmt: skip
+    assert [process["last"] for process in said] == [8, 8]
+
+
+def test_a_checkpoint_is_described_once_the_callbacks_of_all_processes_are_through(pair: Kept, tmp_path: Path) -> None:
+    said = pair.run(
+        CHECKPOINTER
+        + """
+checkpointer = Checkpointer(root / "base", None, [CheckpointInterval(1)])
+described = root / "base" / "run-1" / "metadata.json"
+seen = []
+def save(destination, at, metadata):
+    checkpointer.save_pytree(state(metadata["step"]), "model", destination=destination)
+    if index == 1:
+        time.sleep(0.5)
+    seen.append(described.exists())
+checkpointer.on_step(mesh, step=1, true_callbacks=[save])
+seen.append(described.exists())
+def refuse(*_):
+    if index == 1:
+        raise RuntimeError("no room here")
+told = caught(checkpointer.on_step, mesh, step=2, true_callbacks=[save, refuse])
+told_step = caught(checkpointer.on_step, mesh, state(3), step=3 + index)
+path = checkpointer.save_pytree(state(5), "model", step=5)
+seen.append((root / "base" / "run-5" / "metadata.json").exists())
+latest = find_latest_checkpoint(root / "base")
+say(seen=seen, told=told, told_step=told_step, latest=latest, path=path)
+""",
+        tmp_path,
+    )
+    for process in said:
+        assert process["seen"] == [False, True, True, True], process["seen"]
+        assert "no room here" in process["told"]["message"]
+        assert "processes passed different arguments" in process["told_step"]["message"]
+        assert process["latest"] == process["path"] == str(tmp_path / "base/run-5")
+    assert not (tmp_path / "base/run-2/metadata.json").exists()
+    assert not (tmp_path / "base/run-3").exists()

@@ -58,7 +58,7 @@ alone = shardkeep.save(root / f"alone{index}", {"n": np.arange(3)}).files
 jax.clear_caches()
 jax.extend.backend.clear_backends()
 address = "127.0.0.1:" + (root / "port").read_text()
-jax.distributed.initialize(address, size, index, coordinator_bind_address=address, shutdown_timeout_seconds=5)
+jax.distributed.initialize(address, size, index, coordinator_bind_address=address)
 tree = arrays_of(values, mesh_over((2, 2)))
 for number in range(3):
     shardkeep.save(root / f"z{number}", tree)

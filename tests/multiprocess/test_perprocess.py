@@ -247,7 +247,7 @@ shardkeep.processes.operation.Operation.share = die
 """
 GATHERING = """
 import shardkeep.saving.snapshot
-shardkeep.saving.snapshot._gather_value = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+shardkeep.saving.snapshot.gather_value = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 

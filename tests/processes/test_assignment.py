@@ -54,6 +54,15 @@ def test_what_all_hold_is_spread_to_within_the_largest_piece(lengths: list[int],
     assert sum(load) == 4 * sum(lengths)
 
 
+def test_a_process_writes_what_all_of_its_devices_hold() -> None:
+    """Of arrays in two halves, each of which both processes have on one device, each writes first and second halves."""
+    halves = [[(Region((start,), (MB,)), (0, 1)) for start in (0, MB)] for _ in range(8)]
+    shares, load = _assign(halves, [1] * 8, 2)
+    written = [[region.start[0] for found in shares for region, writer in found if writer == i] for i in range(2)]
+    assert load == [8 * MB, 8 * MB]
+    assert [sorted(starts) for starts in written] == [[0] * 4 + [MB] * 4] * 2
+
+
 def test_what_only_one_holds_is_made_up_for_by_the_others() -> None:
     own = [[(Region((0,), (3 * MB,)), (0,))]]
     common = [[(Region((0,), (MB,)), (0, 1))] for _ in range(5)]

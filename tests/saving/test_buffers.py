@@ -61,7 +61,7 @@ def test_the_data_of_keys_is_looked_at() -> None:
     assert np.shares_memory(shard.data, memory)
     assert not shard.stable
     (shard,) = take_snapshot(flatten(jax.jit(jax.random.split)(jax.random.key(0)))[1]).shards
-    assert shard.stable
+    assert shard.stable or jax.__version_info__ < (0, 9)  # which hides that keys were computed: they are copied
 
 
 def test_large_memory_on_a_page_is_not_xlas_whoever_made_the_array() -> None:

@@ -227,7 +227,7 @@ def test_arrays_in_the_host_memory_of_a_device_are_copied_before_save_async_retu
     """A step that donates them may use their memory again at once; no view of it may be left."""
     said = run(
         """
-host = {str(i): pattern("float32", (64, 256 + i)) for i in range(4)}
+host = {str(i): pattern("float32", (64, 256 + i)) for i in range(8)}
 place = SingleDeviceSharding(devices[0], memory_kind="pinned_host")
 tree = jax.block_until_ready({name: jax.device_put(array, place) for name, array in host.items()})
 pending = shardkeep.save_async(root + "/x", tree)
@@ -305,6 +305,21 @@ say(right=is_saved(root + "/x", host), most=most, live=live, moved=moved / nbyte
     assert said["live"] == 0
     assert 32 << 20 < said["most"] <= 64 << 20
     assert said["pinned"] <= 64 << 20
+
+
+@pytest.mark.parametrize("setting", ["always", "never"])
+def test_a_tree_of_empty_arrays(tmp_path: Path, setting: str) -> None:
+    said = run(
+        """
+host, tree = state("replicated", leaves=2, rows=0)
+shardkeep.save(root + "/x", tree)
+shardkeep.save_async(root + "/y", tree).wait()
+say(right=[is_saved(root + "/x", host), is_saved(root + "/y", host)])
+""",
+        tmp_path,
+        SHARDKEEP_PINNED_HOST=setting,
+    )
+    assert said == {"right": [True, True]}
 
 
 @pytest.mark.parametrize("setting", ["always", "never"])
@@ -492,3 +507,31 @@ say(again=again)
         tmp_path,
     )
     assert said == {"again": 1}
+
+
+@pytest.mark.parametrize("setting", ["always", "never"])
+def test_no_host_memory_is_kept_by_a_program_that_does_nothing_else(tmp_path: Path, setting: str) -> None:
+    """Neither by us nor by JAX, which drops what its threads used when it is next called."""
+    said = run(
+        """
+import weakref
+from shardkeep.saving import transfer
+form, seen = transfer.Arriving._form, []
+def formed(self, data):
+    seen.append(weakref.ref(data))
+    return form(self, data)
+transfer.Arriving._form = formed
+left = []
+for how in ("save_async", "save"):
+    host, tree = state("sharded")
+    seen.clear()
+    pending = getattr(shardkeep, how)(root + "/" + how, tree)
+    if how == "save_async":
+        pending.wait()
+    left.append([len(seen), sum(each() is not None for each in seen)])
+say(left=left)
+""",
+        tmp_path,
+        SHARDKEEP_PINNED_HOST=setting,
+    )
+    assert said == {"left": [[64, 0], [64, 0]]}

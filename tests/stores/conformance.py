@@ -162,6 +162,15 @@ class StoreTests:
         if store.traits.has_directories:  # else some servers list those they have made themselves
             assert (make().children(""), make().children("a")) == (["a"], ["d"])
 
+    def test_a_place_is_cleared_of_everything_its_last_file_included(self, make: Make) -> None:
+        for name in ("a/b/c", "a/.d", "e", "last", ".control/lock"):
+            put(make(), name, b"1")
+        make().clear("last")
+        assert (make().entries(), make().children("a/b")) == (([], []), [])
+        put(make(), "e", b"2")
+        make().clear("absent")
+        assert make().entries() == ([], [])
+
     def test_a_directory_is_no_file(self, make: Make) -> None:
         put(make(), "a/b", b"1")
         for look in (make().read, make().open):

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -30,6 +30,8 @@ from shardkeep.stores.location import Location, any_path_text, location, name_pa
 log = logging.getLogger("shardkeep")
 
 Callback = Callable[[Any, str], Any]
+Loaded: TypeAlias = tuple[Any, dict[str, Any]]  # a tree in its own structure, and its metadata
+LoadedDicts: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # a tree as nested dicts, and its metadata
 Check = Callable[[StoredLeaf, Any], None]
 
 
@@ -62,7 +64,7 @@ class CheckpointLoader:
         prefix: str | None = None,
         use_async: bool = True,
         chunk_size: int | None = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> LoadedDicts:
         """Load a tree as nested dicts with string keys, and its metadata.
 
         Args:
@@ -113,7 +115,7 @@ class CheckpointLoader:
         path: object,
         mesh: Mesh | None,
         *,
-        prefix: str,
+        prefix: str | None,
         shardings: Any = None,
         partition_rules: Rules | None = None,
         dtype: object = None,
@@ -121,7 +123,7 @@ class CheckpointLoader:
         strict_shapes: bool = True,
         callback: Callback | None = None,
         chunk_size: int | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Loaded:
         """Load a tree in its own structure, or the template's, and the `extras` it was saved with.
 
         Args:
@@ -171,7 +173,7 @@ class CheckpointLoader:
         dtype: object = None,
         validate: bool | None = None,
         prefix_filter: str | None = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> LoadedDicts:
         """Load a tree with several threads, as nested dicts with string keys, and its metadata.
 
         Args:
@@ -251,7 +253,7 @@ class CheckpointLoader:
 
     def _load_dict(
         self, place: Location, request: Request, validate: bool | None, callback: Callback | None, operation: Operation
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> LoadedDicts:
         skeleton, leaves, tree = self._load(place, request, validate, callback, operation)
         return as_dict(skeleton, leaves), metadata_of(tree)
 

@@ -22,7 +22,7 @@ from shardkeep.model.tree import flatten
 from shardkeep.processes.operation import Operation, join
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import SaveRequest, run_save, start_save
-from shardkeep.stores.location import any_path_text, name_path
+from shardkeep.stores.location import Location, any_path_text, name_path
 from shardkeep.targets.base import Target
 
 if TYPE_CHECKING:  # it imports TensorStore, which only this one property needs
@@ -309,6 +309,27 @@ class AsyncCheckpointManager(CheckpointLoader):
             order=self,
             verbose=self.verbose,
         )
+
+
+def request_save(
+    manager: AsyncCheckpointManager,
+    tree: object,
+    path: str,
+    prefix: str | None,
+    dtype: object,
+    metadata: Mapping[str, object],
+    step: int | None,
+    indexed: bool = True,
+) -> SaveRequest:
+    """A save to a directory as the manager would make it, of arrays with the sharding that they have."""
+    prepared = move_tree(tree, dtype, None, gather=False, cpu_offload=False)
+    request = manager._request(prepared, path, metadata, None, prefix, directory=True, indexed=indexed)  # pyright: ignore[reportPrivateUsage]
+    return replace(request, step=step)
+
+
+def locate(manager: AsyncCheckpointManager, path: object) -> Location:
+    """The place that a path means to the manager, with its bucket and credentials."""
+    return manager._located(path)  # pyright: ignore[reportPrivateUsage]
 
 
 def follow_save(manager: AsyncCheckpointManager, request: SaveRequest, operation: Operation) -> PendingSave:

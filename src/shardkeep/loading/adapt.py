@@ -16,7 +16,7 @@ from shardkeep.loading.moving import move, stays_numpy, with_layout
 from shardkeep.loading.place import put_all
 from shardkeep.loading.select import Request, Wanted
 from shardkeep.loading.shardings import check_layout
-from shardkeep.model.arrays import Array, kind_of
+from shardkeep.model.arrays import Array, DType, kind_of
 from shardkeep.model.leaves import NumpyArray, Origin, PrngKeys, StoredArray
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.tree import name_leaf
@@ -87,7 +87,7 @@ def apply_function(function: Callable[[Any], Any], array: Any) -> Any:
     return with_layout(move(array, result.sharding), check_layout(result.layout, ""))
 
 
-def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
+def cast_array(array: Any, dtype: DType, key: str) -> Any:
     """Cast within one kind (float to float, integer to integer). `ValueError` if an integer does not fit."""
     if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
         return array
@@ -95,7 +95,7 @@ def cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
         return _cast_array(array, dtype, key)
 
 
-def _cast_array(array: Any, dtype: np.dtype[Any], key: str) -> Any:
+def _cast_array(array: Any, dtype: DType, key: str) -> Any:
     if kind_of(dtype) == "int" and array.size:
         # Each process checks its own shards, so that a failure is an error on all of them instead of a hang.
         spread = isinstance(array, jax.Array) and not array.is_fully_addressable
@@ -124,7 +124,7 @@ def _like(like: Any, value: Any, key: str) -> Any:
     return array if isinstance(like, np.ndarray) else put_all([array], getattr(like, "sharding", None))[0]
 
 
-def check_fits(low: int, high: int, dtype: np.dtype[Any], key: str) -> None:
+def check_fits(low: int, high: int, dtype: DType, key: str) -> None:
     """`ValueError` unless an integer dtype can hold both numbers."""
     limits = jax.numpy.iinfo(dtype)
     if low < int(limits.min) or high > int(limits.max):

@@ -1,9 +1,7 @@
 """The order in which arrays go to devices that copy them: in groups, so that they pass through bounded host memory."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from shardkeep.loading.blocks import parts_of
@@ -11,7 +9,7 @@ from shardkeep.loading.plan import plan_read
 from shardkeep.loading.read import needed_blocks
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
-from shardkeep.model.arrays import Region
+from shardkeep.model.arrays import DType, Region
 from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.records import record
@@ -38,7 +36,7 @@ class Part:
     leaf: StoredArray
     regions: tuple[Region, ...]
     whole: bool
-    cast: np.dtype[Any] | None = None
+    cast: DType | None = None
 
     @property
     def _sizes(self) -> list[int]:
@@ -81,7 +79,7 @@ class Groups:
         return self.sent + self.beside
 
 
-def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, np.dtype[Any] | None], limit: int) -> Groups:
+def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], limit: int) -> Groups:
     """How to load leaves, if at most `limit` bytes of host memory may be used.
 
     A quarter of it is filled while half is being sent, and the last quarter is for what reading takes beside. Arrays
@@ -99,9 +97,7 @@ def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, np.dtype[Any] 
     return Groups(groups, step, sent, beside)
 
 
-def _plan_parts(
-    wanted: Mapping[int, Wanted], casts: Mapping[int, np.dtype[Any] | None], step: int, large: int
-) -> list[Part]:
+def _plan_parts(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], step: int, large: int) -> list[Part]:
     """What is sent of each leaf, in the order of the files.
 
     Leaves larger than `step` go region by region, unless the same blocks would have to be read several times. Those

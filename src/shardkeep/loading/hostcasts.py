@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.moving import is_on_cpu, stays_numpy
 from shardkeep.loading.plan import Target
 from shardkeep.loading.select import Request, Wanted
-from shardkeep.model.arrays import Array, kind_of
+from shardkeep.model.arrays import Array, DType, kind_of
 from shardkeep.model.leaves import PrngKeys, StoredArray
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.runtime.crew import Crew, Task
@@ -39,7 +38,7 @@ _EXACT = frozenset(
 )
 
 
-def cast_before(w: Wanted, request: Request) -> np.dtype[Any] | None:
+def cast_before(w: Wanted, request: Request) -> DType | None:
     """The dtype that a leaf is cast to in host memory, before it goes to devices that copy it; None if it is not.
 
     A function or callback of the caller's sees the array as it was saved, and a larger dtype would only take longer to
@@ -85,7 +84,7 @@ def cast_targets(targets: Sequence[Target], crew: Crew) -> None:
     crew.run(tasks)
 
 
-def _check(target: Target, dtype: np.dtype[Any]) -> None:
+def _check(target: Target, dtype: DType) -> None:
     for array in target.arrays:
         if array is not None and array.size:
             check_fits(int(array.min()), int(array.max()), dtype, target.leaf.key)

@@ -15,10 +15,10 @@ from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessErr
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.hostcasts import goes_to_devices
-from shardkeep.loading.pipeline import load_to_devices
+from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import Target, plan_targets
-from shardkeep.loading.read import Means, read_targets
+from shardkeep.loading.read import read_targets
 from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype

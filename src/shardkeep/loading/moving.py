@@ -17,7 +17,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
 from shardkeep.jaxapi import device_put, has_x64, jit, private_part, refuse_without_jax, transfers_allowed
-from shardkeep.model.arrays import NUMPY_NAMES, WIDE, Array, carrier_of, is_integer
+from shardkeep.model.arrays import NUMPY_NAMES, WIDE, Array, DType, carrier_of, is_integer
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
 
@@ -86,7 +86,7 @@ def _take_rows(x: Any, start: int, stop: int) -> Any:
     return device_put(on_host(x)[start:stop], min(x.devices(), key=lambda device: device.id))
 
 
-def stays_numpy(dtype: np.dtype[Any]) -> bool:
+def stays_numpy(dtype: DType) -> bool:
     """Whether JAX, as it is configured now, cannot hold arrays of this dtype without changing them."""
     if dtype in WIDE:
         return not has_x64()
@@ -94,7 +94,7 @@ def stays_numpy(dtype: np.dtype[Any]) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _is_known_to_jax(dtype: np.dtype[Any]) -> bool:
+def _is_known_to_jax(dtype: DType) -> bool:
     if dtype.kind in "mM" or dtype.name in NUMPY_NAMES:
         return dtype.kind not in "mM"
     try:
@@ -135,7 +135,7 @@ def _place(data: Array, sharding: Sharding) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _reinterpret(dtype: np.dtype[Any], sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+def _reinterpret(dtype: DType, sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     def reinterpret(x: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(x, dtype)
 
@@ -159,7 +159,7 @@ def _is_on_cpu(sharding: Sharding) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _lay_out(carrier: np.dtype[Any] | None, form: Format) -> Callable[[jax.Array], jax.Array]:
+def _lay_out(carrier: DType | None, form: Format) -> Callable[[jax.Array], jax.Array]:
     def copy(x: jax.Array) -> jax.Array:
         if carrier is None:
             return jnp.copy(x)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import sleep
 from typing import Any
 from weakref import ref
@@ -12,17 +13,31 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import block_until_ready, device_put, refuse_without_jax, service_error, transfers_allowed
+from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.groups import Part, plan_groups
 from shardkeep.loading.hostcasts import cast_before, cast_targets
 from shardkeep.loading.place import put_leaves
 from shardkeep.loading.plan import Target, plan_read
-from shardkeep.loading.read import Means, read_targets
-from shardkeep.loading.select import Wanted
+from shardkeep.loading.read import read_targets
+from shardkeep.loading.select import Request, Wanted
 from shardkeep.loading.shardings import device_regions
 from shardkeep.model.arrays import Array
-from shardkeep.runtime.budget import budget
+from shardkeep.runtime.budget import Claim, budget
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.progress import Progress
 
 _LOOKS, _LOOK = 20, 0.0005  # how often, and after how many seconds, to look whether JAX has let go of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
+
+    reader: BlockReader
+    request: Request
+    crew: Crew
+    progress: Progress
+    claim: Claim
 
 
 def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:

@@ -1,7 +1,6 @@
 """Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,6 @@ from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
-from shardkeep.runtime.budget import Claim
-from shardkeep.runtime.budget import budget as memory_budget
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
@@ -21,7 +18,7 @@ from shardkeep.stores.base import Mapping as MappedFile
 from shardkeep.stores.base import Store
 
 if TYPE_CHECKING:
-    from shardkeep.loading.select import Request  # which imports JAX
+    pass  # which imports JAX
 
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _STEP = 256 << 20  # bytes of pieces that are in memory at once, besides the arrays that are made of them
@@ -29,23 +26,6 @@ _NEAR = 4 << 10  # pieces no further apart are read ahead together
 _REQUEST = 1 << 20  # a request to a bucket takes about as long as reading this
 
 Maps = dict[int, tuple[MappedFile, int]]  # by file: its mapping, and the offset at which it starts
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
-
-    reader: BlockReader
-    request: "Request"
-    crew: Crew
-    progress: Progress
-    claim: Claim
-
-    def read(self, targets: Mapping[int, Target], fetches: Sequence[Fetch]) -> None:
-        """Fill targets that are the memory of the loaded arrays. What is needed beside them is claimed in steps."""
-        change = partial(self.claim.change, what=self.claim.scope.what)
-        read_targets(self.reader, targets, fetches, memory_budget.limit, self.crew, self.progress, change)
-        self.claim.release()
 
 
 def read_targets(

@@ -25,7 +25,7 @@ from shardkeep.loading.shardings import (
     needed_regions,
     resolve_shardings,
 )
-from shardkeep.model.arrays import Region, kind_of, kind_of_value
+from shardkeep.model.arrays import DType, Region, kind_of, kind_of_value
 from shardkeep.model.keys import ByLooseKey, loose_key
 from shardkeep.model.leaves import NumpyArray, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
@@ -76,7 +76,7 @@ class Request:
     mesh: Mesh | None = None
     rules: Rules | None = None
     shardings: Any = None
-    dtype: np.dtype[Any] | None = None
+    dtype: DType | None = None
     verify: bool = True
     mmap: bool = True
     verbose: bool = False  # show a progress bar
@@ -92,7 +92,7 @@ class Wanted:
     stored: StoredLeaf
     place: Place = field(default_factory=Place)
     as_numpy: bool = False
-    dtype: np.dtype[Any] | None = None
+    dtype: DType | None = None
     like: Any = None  # the template's plain value or 0-d array, where the other was saved
     shape: tuple[int, ...] | None = None  # the shape to reshape to
     process: int | None = None  # of a PerProcess leaf: whose value; None: all of them

@@ -4,6 +4,7 @@ Every process computes this for all processes, from the shardings alone, and get
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -55,15 +56,20 @@ def _assign(
 ) -> tuple[list[tuple[Share, ...]], list[int]]:
     """A writer for every region, and the resulting load of each process in bytes.
 
-    Regions that only one process holds come first, then the largest.
+    Regions that only one process holds come first, then the largest. Of processes with the same load, the one writes
+    the n-th region of an array that has written the least of n-th regions: they are on the same devices in most arrays,
+    and so it takes data from all of its devices, and not from one.
     """
     nbytes = {(i, n): found[n][0].size * itemsizes[i] for i, found in enumerate(holdings) for n in range(len(found))}
     load = [0] * size
+    nth: Counter[tuple[int, int]] = Counter()
     writers: dict[tuple[int, int], int] = {}
     for i, n in sorted(nbytes, key=lambda at: (len(holdings[at[0]][at[1]][1]) > 1, -nbytes[at], at)):
         holders = holdings[i][n][1]
-        writers[i, n] = min(holders, key=lambda process: (load[process], process))
-        load[writers[i, n]] += nbytes[i, n]
+        writer = min(holders, key=lambda process, n=n: (load[process], nth[process, n], process))
+        writers[i, n] = writer
+        load[writer] += nbytes[i, n]
+        nth[writer, n] += nbytes[i, n]
     shares = [tuple((region, writers[i, n]) for n, (region, _) in enumerate(found)) for i, found in enumerate(holdings)]
     return shares, load
 

@@ -6,17 +6,20 @@ import operator
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import SupportsIndex, cast
+from typing import Any, SupportsIndex, cast
 
 from shardkeep.errors import (
     CheckpointNotFoundError,
     ConflictError,
+    IncompleteCheckpointError,
     IntegrityError,
+    MissingDataError,
     NotADirectoryPathError,
     PathError,
 )
 from shardkeep.jaxapi import membership
 from shardkeep.model.manifest import MANIFEST
+from shardkeep.processes.operation import join
 from shardkeep.runs.control import Control, Hold
 from shardkeep.runs.index import Entry, Listing, RunIndex
 from shardkeep.runs.keep import Keep
@@ -30,11 +33,12 @@ from shardkeep.targets.resolve import look
 log = logging.getLogger("shardkeep")
 
 _LOOK_LOCAL, _LOOK_BUCKET = 0.5, 5.0  # seconds between two looks for new steps
+_TRIES = 5  # how often a load starts over if its step is deleted meanwhile
 _PATIENCE = 10.0  # seconds that a hold waits for a deleter to give way
 
 
 class ReadableRun:
-    """A run that is only read. `Run` is one that can be written, too. Nothing here needs JAX.
+    """A run that is only read. `Run` is one that can be written, too. Only `load` needs JAX.
 
     Args:
         path: The directory of the run.
@@ -49,6 +53,7 @@ class ReadableRun:
         self._control = Control(self._place)
         self._index = RunIndex(self._control, self._name, keep)
         self._resumed_from: int | None = None
+        self._in_use: set[int] = set()  # steps that this program is just loading
 
     @property
     def path(self) -> str:
@@ -88,6 +93,48 @@ class ReadableRun:
     def _with_reasons(self, listing: Listing, steps: list[Step]) -> list[Step]:
         why = explain(listing, self._keep, datetime.datetime.now(datetime.UTC), self._resumed_from)
         return with_reasons(steps, why)
+
+    def load(self, step: "int | Step | None" = None, **arguments: Any) -> Any:
+        """Load a step of the run: the newest usable one, or the one that is named.
+
+        Args:
+            step: The number of the step, or a `Step`.
+            **arguments: Arguments of `shardkeep.load`; for example `prefix="ema"` for a named tree.
+
+        Returns:
+            What `shardkeep.load` returns.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or no usable one.
+        """
+        from shardkeep.loading.load import load  # which imports JAX
+
+        for left in reversed(range(_TRIES)):
+            with join(f"loading a step of {self.path}") as operation:
+                number, path = operation.share(self._chosen(step) if operation.leads else None)
+            self._in_use.add(number)
+            try:
+                return load(path, **arguments)
+            except (CheckpointNotFoundError, IncompleteCheckpointError, MissingDataError):
+                # Retention may have deleted it, which is no reason to fail if any newest step will do.
+                if step is not None or left == 0 or not self._was_deleted(number):
+                    raise
+            finally:
+                self._in_use.discard(number)
+        raise AssertionError("the last try returns or raises")
+
+    def _chosen(self, step: "int | Step | None") -> tuple[int, str]:
+        if step is not None:
+            entry = self._entry(step, "load")
+            return entry.step.number, entry.step.path
+        found = self.latest()
+        if found is None:
+            raise CheckpointNotFoundError(f"load: the run {self.path} has no usable step")
+        return found.number, found.path
+
+    def _was_deleted(self, number: int) -> bool:
+        with join(f"looking for step {number} of {self.path}") as operation:
+            return operation.share(operation.leads and number not in self._index.read().entries)
 
     def _entry(self, step: object, doing: str) -> Entry:
         """The entry of a step; an error that names the steps there are if there is none."""

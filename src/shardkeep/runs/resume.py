@@ -11,6 +11,7 @@ from shardkeep.errors import CheckpointNotFoundError, IntegrityError
 from shardkeep.loading.load import load
 from shardkeep.model.manifest import Manifest
 from shardkeep.processes.operation import join
+from shardkeep.runs.contents import ITERATORS
 from shardkeep.runs.control import Control
 from shardkeep.runs.index import KEY, Listing, RunIndex
 from shardkeep.runs.iterators import Redistribute, put_back
@@ -22,7 +23,6 @@ from shardkeep.targets.resolve import find_newest, look
 
 log = logging.getLogger("shardkeep")
 
-ITERATORS = "iterators"  # the prefix of the iterators' states
 _OWN = ("path", "template", "prefix", "per_process", "mapped")  # the arguments of load that resume does not take
 
 

@@ -6,41 +6,29 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from shardkeep.catalog import delete as delete_checkpoint
-from shardkeep.catalog import inspect, new_target
 from shardkeep.errors import (
     CallbackError,
-    CheckpointNotFoundError,
     ConflictError,
-    IncompleteCheckpointError,
-    IntegrityError,
-    MetadataError,
-    MissingDataError,
 )
 from shardkeep.layouts.registry import layout_named
-from shardkeep.loading.load import load
-from shardkeep.model.manifest import check_prefix
-from shardkeep.model.metadata import check_metadata
 from shardkeep.processes.operation import join
 from shardkeep.runs.agreement import Agreed
-from shardkeep.runs.index import KEY
-from shardkeep.runs.iterators import Redistribute, take
+from shardkeep.runs.contents import Contents, checked_metadata
+from shardkeep.runs.iterators import Redistribute
 from shardkeep.runs.keep import Keep
-from shardkeep.runs.metrics import Metrics
 from shardkeep.runs.preemption import parse_signals
 from shardkeep.runs.reading import ReadableRun, check_number
-from shardkeep.runs.resume import ITERATORS, Candidate, Resumed, Resumption, candidates_of, check_arguments
+from shardkeep.runs.resume import Candidate, Resumed, Resumption, candidates_of, check_arguments
 from shardkeep.runs.retention import delete_step
 from shardkeep.runs.schedule import Interval, Schedule
 from shardkeep.runs.steps import Step
 from shardkeep.runs.templates import read_template
 from shardkeep.runs.writing import Writer
 from shardkeep.saving.pending import BackgroundSave, PendingSave
-from shardkeep.saving.save import FormatName, SaveRequest, start_save
+from shardkeep.saving.save import FormatName, start_save
 
 log = logging.getLogger("shardkeep")
 
-_TRIES = 5  # how often a load starts over if its step is deleted meanwhile
 _LAST_THREE = Keep(last=3)
 
 
@@ -105,7 +93,7 @@ class Run(ReadableRun):
             raise ValueError(f'on_error must be "raise" or "log", not {on_error!r}')
         layout_named(format, None)
         self._schedule = Schedule(save_every)
-        self._metadata = _checked_metadata(metadata)
+        self._metadata = checked_metadata(metadata)
         self._format: FormatName = format
         self._signals = [number.name for number in parse_signals(signals)] if on_preemption == "save" else []
         self._raises = on_error == "raise"
@@ -138,7 +126,7 @@ class Run(ReadableRun):
         if self._is_closed:
             raise ValueError(f"the run {self.path} is closed; open it again with shardkeep.Run")
         with join(f"opening the run {self.path}") as operation:
-            writer = Writer(self._control, self._index, self._name, self._keep)
+            writer = Writer(self._control, self._index, self._name, self._keep, self._in_use)
             agreement = writer.open(operation, self._signals)
         self._writer, self._enter = writer, agreement.enter
         if self._stop_asked:
@@ -258,7 +246,7 @@ class Run(ReadableRun):
             due = True
         if not due and agreed is None:
             return None
-        return self._save(number, state, metrics, iterators, trees, metadata, agreed, pin=False)
+        return self._save(number, Contents(state, metrics, iterators, trees, metadata), agreed)
 
     def _open_and_enter(self) -> Callable[[], Agreed | None]:
         self._open()
@@ -325,60 +313,37 @@ class Run(ReadableRun):
         agreed = enter()
         number = check_number(step)
         self._schedule.passed(number)
-        begun = self._save(number, state, metrics, iterators, trees, metadata, agreed, pin)
+        begun = self._save(number, Contents(state, metrics, iterators, trees, metadata, pin), agreed)
         return begun or PendingSave(BackgroundSave.nothing(str(self._place / self._name.of(number))))
 
-    def _save(
-        self,
-        number: int,
-        state: object,
-        metrics: Mapping[str, object] | None,
-        iterators: Mapping[str, object] | None,
-        trees: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
-        agreed: Agreed | None,
-        pin: bool,
-    ) -> PendingSave | None:
+    def _save(self, number: int, contents: Contents, agreed: Agreed | None) -> PendingSave | None:
         """Save a step, on all processes in the same call. None if it is committed already."""
-        writer = self._open()
-        place = self._place / self._name.of(number)
+        writer, place = self._open(), self._place / self._name.of(number)
+        background = None
         with join(f"saving step {number} of {self.path}") as operation:
             self._settle()
-            noted: dict[str, object] = {"version": 1, **({"pinned": True} if pin else {})}
-            values, own = Metrics(metrics), {**self._metadata, **_checked_metadata(metadata)}
-            further = _checked_trees(trees)
-            if iterators:
-                taken = take(iterators)
-                noted["iterators"], further[ITERATORS] = taken.kinds, taken.tree
+            checked = contents.checked(self._metadata)
             operation.gather(None)  # all have come here without an error
             how = operation.share(writer.decide(number) if operation.leads else None)
             fulfilled = writer.begin()
             self._timed = None
             self._schedule.restart_time(time.monotonic())
             if how == "skip":
-                background = None
                 writer.fulfil(fulfilled)
             else:
                 if how == "replace" and operation.leads:
-                    _drop_other_trees(str(place), further)
-
-                def late() -> dict[str, object]:
-                    writer.confirm()
-                    return {KEY: {**noted, "metrics": values.read()}}
-
-                request = SaveRequest(
-                    new_target(place, self._format, None, None, directory=True),
-                    state,
-                    metadata=own,
-                    overwrite=how == "replace",
-                    on_commit=lambda: writer.committed(number, fulfilled),
+                    checked.make_room(str(place))
+                request = checked.request(
+                    place,
+                    self._format,
+                    number,
+                    replaces=how == "replace",
+                    before=writer.confirm,
+                    after=lambda: writer.committed(number, fulfilled),
                     order=self,
-                    step=number,
-                    trees=further or None,
-                    late=late,
                 )
                 background = self._saving = start_save(request, operation)
-        if how == "skip" and pin:
+        if how == "skip" and contents.pin:
             self.pin(number)
         if agreed is not None and agreed.stop:
             self._stop(number, agreed)
@@ -404,49 +369,6 @@ class Run(ReadableRun):
             if self._raises:
                 raise
         self._saving = None
-
-    def load(self, step: "int | Step | None" = None, **arguments: Any) -> Any:
-        """Load a step of the run: the newest usable one, or the one that is named.
-
-        Args:
-            step: The number of the step, or a `Step`.
-            **arguments: Arguments of `shardkeep.load`; for example `prefix="ema"` for a named tree.
-
-        Returns:
-            What `shardkeep.load` returns.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step, or no usable one.
-        """
-        for left in reversed(range(_TRIES)):
-            with join(f"loading a step of {self.path}") as operation:
-                number, path = operation.share(self._chosen(step) if operation.leads else None)
-            writer = self._writer
-            if writer is not None:
-                writer.in_use.add(number)
-            try:
-                return load(path, **arguments)
-            except (CheckpointNotFoundError, IncompleteCheckpointError, MissingDataError):
-                # Retention may have deleted it, which is no reason to fail if any newest step will do.
-                if step is not None or left == 0 or not self._was_deleted(number):
-                    raise
-            finally:
-                if writer is not None:
-                    writer.in_use.discard(number)
-        raise AssertionError("the last try returns or raises")
-
-    def _chosen(self, step: "int | Step | None") -> tuple[int, str]:
-        if step is not None:
-            entry = self._entry(step, "load")
-            return entry.step.number, entry.step.path
-        found = self.latest()
-        if found is None:
-            raise CheckpointNotFoundError(f"load: the run {self.path} has no usable step")
-        return found.number, found.path
-
-    def _was_deleted(self, number: int) -> bool:
-        with join(f"looking for step {number} of {self.path}") as operation:
-            return operation.share(operation.leads and number not in self._index.read().entries)
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
         """Record metrics of a step, for example those of an evaluation. An evaluator needs no lock for this.
@@ -526,28 +448,3 @@ class Run(ReadableRun):
             if error is None:
                 raise
             log.error("closing the run %s: %s", self.path, late)
-
-
-def _checked_metadata(metadata: Mapping[str, object] | None) -> Mapping[str, object]:
-    checked = {} if metadata is None else check_metadata(metadata)
-    if KEY in checked:
-        raise MetadataError(f"metadata[{KEY!r}] is what a Run itself notes about a step; choose another key")
-    return checked
-
-
-def _checked_trees(trees: Mapping[str, object] | None) -> dict[str, object]:
-    if trees is not None and not isinstance(trees, Mapping):
-        raise TypeError(f'trees must be a dict of names and trees, as {{"ema": ema}}, not {type(trees).__name__}')
-    if trees and ITERATORS in trees:
-        raise ValueError(f"trees[{ITERATORS!r}]: iterators are saved under this name; choose another one")
-    return dict(trees or {})
-
-
-def _drop_other_trees(path: str, further: Mapping[str, object]) -> None:
-    """Before a step is replaced: remove it if it has trees that the new save would not replace."""
-    try:
-        prefixes = set(inspect(path).prefixes)
-    except (CheckpointNotFoundError, IntegrityError):
-        return
-    if prefixes - {"", *map(check_prefix, further)}:
-        delete_checkpoint(path)

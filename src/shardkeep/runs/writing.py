@@ -5,7 +5,7 @@ import datetime
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shardkeep.errors import CheckpointExistsError, ShardkeepError
 from shardkeep.processes.operation import Operation
@@ -26,26 +26,34 @@ _AT_EXIT = 30.0  # seconds that the end of the program waits for housekeeping
 class Writer:
     """The writing side of a run. Process 0 leads: it alone has the lock and writes to the control directory.
 
+    Args:
+        control: The control directory of the run.
+        index: Lists its steps.
+        name: How they are named.
+        keep: Which of them stay; None for all.
+        in_use: Steps that must not be deleted at the moment.
+
     Attributes:
         leads: Whether this process leads.
         is_alone: Whether it is the only one.
         agreement: What the processes agree on.
         known: On the leader, the steps that are there, each with its state.
-        in_use: On the leader, steps that must not be deleted now.
         resumed_from: The step that the run was resumed from; None before that, and for a new run.
     """
 
-    def __init__(self, control: Control, index: RunIndex, name: StepName, keep: Keep | None) -> None:
+    def __init__(
+        self, control: Control, index: RunIndex, name: StepName, keep: Keep | None, in_use: Collection[int]
+    ) -> None:
         self._control, self._index, self._name = control, index, name
         self._retention = Retention(control, index, keep)
         self._lock = WriterLock(control.place)
+        self._in_use = in_use
         self._signals: Signals | None = None
         self._housekeeping: Housekeeping | None = None
         self._requested: set[str] = set()
         self.agreement: Agreement | None = None
         self.leads = self.is_alone = True
         self.known: dict[int, State] = {}
-        self.in_use: set[int] = set()
         self.resumed_from: int | None = None
         self.resumed = False
 
@@ -135,7 +143,7 @@ class Writer:
             self._control.remove_requests(fulfilled)
         self._lock.confirm()
         now = datetime.datetime.now(datetime.UTC)
-        listing, deleted = self._retention.run(self.resumed_from, self.in_use, now)
+        listing, deleted = self._retention.run(self.resumed_from, tuple(self._in_use), now)
         for number in deleted:
             self.known.pop(number, None)
             self._index.deleted.add(self._name.of(number))

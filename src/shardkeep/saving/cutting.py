@@ -10,7 +10,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from shardkeep.jaxapi import local_parts, transfers_allowed
-from shardkeep.model.arrays import WIDE, Region, carrier_of, is_integer
+from shardkeep.model.arrays import WIDE, DType, Region, carrier_of, is_integer
 
 _FARTHEST = np.iinfo(np.int32).max  # where a cut can begin
 
@@ -53,7 +53,7 @@ def cut_on_device(part: jax.Array, region: Region) -> jax.Array | None:
             raise
 
 
-def _dynamic_slice(part: jax.Array, starts: Any, shape: tuple[int, ...], carrier: np.dtype[Any] | None) -> jax.Array:
+def _dynamic_slice(part: jax.Array, starts: Any, shape: tuple[int, ...], carrier: DType | None) -> jax.Array:
     bits: Any = part if carrier is None else jax.lax.bitcast_convert_type(part, carrier)
     return jax.lax.dynamic_slice(bits, starts, shape)
 

@@ -310,7 +310,8 @@ def _look_at(array: jax.Array) -> _Form:
     if array.is_fully_replicated:
         plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
         whole = Region.whole(array.shape)
-        copies = tuple(_copies(array).values()) if where == "device" else ()  # none if all are of other processes
+        everyone = [(number, shard.device) for number, shard in enumerate(array.addressable_shards)]
+        copies = (everyone,) if where == "device" and everyone else ()
         return _Form(spec, origin, (whole,), None, plain, where, copies)
     found = _copies(array)
     parts = tuple(copies[0][0] for copies in found.values())

@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 from shardkeep.config import PINNED_HOST, read
 from shardkeep.errors import HostMemoryError, TreeError
-from shardkeep.jaxapi import device_put, local_parts, private_part, transfers_allowed
+from shardkeep.jaxapi import device_put, drop_host_copies, local_parts, private_part, transfers_allowed
 from shardkeep.model.arrays import Array, Region
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import Shard
@@ -107,10 +107,13 @@ class Arriving:
     def data(self) -> Array:
         """The data in host memory. Waits for it."""
         found = self._data
-        return self._receive() if found is None else found
+        if found is not None:
+            return found
+        with transfers_allowed():
+            return self._receive()
 
     def wait(self) -> None:
-        """Wait for the data if it is on its way."""
+        """Wait for the data if it is on its way. The caller has allowed transfers, once for many of them."""
         with self._lock:
             if self._sent is not None:
                 self._receive()
@@ -145,22 +148,21 @@ class Arriving:
         return (data if data.flags.c_contiguous else np.array(data, order="C", copy=True)).view(self._dtype)
 
     def _read(self, sent: jax.Array) -> Array:
-        with transfers_allowed():
-            try:
-                return np.asarray(sent)
-            except JaxRuntimeError as error:
-                part = self._part
-                if sent is part or part is None or not is_exhausted(error):
-                    error.add_note(f"shardkeep was transferring {self.nbytes:,} bytes of an array that is being saved")
-                    raise
-                if part.is_deleted():
-                    raise HostMemoryError(
-                        "the pinned host memory was exhausted after save_async had returned, and the arrays have been "
-                        "donated or deleted since; nothing was committed. Set SHARDKEEP_PINNED_HOST=never, or let JAX "
-                        f"have more pinned memory ({error})"
-                    ) from error
-                self._sent = self._part = private_part(part)
-                return np.asarray(self._part)
+        try:
+            return np.asarray(sent)
+        except JaxRuntimeError as error:
+            part = self._part
+            if sent is part or part is None or not is_exhausted(error):
+                error.add_note(f"shardkeep was transferring {self.nbytes:,} bytes of an array that is being saved")
+                raise
+            if part.is_deleted():
+                raise HostMemoryError(
+                    "the pinned host memory was exhausted after save_async had returned, and the arrays have been "
+                    "donated or deleted since; nothing was committed. Set SHARDKEEP_PINNED_HOST=never, or let JAX "
+                    f"have more pinned memory ({error})"
+                ) from error
+            self._sent = self._part = private_part(part)
+            return np.asarray(self._part)
 
     def release(self) -> None:
         """Let go of the host memory. The data is written, or never will be."""
@@ -211,9 +213,11 @@ class Transfers:
         with transfers_allowed():
             pinned: list[tuple[Arriving, jax.Array, Any]] = []
             ordinary: list[Arriving] = []
+            staged = {device for arriving in todo for _, device in arriving.copies} - self._exhausted
+            staged = set(filter(_has_pinned_memory, staged))
             for arriving, number, device in self._choose(todo):
                 part = arriving.take_part(number)
-                if device not in self._exhausted and _has_pinned_memory(device):
+                if device in staged:
                     pinned.append((arriving, part, device))
                 else:
                     ordinary.append(arriving)
@@ -257,9 +261,10 @@ class Transfers:
         """
         if self.in_batches:
             self._enqueued.wait()
-        for arriving in self._all:
-            if not (until_safe and arriving.is_safe):
-                arriving.wait()
+        with transfers_allowed():
+            for arriving in self._all:
+                if not (until_safe and arriving.is_safe):
+                    arriving.wait()
 
     def arrived(self) -> float:
         """When the last one had arrived, by `time.perf_counter`."""
@@ -274,6 +279,8 @@ class Transfers:
         for arriving in self._all:
             arriving.release()
         self._enqueued.set()
+        if self._all:
+            drop_host_copies()
 
     def run(self, tasks: Sequence[tuple[Task, Sequence[Arriving]]], crew: Crew) -> None:
         """Run tasks that read the data of transfers, each of which is let go of after its last task.
@@ -343,7 +350,7 @@ def _groups(todo: Sequence[tuple[Arriving, jax.Array, Any]]) -> list[list[tuple[
     groups: list[list[tuple[Arriving, jax.Array, Any]]] = []
     room = 0
     for each in todo:
-        if each[0].nbytes > room:
+        if not groups or each[0].nbytes > room:
             groups.append([])
             room = max(_GROUP, each[0].nbytes)
         groups[-1].append(each)

@@ -168,6 +168,10 @@ class Files(Protocol):
         """Remove files, and directories that become empty. Missing files are not an error."""
         ...
 
+    def clear(self, last: str) -> None:
+        """Remove everything in the place, whoever wrote it, the file `last` at the end, and then the place itself."""
+        ...
+
     def rename(self, name: str, new: str) -> None:
         """Give a finished file its final name, replacing an existing one, durably."""
         ...

@@ -240,6 +240,10 @@ class BucketStore(Objects):
         with suppress(FileNotFoundError):
             self.asking(name, partial(obstore.delete, self.clients().writing, keys))
 
+    def clear(self, last: str) -> None:
+        self.remove([name for name in self._list("") if name != last])
+        self.remove([last])
+
     def remove_control(self) -> None:
         self.remove([f"{self.control}/{name}" for name in self._list(self.control) if name not in ("lock", "")])
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -214,6 +215,17 @@ class LocalStore:
                 except OSError:  # not empty, or no permission
                     break
                 directory = os.path.dirname(directory)
+
+    def clear(self, last: str) -> None:
+        for name in sorted(self.children(""), key=lambda name: name == last):
+            path = self.locate(name)
+            with suppress(FileNotFoundError):  # another process may be clearing it too
+                if os.path.isdir(path) and not os.path.islink(path):
+                    shutil.rmtree(path)
+                else:
+                    os.unlink(path)
+        with suppress(FileNotFoundError):
+            os.rmdir(self._root)
 
     def rename(self, name: str, new: str) -> None:
         os.rename(self.locate(name), self.locate(new))
