@@ -118,7 +118,10 @@ def calls(root: str, nbytes: int, rate: float, rounds: int, kind: str, leaves: i
 
 
 class Peak:
-    """The most host memory that a block of code had, without what has arrived on the simulated devices."""
+    """The most host memory that a block of code had, without that of the simulated devices.
+
+    They copy the data of a transfer when it starts, and then wait as long as a link would take.
+    """
 
     def __enter__(self) -> "Peak":
         gc.collect()
@@ -134,7 +137,7 @@ class Peak:
 
     def _look(self) -> None:
         while not self._over.wait(LOOK):
-            arrived = sum(each.bytes for each in device.log() if each.what == "finished" and each.target == "device")
+            arrived = sum(each.bytes for each in device.log() if each.what == "started" and each.target == "device")
             self.nbytes = max(self.nbytes, anonymous() - self._before - arrived)
 
 

@@ -76,7 +76,8 @@ class Checked:
             format: How arrays are stored.
             number: The number of the step.
             replaces: Whether it replaces a damaged or abandoned one.
-            before: Called by one process before anything is written; what it raises prevents the commit.
+            before: Called by one process before anything is written, and again right before the commit; what it raises
+                prevents the commit.
             after: Called by one process after the commit.
             order: Saves of the same order call `after` in the order in which they began.
         """
@@ -95,6 +96,7 @@ class Checked:
             step=number,
             trees=self.trees or None,
             late=late,
+            check=lambda _: before(),
         )
 
     def make_room(self, path: str) -> None:

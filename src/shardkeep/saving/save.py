@@ -15,7 +15,7 @@ from shardkeep.catalog import new_target
 from shardkeep.errors import CheckpointNotFoundError, PrefixError, TreeError, an
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.document import check_step
-from shardkeep.model.manifest import check_prefix
+from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
@@ -183,7 +183,7 @@ class SaveRequest:
     the same `order` start in the order in which the saves were called. `checksums`: those of this process, to be added
     to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array. `trees`: further trees by prefix,
     committed together with `tree`. `late` is called once, on the leader, before anything is written; in the background
-    if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit.
+    if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit. `check`: see `store_snapshot`.
     """
 
     target: Target
@@ -201,6 +201,7 @@ class SaveRequest:
     step: int | None = None
     trees: Mapping[str, Any] | None = None
     late: Callable[[], Mapping[str, Any]] | None = None
+    check: Callable[[Tree], None] = lambda _: None
 
 
 def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
@@ -341,6 +342,7 @@ def _prepare(
         overwrite=request.overwrite,
         checksums=request.checksums,
         differing=request.differing,
+        check=request.check,
         late=request.late,
     )
     return job, leaves
