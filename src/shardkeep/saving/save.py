@@ -183,7 +183,8 @@ class SaveRequest:
     the same `order` start in the order in which the saves were called. `checksums`: those of this process, to be added
     to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array. `trees`: further trees by prefix,
     committed together with `tree`. `late` is called once, on the leader, before anything is written; in the background
-    if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit. `check`: see `store_snapshot`.
+    if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit. `check`:
+    see `store_snapshot`.
     """
 
     target: Target
