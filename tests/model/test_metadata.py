@@ -284,16 +284,18 @@ def test_metadata_of_a_root_that_looks_like_a_tag_comes_back(tmp_path: Path) -> 
         assert_same(dict(shardkeep.inspect(tmp_path / "run").metadata), metadata)
 
 
-def test_the_documented_loop_survives_a_loss_that_is_nan(tmp_path: Path) -> None:
+def test_the_documented_loop_survives_a_loss_that_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of docs/guides/training-loops.md, with a learning rate that makes the loss NaN."""
     page = (Path(__file__).parents[2] / "docs" / "guides" / "training-loops.md").read_text()
     blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]][:2]
     code = blocks[0].replace("optax.adamw(1e-3)", "optax.sgd(1e30)") + blocks[1]
     names: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "training-loops.md", "exec"), names)
     names["train"](tmp_path / "run", steps=20)
-    last = shardkeep.latest(tmp_path / "run")
-    assert last == str(tmp_path / "run" / "step_20")
-    assert math.isnan(shardkeep.inspect(last).metadata["loss"])
+    last = shardkeep.Run(tmp_path / "run").latest()
+    assert last is not None
+    assert last.path == str(tmp_path / "run" / "step_20")
+    assert math.isnan(last.metrics["loss"])
     names["train"](tmp_path / "run", steps=30)  # and it goes on from there
     assert shardkeep.exists(tmp_path / "run" / "step_30")
