@@ -20,7 +20,7 @@ from buckets.fixtures import Place, Scheme, gcs_server, make_place, s3_server
 from buckets.writers import Keeper, Writer, number_at, tree
 from faults.result import Result
 from faults.sweep import Violation
-from shardkeep.cli.cleaning import _look, _remove
+from shardkeep.cli.cleaning import _look, _remove, _Runs
 from shardkeep.converting.survey import survey
 
 LEASE = 2.0
@@ -205,7 +205,7 @@ def _act(point: Point, path: str, options: dict[str, Any]) -> None:
         shardkeep.save(path, tree(3), **{**options, "prefix": "other"})
     elif point.meanwhile == "clean":
         for found in survey(path):
-            left = _look(found)
+            left = _look(found, _Runs())
             _remove(left)
             if left.problem:
                 raise Violation(f"it cannot be cleaned up: {left.problem}")
