@@ -9,6 +9,7 @@ import pytest
 import shardkeep
 from buckets.fixtures import Place
 from cli.commands import DEAD, Run
+from shardkeep.runs.control import Control
 from shardkeep.stores.location import location, store_at
 from support import assert_same, pattern, record
 
@@ -52,3 +53,34 @@ def test_every_command_takes_a_bucket(
     assert "dead.safetensors" in run("clean", url, "--yes").out
     assert "run/step_1/dead.safetensors" not in place.names()
     assert_same(shardkeep.load(f"{url}/run/step_1"), tree)
+
+
+def test_the_command_line_knows_runs_in_a_bucket(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, url = Run(capsys), f"{place.url}/exp"
+    keep = shardkeep.Keep(last=1, best=1, metric="loss", mode="min")
+    with shardkeep.Run(url, keep=keep) as writer:
+        writer.resume({"n": 0})
+        for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
+            writer.save(step, {"n": step, "w": np.full(8, step)}, metrics={"loss": loss}).wait()
+        writer.wait()
+        assert run("save-now", url).code == 0
+        assert len(Control(location(url)).requests()) == 1
+    listed = run.document("ls", url)["steps"]
+    assert [(each["step"], each["kept"]) for each in listed] == [(20, ["best"]), (30, ["newest", "last"])]
+    assert run.document("inspect", f"{url}@latest")["path"] == f"{url}/step_30"
+    assert run.document("stats", f"{url}@best")["leaves"][0]["max"] == 20
+    assert run("verify", f"{url}@20").code == 0
+    assert run("diff", f"{url}@best", f"{url}@latest").code == 1
+    assert run("convert", f"{url}@best", tmp_path / "best").code == 0
+    assert shardkeep.load(tmp_path / "best")["n"] == 20
+    assert run("pin", f"{url}@20").code == 0
+    assert "pinned" in run("ls", url).out
+    assert run("clean", url, "--yes").code == 0
+    assert run("unpin", f"{url}@20").code == 0
+    refused = run("save-now", url)
+    assert refused.code == 2
+    assert "no program is writing to the run" in refused.err
+    assert not [name for name in place.names("exp/.shardkeep-run") if "/holds/" in name]
+    assert [step.number for step in shardkeep.Run(url).steps()] == [20, 30]

@@ -3,15 +3,21 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shardkeep
-from cli.commands import Run
+from cli.commands import Run, environment
 from runs.runs import damage, trained
 from shardkeep import Keep
+from shardkeep.cli.selecting import Selection
+from shardkeep.runs.control import Control
+from shardkeep.stores.location import location
 
 BEST = Keep(last=2, best=1, metric="loss", mode="max")
 
@@ -117,3 +123,34 @@ def test_a_run_without_an_index_has_no_rules(run: Run, exp: Path, tmp_path: Path
     index.unlink()
     assert "does not say which metric is meant" in run("inspect", f"{tmp_path}/run@best").err
     assert run.document("inspect", f"{tmp_path}/run@latest")["path"] == str(tmp_path / "run/step_5")
+
+
+@pytest.mark.parametrize("words", [["stats", "{}@2"], ["diff", "{}@1", "{}@2"]])
+def test_a_step_is_held_while_a_command_reads_it(tmp_path: Path, words: list[str]) -> None:
+    """The command cannot end before its output is read, which is more than a pipe holds."""
+    path, control = tmp_path / "run", Control(location(tmp_path / "run"))
+    with shardkeep.Run(path, keep=None) as writer:
+        for step in (1, 2):
+            writer.save(step, {f"a leaf with a long name {i:05d}": np.full(1, step) for i in range(2000)})
+    command = [sys.executable, "-m", "shardkeep", *(word.format(path) for word in words)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+        until = time.monotonic() + 100
+        while "step_2" not in control.held_steps() and time.monotonic() < until:
+            time.sleep(0.05)
+        held = control.held_steps()
+        process.communicate(timeout=100)
+    assert held == {f"step_{word[-1]}" for word in words[1:]}
+    assert control.held_steps() == set()
+
+
+def test_a_step_that_cannot_be_held_is_read_all_the_same(exp: Path, tmp_path: Path) -> None:
+    shutil.copytree(exp, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/.shardkeep-run")
+    with Selection().held(f"{tmp_path}/run@4") as path:
+        assert path == str(tmp_path / "run/step_4")
+    assert not (tmp_path / "run/.shardkeep-run").exists(), "no Run has written to this directory"
+    shutil.copytree(exp / ".shardkeep-run", tmp_path / "run/.shardkeep-run")
+    (tmp_path / "run/.shardkeep-run/holds").rmdir() if (tmp_path / "run/.shardkeep-run/holds").exists() else None
+    (tmp_path / "run/.shardkeep-run/holds").write_text("a file where a directory is needed")
+    with Selection().held(f"{tmp_path}/run@4") as path:
+        assert path == str(tmp_path / "run/step_4")

@@ -314,34 +314,53 @@ def state(step):
 
 
 def test_process_0_decides_when_a_checkpointer_saves(pair: Kept, tmp_path: Path) -> None:
-    """Its clock alone makes a temporary checkpoint due; the clock of the other process always says so."""
+    """Its clock alone makes a temporary checkpoint due; the clock of the other process always says so.
+
+    A step without a save is no message between the processes, so a temporary one is saved at a later call.
+    """
     said = pair.run(
         CHECKPOINTER
         + """
 clock = lambda: now[0] if index == 0 else now[0] + len(calls) * 60 * minute
 calls = []
-checkpointer = Checkpointer(root / "base", minute, [CheckpointInterval(4)], dt_now_injection=clock)
-seen = []
-for step in range(9):
+checkpointer = Checkpointer(root / "base", minute, [CheckpointInterval(1000)], dt_now_injection=clock)
+saved, due = [], []
+def on_step(step):
     calls.append(step)
-    if step in (2, 3, 7):
-        now[0] += minute
+    before = checkpointer._last_save_step
     checkpointer.on_step(mesh, state(step), step=step)
-    checkpointer.wait_until_finished()
-    tree, metadata = None, {}
-    if step >= 2:
-        tree, metadata = checkpointer.load_checkpoint(mesh, partition_rules=[(".*", P("b"))])
-        assert holds(tree["w"], np.arange(8, dtype=np.float32) + metadata["step"]), metadata
-    if index == 0:
-        seen.append(sorted(p.name for p in (root / "base").glob("*")))
-say(seen=seen, last=metadata["step"])
+    if checkpointer._last_save_step != before:
+        saved.append(step)
+step = -1
+for _ in range(2):
+    for _ in range(20):  # nothing is due
+        on_step(step := step + 1)
+    due.append(step + 1)
+    now[0] += minute
+    until = len(saved) + 1
+    while len(saved) < until and step < 100_000:
+        on_step(step := step + 1)
+        time.sleep(0.001 * (index + 1))
+checkpointer.wait_until_finished()
+left = sorted(p.name for p in (root / "base").glob("run-*"))
+tree, metadata = checkpointer.load_checkpoint(mesh, partition_rules=[(".*", P("b"))])
+assert holds(tree["w"], np.arange(8, dtype=np.float32) + saved[-1]), metadata
+on_step(200_000)
+checkpointer.wait_until_finished()
+del checkpointer
+gc.collect()
+ours = ("shardkeep-agreement", "shardkeep-announcer")
+say(saved=saved, due=due, left=left, last=[p.name for p in (root / "base").glob("run-*")],
+    threads=[t.name for t in threading.enumerate() if t.name in ours])
 """,
         tmp_path,
     )
-    assert said[0]["seen"] == [
-        [], [], ["run-2"], ["run-3"], ["run-4"], ["run-4"], ["run-4"], ["run-4", "run-7"], ["run-4", "run-8"],
-    ]  # fmt: skip
-    assert [process["last"] for process in said] == [8, 8]
+    assert said[0]["saved"] == said[1]["saved"]
+    for due, saved in zip(said[0]["due"], said[0]["saved"][:2], strict=True):
+        assert saved > due, "agreed on at a call, fulfilled at a later one"
+    assert said[0]["left"] == [f"run-{said[0]['saved'][1]}"], "the temporary one before it is removed"
+    assert said[0]["last"] == ["run-200000"], "a permanent one"
+    assert [one["threads"] for one in said] == [[], []]
 
 
 def test_a_checkpoint_is_described_once_the_callbacks_of_all_processes_are_through(pair: Kept, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run of two processes: one lock, one commit, one step to stop at, errors at the same call."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -159,25 +160,56 @@ def test_a_stop_of_one_process_ends_all_at_one_saved_step(tmp_path: Path, how: s
     assert told[0]["latest"] == told[0]["step"] >= 160
 
 
-def test_a_timed_save_and_a_request_happen_at_one_step(pair: Kept, tmp_path: Path) -> None:
-    told = pair.run(
+@pytest.mark.processes4
+@pytest.mark.parametrize("how", ["run.stop()", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_stop_of_one_of_four_processes_ends_all_at_one_saved_step(tmp_path: Path, how: str) -> None:
+    told = all_well(run_cluster(STOP.replace("HOW", how), tmp_path / "room", 4))
+    assert all(one == told[0] for one in told)
+    assert told[0]["stopping"]
+    assert told[0]["latest"] == told[0]["step"] >= 160
+
+
+@pytest.mark.processes4
+def test_four_processes_train_and_resume_one_run(four: Kept, pair: Kept, tmp_path: Path) -> None:
+    for begun in (0, 16):
+        told = four.run(TRAIN, tmp_path)
+        assert {one["begun"] for one in told} == {begun}
+        assert told[0]["steps"] == [begun + 8, begun + 16]
+        assert told[0]["metrics"] == [begun + 8.0, begun + 16.0], "those of process 0"
+    refused = pair.run(
         START
         + """
-with shardkeep.Run(root / "run", save_every="1 h", keep=None) as run:
-    state, step = run.resume(new_state, shardings=SHARDINGS)
-    saved = []
-    for step in range(8, 4000, 8):
-        if step == 80:
-            run._schedule.restart_time(-1e9)
-        if run.step(step, state) is not None:
-            saved.append(step)
-        if saved:
-            break
-        time.sleep(0.002)
-    say(saved=saved)
-say(steps=[s.number for s in run.steps()])
+with shardkeep.Run(root / "run") as run:
+    say(**caught(run.resume, new_state, shardings=SHARDINGS, iterators={"train": Data()}))
 """,
         tmp_path,
     )
-    assert told[0]["saved"] == told[1]["saved"] == told[0]["steps"]
-    assert len(told[0]["saved"]) == 1
+    assert all("4 processes" in one["message"] and "redistribute=" in one["message"] for one in refused)
+
+
+UNTIL_SAVED = (
+    START
+    + """
+import subprocess
+with shardkeep.Run(root / "run", save_every=WHEN, keep=None) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS)
+    pending = None
+    while pending is None and step < 8 * 100_000:
+        step += 8
+        if step == 80 and index == 1:
+            ASK
+        pending = run.step(step, state)
+        time.sleep(0.001 * (index + 1))
+say(saved=step, steps=[s.number for s in run.steps()])
+"""
+)
+
+
+@pytest.mark.parametrize("what", ["time", "request"])
+def test_a_timed_save_and_a_requested_one_happen_at_one_step(pair: Kept, tmp_path: Path, what: str) -> None:
+    ask = f"subprocess.run([{sys.executable!r}, '-m', 'shardkeep', 'save-now', str(root / 'run')], check=True)"
+    when, ask = ("'0.2 s'", "pass") if what == "time" else ("None", ask)
+    told = pair.run(UNTIL_SAVED.replace("WHEN", when).replace("ASK", ask), tmp_path)
+    assert told[0] == told[1]
+    assert told[0]["steps"] == [told[0]["saved"]]
+    assert not list((tmp_path / "run/.shardkeep-run").glob("requests/*"))

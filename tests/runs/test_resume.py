@@ -1,5 +1,8 @@
 """What a run continues with: the newest usable step, never a new start over old ones."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,37 @@ def test_trees_of_an_abandoned_step_do_not_survive_in_the_one_that_replaces_it(t
         run.resume(new_state, step=1, shardings=ONE)
         run.save(2, state_of(22))
     assert shardkeep.inspect(path / "step_2").prefixes == [""]
+    assert len(list((path / "step_2").rglob("*.safetensors"))) == 1, "the files of the other trees are gone"
+
+
+_KILLED_AT_THE_COMMIT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from runs.runs import ONE, new_state, state_of
+from shardkeep import Run
+with Run(sys.argv[1], keep=None) as run:
+    run.resume(new_state, step=1, shardings=ONE)
+    def die(event, arguments):
+        if event == "open" and "step_2/manifest.json." in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(die)
+    run.save(2, state_of(22)).wait()
+"""
+
+
+def test_an_abandoned_step_stays_complete_until_the_one_that_replaces_it_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with Run(path, keep=None) as run:
+        run.resume(new_state, shardings=ONE)
+        run.save(1, state_of(1))
+        run.save(2, state_of(2), trees={"ema": {"w": np.zeros(1)}}, iterators={"a": 1})
+    command = [sys.executable, "-c", _KILLED_AT_THE_COMMIT, str(path), str(Path(__file__).parents[1])]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert shardkeep.verify(path / "step_2").ok
+    with Run(path, keep=None) as run:
+        assert run.resume(new_state, step=2, shardings=ONE, iterators={"a": 0})[1] == 2
+        assert run.load(prefix="ema")["w"].shape == (1,)
 
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "exchange"])

@@ -26,8 +26,17 @@ def terminal() -> Iterator[Callable[[], str]]:
     """A terminal in the place of stderr; gives what has been written to it since the last time."""
     ours, theirs = os.openpty()
     with open(theirs, "w") as stream, redirect_stderr(stream):
-        yield lambda: os.read(ours, 1 << 16).decode()
+        yield lambda: _read_all(ours, theirs)
     os.close(ours)
+
+
+def _read_all(ours: int, theirs: int) -> str:
+    """What has been written to a terminal until now. It arrives in pieces, so a character is sent behind it."""
+    os.write(theirs, b"\0")
+    data = b""
+    while not data.endswith(b"\0"):
+        data += os.read(ours, 1 << 16)
+    return data[:-1].decode()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from shardkeep.cli.parser import BROKEN_PIPE, ERROR, INTERRUPTED, make_parser
@@ -109,7 +110,9 @@ def _verify(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.checking import verify
 
     selection = _selection(arguments)
-    return verify([selection.path_of(path) for path in arguments.paths], output, arguments.prefix)
+    with ExitStack() as held:
+        paths = [held.enter_context(selection.held(path)) for path in arguments.paths]
+        return verify(paths, output, arguments.prefix)
 
 
 def _diff(arguments: argparse.Namespace, output: "Output") -> int:
@@ -117,35 +120,36 @@ def _diff(arguments: argparse.Namespace, output: "Output") -> int:
 
     prefixes = (arguments.prefix, arguments.prefix if arguments.prefix_b is None else arguments.prefix_b)
     selection = _selection(arguments)
-    a, b = selection.path_of(arguments.a), selection.path_of(arguments.b)
-    return diff(a, b, output, prefixes, arguments.include, arguments.values)
+    with selection.held(arguments.a) as a, selection.held(arguments.b) as b:
+        return diff(a, b, output, prefixes, arguments.include, arguments.values)
 
 
 def _convert(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.converting import run
     from shardkeep.converting.convert import Conversion
 
-    wanted = Conversion(
-        source=_selection(arguments).path_of(arguments.source),
-        destination=arguments.destination,
-        format="safetensors" if arguments.format == "safetensors" else "zarr",
-        compression=arguments.compression,
-        dtype=arguments.dtype,
-        include=arguments.include,
-        prefix=arguments.prefix,
-        subtree=arguments.subtree,
-        rename=arguments.rename,
-        max_shard_size=arguments.max_shard_size,
-        overwrite=arguments.overwrite,
-    )
-    return run(wanted, output)
+    with _selection(arguments).held(arguments.source) as source:
+        wanted = Conversion(
+            source=source,
+            destination=arguments.destination,
+            format="safetensors" if arguments.format == "safetensors" else "zarr",
+            compression=arguments.compression,
+            dtype=arguments.dtype,
+            include=arguments.include,
+            prefix=arguments.prefix,
+            subtree=arguments.subtree,
+            rename=arguments.rename,
+            max_shard_size=arguments.max_shard_size,
+            overwrite=arguments.overwrite,
+        )
+        return run(wanted, output)
 
 
 def _stats(arguments: argparse.Namespace, output: "Output") -> int:
     from shardkeep.cli.measuring import stats
 
-    path = _selection(arguments).path_of(arguments.path)
-    return stats(path, output, arguments.prefix, arguments.include, arguments.fail_on)
+    with _selection(arguments).held(arguments.path) as path:
+        return stats(path, output, arguments.prefix, arguments.include, arguments.fail_on)
 
 
 def _clean(arguments: argparse.Namespace, output: "Output") -> int:

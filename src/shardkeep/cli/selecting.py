@@ -1,12 +1,14 @@
 """`RUN@latest`, `RUN@best` and `RUN@1000`: a step of a run, wherever a command takes the path of a checkpoint."""
 
 import re
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from shardkeep.catalog import latest
 from shardkeep.converting.usage import UsageError
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, PathError
+from shardkeep.errors import CheckpointNotFoundError, ConflictError, IntegrityError, PathError
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.steps import Step
 from shardkeep.runs.viewing import RunView, is_run
@@ -38,6 +40,22 @@ class Selection:
         if path is None:
             raise CheckpointNotFoundError(f"{given}: there is no usable step in {view.place}")
         return path
+
+    @contextmanager
+    def held(self, given: str) -> Generator[str]:
+        """The same as `path_of`; no retention deletes the step meanwhile, if it is possible to write to the run."""
+        found = self._split(given)
+        with ExitStack() as stack:
+            path = self.path_of(given)
+            step = None if found is None else found[0].number_of(path)
+            if found is not None and step is not None and is_run(found[0].place):
+                try:
+                    stack.enter_context(found[0].open().hold(step))
+                except (CheckpointNotFoundError, ConflictError):
+                    path = self.path_of(given)  # it was deleted meanwhile: there may be another latest or best one
+                except OSError:
+                    pass  # read-only
+            yield path
 
     def step_of(self, given: str) -> tuple[RunView, int]:
         """The run and the number of the step that are meant, for commands that need a step of a run."""

@@ -3,6 +3,7 @@
 import datetime
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from shardkeep.eformer.removal import Removal
 from shardkeep.model.document import check_step
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import join
+from shardkeep.runs.agreement import Agreement
 from shardkeep.saving.save import run_save
 from shardkeep.stores.location import Location, any_path_text
 
@@ -34,8 +36,10 @@ class Checkpointer(RunLoader):
     A checkpoint is discovered by its `metadata.json`, which is written last. A temporary checkpoint is removed, in the
     background, once a newer one is committed. Several Checkpointers may use one directory; none of them locks it.
 
-    With several processes, each makes the same calls. Process 0 decides whether a save is due, writes `metadata.json`
-    and removes what is old.
+    With several processes, each makes the same calls. The clock of process 0 decides when a temporary checkpoint is
+    due; it is then saved at one of the next calls, the same on every process. Process 0 writes `metadata.json` and
+    removes what is old. A checkpoint that a reader holds with `shardkeep.Run(base_path, name="run-{}").hold(step)`
+    stays until it is released, and one that is pinned stays.
 
     Args:
         base_path: The directory, or a `gs://` or `s3://` URL. Also an attribute.
@@ -79,6 +83,8 @@ class Checkpointer(RunLoader):
         self._last_save_step = 0
         self._last_save_time = self._dt_now_injection()
         self._commits = StepCommits(lambda: self._dt_now_injection())  # the attribute may be replaced
+        self._agreement: Agreement | None = None  # from the first step on
+        self._leads = self._announced = False  # whether this is process 0; whether it has announced a temporary save
 
     def on_step(
         self,
@@ -109,12 +115,13 @@ class Checkpointer(RunLoader):
             extras: A dict to store with the tree; also a part of the `metadata` that callbacks get.
         """
         step = _checked_step(step)
+        agreed = (self._agreement or self._open()).enter()
+        due = self._due(step, force, agreed is not None)
+        if due is None:
+            return
         with join(f"saving step {step} to {self.base_path}") as operation:
-            due: Due | None = operation.share(self._due(step, force) if operation.leads else None)
-            if due is None:
-                return
             place = self._place(destination := f"run-{step}")
-            compare(operation, [f"path {place}"])
+            compare(operation, [f"path {place}", f"a {due} checkpoint"])
             if pytree is None and not true_callbacks:
                 raise ValueError(f"a save is due at step {step}, but on_step got neither a pytree nor true_callbacks")
         if self._is_off(place):
@@ -239,10 +246,27 @@ class Checkpointer(RunLoader):
         if jax.process_index() == 0:
             self._commits.removals.add(Removal(place, if_temporary=False))
 
-    def _due(self, step: int, force: bool) -> Due | None:
-        """Whether a save is due at a step. Asked of process 0 only: clocks differ."""
-        if not self._commits.has_looked:
-            self._commits.look_for_old(self._place(None), self._delete_old_temp_checkpoints)
+    def _open(self) -> Agreement:
+        """At the first step: find what earlier runs have left, and connect with the other processes."""
+        with join(f"saving to {self.base_path}") as operation:
+            self._leads = operation.leads
+            if operation.leads:
+                self._commits.look_for_old(self._place(None), self._delete_old_temp_checkpoints)
+            agreement = Agreement(operation.share(os.urandom(8).hex() if operation.leads else None))
+        weakref.finalize(self, agreement.close).atexit = False  # at the exit of the program it closes itself
+        self._agreement = agreement
+        return agreement
+
+    def _due(self, step: int, force: bool, agreed: bool) -> Due | None:
+        """Whether a save is due at a step, the same on every process.
+
+        Args:
+            step: The training step.
+            force: Whether one is due in any case.
+            agreed: Whether the processes have agreed on this call for what process 0 has announced.
+        """
+        if agreed:
+            self._announced = False
         if force:
             return "permanent"
         now = self._dt_now_injection()
@@ -253,7 +277,21 @@ class Checkpointer(RunLoader):
             return None
         if is_due(self.step_policies, step):
             return "permanent"
-        return "temporary" if self.save_interval and now - self._last_save_time >= self.save_interval else None
+        if agreed:
+            return "temporary"
+        elapsed = self.save_interval and now - self._last_save_time >= self.save_interval
+        if elapsed and self._leads and not self._announced:
+            return self._announce()
+        return None
+
+    def _announce(self) -> Due | None:
+        """A temporary checkpoint is due by the clock of process 0: save now, or at a call that all agree on."""
+        assert self._agreement is not None
+        if self._agreement.is_alone:
+            return "temporary"
+        self._announced = True
+        self._agreement.request("save_interval", stop=False)
+        return None
 
     def _place(self, destination: object) -> Location:
         """The directory of a checkpoint, given its name in `base_path` or a whole path; `base_path` itself for None."""

@@ -22,13 +22,8 @@ class StepCommits:
         self.removals = Removals()
         self._clock = clock
         self._lock = threading.RLock()
-        self._temporary: list[Location] | None = None  # to be removed after the next commit; None: not looked for yet
+        self._temporary: list[Location] = []  # to be removed after the next commit
         self._newest: datetime.datetime | None = None  # the time of the newest checkpoint that is known
-
-    @property
-    def has_looked(self) -> bool:
-        """Whether `look_for_old` was called."""
-        return self._temporary is not None
 
     def look_for_old(self, base: Location, removes: bool) -> None:
         """Find the temporary checkpoints that earlier runs have left. Call this once, before the first commit.
@@ -54,7 +49,7 @@ class StepCommits:
         """Describe the checkpoint of a step, then begin to remove the temporary ones before it."""
         self.describe(place, step, is_temporary)
         with self._lock:
-            old, self._temporary = self._temporary or [], [place] if is_temporary else []
+            old, self._temporary = self._temporary, [place] if is_temporary else []
         for each in old:
             if each != place:
                 self.removals.add(Removal(each, if_temporary=True))

@@ -21,7 +21,7 @@ from shardkeep.stores.local.descriptors import make_directories
 from shardkeep.stores.location import Location, location, store_at
 
 METADATA = "metadata.json"
-BEING_DELETED = "being_deleted"
+IS_TEMPORARY, BEING_DELETED = "is_temporary", "being_deleted"  # in the metadata
 _NO_TIME = "1970-01-01T00:00:00"  # what eFormer takes for a timestamp that is missing
 
 
@@ -79,7 +79,7 @@ def run_directories(base: object) -> list[RunDirectory]:
     found: dict[str, RunDirectory] = {}
 
     def read(name: str) -> None:
-        described = _described(store, place, name)
+        described = describe(store, place, name)
         if described is not None:
             found[name] = described
 
@@ -96,8 +96,8 @@ def newest_of(directories: Sequence[RunDirectory]) -> RunDirectory | None:
     return max((each for each in directories if not each.being_deleted), key=lambda each: each.age, default=None)
 
 
-def _described(store: Store, base: Location, name: str) -> RunDirectory | None:
-    """The checkpoint in a directory of the store; None if it has no metadata."""
+def describe(store: Store, base: Location, name: str) -> RunDirectory | None:
+    """The checkpoint in a directory of a store that is at `base`; None if it has no metadata."""
     place = base / name if name else base
     try:
         metadata = _parsed(store, f"{name}/{METADATA}" if name else METADATA)
@@ -105,7 +105,7 @@ def _described(store: Store, base: Location, name: str) -> RunDirectory | None:
             place,
             _as_step(metadata.get("step", -1)),
             parse_time(metadata.get("timestamp", _NO_TIME)),
-            bool(metadata.get("is_temporary", False)),
+            bool(metadata.get(IS_TEMPORARY, False)),
             bool(metadata.get(BEING_DELETED, False)),
         )
     except (FileNotFoundError, NotADirectoryError):

@@ -60,7 +60,7 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
             sent.add(_Transfer(nbytes, arrays.put(group, targets), targets))
             del targets  # only JAX refers to their memory now
         sent.finish()
-    except Exception:
+    except Exception:  # after Ctrl-C nobody wants to wait: JAX lets go of the memory of what is sent a moment later
         sent.abandon()
         raise
     means.claim.release()

@@ -93,6 +93,11 @@ class Agreement:
         """How many calls have begun."""
         return self._count
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other processes to agree with."""
+        return self._group is None
+
     def request(self, why: str, *, stop: bool) -> None:
         """Have all processes save at one of their next calls. Returns at once; a signal handler may call it too.
 
@@ -295,7 +300,8 @@ class _Several:
         with suppress(ProcessError):  # the listener waits for this key, or will see that the run is closing
             self._group.set_new(self._key("announce", self._number), self._last_words(), last=True)
         for thread in (self._listener, self._announcer):
-            thread.join(_END)
+            if thread is not threading.current_thread():  # what it belonged to was collected there
+                thread.join(_END)
 
 
 def _close_all() -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardkeep.catalog import delete, inspect, new_target
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, MetadataError
-from shardkeep.model.manifest import check_prefix
+from shardkeep.catalog import new_target
+from shardkeep.errors import MetadataError
 from shardkeep.model.metadata import check_metadata
 from shardkeep.runs.index import KEY
 from shardkeep.runs.iterators import take
@@ -91,6 +90,7 @@ class Checked:
             self.state,
             metadata=self.metadata,
             overwrite=replaces,
+            replaces_all=replaces,
             on_commit=after,
             order=order,
             step=number,
@@ -98,15 +98,6 @@ class Checked:
             late=late,
             check=lambda _: before(),
         )
-
-    def make_room(self, path: str) -> None:
-        """Before a step is replaced: delete it if it has trees that the new save would not replace."""
-        try:
-            prefixes = set(inspect(path).prefixes)
-        except (CheckpointNotFoundError, IntegrityError):
-            return
-        if prefixes - {"", *map(check_prefix, self.trees)}:
-            delete(path)
 
 
 def checked_metadata(metadata: Mapping[str, object] | None) -> Mapping[str, object]:

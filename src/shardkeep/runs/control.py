@@ -164,6 +164,18 @@ class Control:
                 held = self._is_alive(f"{RUN_CONTROL}/holds/{name}") or held
         return held
 
+    def protection(self, step: str, save_id: str | None = None) -> Literal["pinned", "held"] | None:
+        """Why a step must not be deleted, other than by the rules. Ask when its deletion is announced.
+
+        Args:
+            step: The name of its directory.
+            save_id: The id of its save; None for any.
+        """
+        pins = (mark for mark in self.marks() if mark.kind == "pinned" and mark.step == step)
+        if any(save_id in (None, mark.save_id) for mark in pins):
+            return "pinned"
+        return "held" if self.is_held(step) else None
+
     def held_steps(self) -> set[str]:
         """The names of the steps that readers hold now, as far as one can tell without changing anything."""
         names = self.store.children(f"{RUN_CONTROL}/holds")

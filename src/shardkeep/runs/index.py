@@ -21,6 +21,7 @@ from shardkeep.errors import (
     IntegrityError,
     NewerFormatError,
 )
+from shardkeep.foreign.rundirs import IS_TEMPORARY, METADATA, describe
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runs.control import INDEX, RUN_CONTROL, Control, Mark, MetricRecord, numbers_in
@@ -42,13 +43,15 @@ _VERSION = 1  # of the index; another one is ignored
 class Entry:
     """A step, and what retention needs to know about it beside.
 
-    `by_run`: a Run saved it. `pinned_when_saved`: it was saved with `pin=True`. `identity`: of its manifest, on a disk.
+    `by_run`: a Run saved it. `pinned_when_saved`: it was saved with `pin=True`. `by_checkpointer`: a Checkpointer, which
+    does not write to the index. `identity`: of its manifest, on a disk.
     """
 
     name: str
     step: Step
     by_run: bool = False
     pinned_when_saved: bool = False
+    by_checkpointer: bool = False
     identity: Any = None
     marks: tuple[Mark, ...] = ()
 
@@ -160,7 +163,7 @@ class RunIndex:
     def write(self, listing: Listing) -> None:
         """Replace the index. Only the writer of the run does so. Not being able to is no error: it is a cache."""
         known = listing.entries.values()
-        readable = [entry for entry in known if entry.step.save_id and entry.name not in self.distrusted]
+        readable = [e for e in known if e.step.save_id and not e.by_checkpointer and e.name not in self.distrusted]
         document = {
             "version": _VERSION,
             "rules": encode_rules(Rules(self._name.pattern, self._keep)),
@@ -220,7 +223,18 @@ class RunIndex:
             return Entry(name, step)  # loading it says what to do
         except IntegrityError as error:
             return Entry(name, replace(step, state="damaged", reason=str(error)))
-        return replace(entry_of(name, step, manifest), identity=identity)
+        entry = replace(entry_of(name, step, manifest), identity=identity)
+        return entry if entry.by_run else self._by_others(entry)
+
+    def _by_others(self, entry: Entry) -> Entry | None:
+        """A checkpoint that no Run saved. One of a Checkpointer is a step once its metadata is written, which is last."""
+        described = self._control.store.size(f"{entry.name}/{METADATA}") is not None
+        if not described:
+            return None if IS_TEMPORARY in entry.step.metadata else entry
+        found = describe(self._control.store, self._control.place, entry.name)
+        if found is not None and found.being_deleted:
+            entry = replace(entry, step=replace(entry.step, state="deleting"))
+        return replace(entry, by_checkpointer=True)
 
     def _without_manifest(self, name: str, step: Step) -> Entry | None:
         """A directory without a manifest: a save that was never committed, one that lost its manifest, or no step."""

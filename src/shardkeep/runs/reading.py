@@ -226,15 +226,18 @@ class ReadableRun:
 
     def _await_deleter(self, entry: Entry) -> None:
         """After a hold or pin was written: wait for a deleter to see it, and make sure that the step is there."""
-        subject = (entry.name, entry.step.save_id)
+        name, subject = entry.name, (entry.name, entry.step.save_id)
         until = time.monotonic() + _PATIENCE
-        while is_marked(self._control.marks(), "deleting", subject):
+        while (
+            is_marked(self._control.marks(), "deleting", subject)
+            or (found := self._index.look(name, entry.step.number)) is not None
+            and found.step.state == "deleting"
+        ):
             if time.monotonic() > until:
                 raise ConflictError(
                     f"{entry.step.path} is being deleted, or its deletion was interrupted; choose a newer step"
                 )
             time.sleep(0.1)
-        found = self._index.look(entry.name, entry.step.number)
         if found is None or found.step.save_id != entry.step.save_id:
             raise CheckpointNotFoundError(f"{entry.step.path} was deleted or replaced meanwhile; choose a newer step")
 

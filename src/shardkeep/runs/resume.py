@@ -2,12 +2,13 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from shardkeep.catalog import open_checkpoint
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError
+from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError
 from shardkeep.loading.load import load
 from shardkeep.model.manifest import Manifest
 from shardkeep.processes.operation import join
@@ -23,7 +24,9 @@ from shardkeep.targets.resolve import find_newest, look
 
 log = logging.getLogger("shardkeep")
 
-_OWN = ("path", "template", "prefix", "per_process", "mapped")  # the arguments of load that resume does not take
+_NUMBERED = re.compile(r"(?P<before>[^.].*?|)(?P<number>[0-9]{1,18})")  # the name of what may be a step
+_LOOKS = 8  # at how many of them to look: directories may have such names and be no checkpoints
+_OWN = ("path", "template", "per_process", "mapped")  # the arguments of load that resume does not take
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,14 @@ class Candidate:
     save_id: str
     state: str
     reason: str
+    by_run: bool
 
 
 def candidates_of(listing: Listing) -> list[list[object]]:
     """The steps of a run as values that can be sent to other processes, the newest first."""
     entries = sorted(listing.entries.items(), reverse=True)
     return [
-        [number, entry.name, entry.step.path, entry.step.save_id, entry.step.state, entry.step.reason]
+        [number, entry.name, entry.step.path, entry.step.save_id, entry.step.state, entry.step.reason, entry.by_run]
         for number, entry in entries
     ]
 
@@ -77,6 +81,7 @@ class Resumption:
         template: What to load, and how to make it anew.
         iterators: The data iterators to position.
         redistribute: What to do with their states on another number of processes.
+        prefix: The tree that is the state, in checkpoints that no Run saved.
     """
 
     def __init__(
@@ -86,9 +91,11 @@ class Resumption:
         template: Template,
         iterators: Mapping[str, object] | None,
         redistribute: Redistribute | None,
+        prefix: str | None,
     ) -> None:
         self._control, self._index, self._template = control, index, template
         self._iterators, self._redistribute = iterators or {}, redistribute
+        self._prefix = prefix
 
     def newest(self, candidates: list[Candidate]) -> tuple[Any, Resumed]:
         """The newest step that can be loaded. `IntegrityError` if there are steps and none can be."""
@@ -126,8 +133,25 @@ class Resumption:
 
     def load(self, one: Candidate) -> tuple[Any, dict[str, Any]]:
         """The state of a step, and the states of its iterators, which are put back."""
-        state = load(one.path, template=self._template.like, **self._template.arguments)
+        state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path))
         return state, self._position(one) if self._iterators else {}
+
+    def _state_in(self, path: str, prefix: str | None) -> Any:
+        return load(path, prefix=prefix, template=self._template.like, **self._template.arguments)
+
+    def _prefix_in(self, path: str) -> str | None:
+        """The tree of a checkpoint that is the state: the one asked for, the one without a prefix, or the only one."""
+        if self._prefix is not None:
+            return self._prefix
+        _, manifest = open_checkpoint(location(path))
+        if "" in manifest.trees:
+            return None
+        if len(manifest.trees) == 1:
+            return next(iter(manifest.trees))
+        raise PrefixError(
+            f"{path} has several trees and none without a prefix: {', '.join(map(repr, manifest.trees))}. Say which of "
+            "them is the state: resume(prefix=...)"
+        )
 
     def _position(self, one: Candidate) -> dict[str, Any]:
         _, manifest = open_checkpoint(location(one.path))
@@ -183,8 +207,12 @@ class Resumption:
         if init_from is not None:
             with join(f"looking for {init_from}") as operation:
                 path = operation.share(_checkpoint_at(init_from, name) if operation.leads else None)
-            state = load(path, template=self._template.like, **self._template.arguments)
+            state = self._state_in(path, self._prefix_in(path))
             return state, Resumed(0, path, fresh=True, init_from=path)
+        with join(f"resuming the run {self._place}") as operation:
+            if operation.leads:
+                _refuse_other_names(self._control, name)
+            operation.share()
         if self._template.make is None:
             raise ValueError(
                 f"resume: the run {self._place} has no steps yet, and the template has only shapes, so there is no "
@@ -216,6 +244,28 @@ def _checkpoint_at(init_from: object, name: StepName) -> str:
             return newest.path if isinstance(newest, Step) else str(newest)
         raise
     return str(place)
+
+
+def _refuse_other_names(control: Control, name: StepName) -> None:
+    """Raise an error if a run without steps has numbered checkpoints of another name: they were meant to be resumed."""
+    with control.explained("listing the steps"):
+        numbered = [found for each in control.store.entries()[0] if (found := _NUMBERED.fullmatch(each))]
+    numbered.sort(key=lambda found: int(found["number"]), reverse=True)
+    for found in numbered[:_LOOKS]:
+        place = control.place / found[0]
+        try:
+            look(place, search=False)
+        except CheckpointNotFoundError:
+            continue
+        except IntegrityError:
+            pass  # one that is damaged
+        digits = found["number"]
+        width = f":0{len(digits)}d" if digits[0] == "0" and len(digits) > 1 else ""
+        raise CheckpointExistsError(
+            f"resume: the run {control.place} has no steps named {name.pattern!r}, but it has {place}. To continue with "
+            f"the checkpoints there are, open the run with name={found['before'] + '{' + width + '}'!r}. To begin with "
+            "their weights at step 0, pass init_from=. To begin anew, choose another directory"
+        )
 
 
 def check_arguments(arguments: Mapping[str, object]) -> None:

@@ -59,10 +59,10 @@ def with_reasons(steps: Sequence[Step], why: dict[int, tuple[str, ...]]) -> list
 def delete_step(control: Control, entry: Entry) -> Outcome:
     """Delete one step of a run, unless it is held or pinned. Only the writer of the run calls this."""
     mark = control.mark("deleting", entry.name, entry.step.save_id)
-    pinned = any(m.kind == "pinned" and m.subject == mark.subject for m in control.marks())
-    if pinned or control.is_held(entry.name):
+    protection = control.protection(*mark.subject)
+    if protection is not None:
         control.remove([mark])
-        return "pinned" if pinned else "held"
+        return protection
     _delete(entry.step.path)
     control.remove([*entry.marks, *(r for r in control.metric_records() if r.subject == mark.subject), mark])
     return "deleted"
@@ -90,7 +90,8 @@ class Retention:
 
     def settle(self, listing: Listing) -> Listing:
         """Settle interrupted deletions: a step that is still complete stays, others are deleted completely."""
-        dying = [entry for entry in listing.entries.values() if entry.step.state == "deleting"]
+        marked = {mark.subject for entry in listing.entries.values() for mark in entry.marks if mark.kind == "deleting"}
+        dying = [entry for entry in listing.entries.values() if (entry.name, entry.step.save_id) in marked]
         if not dying:
             return listing
         for entry in dying:

@@ -163,7 +163,8 @@ class Run(ReadableRun):
             redistribute: A function of the iterators' states (a list by process) and the number of processes, which
                 returns that many states. It is needed if the number of processes has changed.
             **arguments: Arguments of `shardkeep.load`: `mesh`, `partition_rules`, `shardings`, `dtype`, `include`,
-                `verify` and others.
+                `verify` and others. `prefix` is for checkpoints that no Run saved: which of their trees is the state.
+                Default: the one without a prefix, or the only one.
 
         Returns:
             The state and the step that it was saved at.
@@ -173,10 +174,12 @@ class Run(ReadableRun):
             ConflictError: Another program writes to the run.
             ShardingError: There are several devices, and nothing says how to use them.
             MissingLeafError: The step has no state of one of the iterators.
+            CheckpointExistsError: There are no steps, but numbered checkpoints of another name; see `name` of `Run`.
         """
         writer = self._open()
         check_arguments(arguments)
         number = None if step is None else check_number(step)
+        prefix = arguments.pop("prefix", None)
         plan = read_template(template, arguments)
         with join(f"resuming the run {self.path}") as operation:
             self._settle()
@@ -185,7 +188,7 @@ class Run(ReadableRun):
                 writer.wait()
                 found = candidates_of(self._index.read())
             candidates = [Candidate(*row) for row in operation.share(found)]
-        resumption = Resumption(self._control, self._index, plan, iterators, redistribute)
+        resumption = Resumption(self._control, self._index, plan, iterators, redistribute, prefix)
         if number is not None:
             state, resumed = resumption.exactly(number, candidates)
         elif candidates:
@@ -331,8 +334,6 @@ class Run(ReadableRun):
             if how == "skip":
                 writer.fulfil(fulfilled)
             else:
-                if how == "replace" and operation.leads:
-                    checked.make_room(str(place))
                 request = checked.request(
                     place,
                     self._format,

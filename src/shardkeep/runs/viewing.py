@@ -14,7 +14,7 @@ from shardkeep.runs.reading import ReadableRun, there_is_none
 from shardkeep.runs.retention import EVERY_STEP, explain, with_reasons
 from shardkeep.runs.rules import Rules, decode_rules
 from shardkeep.runs.steps import Step, StepName
-from shardkeep.stores.location import Location
+from shardkeep.stores.location import Location, location
 
 _USUAL = Rules("step_{}", None)  # if nothing says otherwise
 
@@ -81,6 +81,11 @@ class RunView:
         if number not in self.listing.entries and name not in self.listing.unfinished:
             raise CheckpointNotFoundError(f"{self.place}@{number}: {there_is_none(self.place, number, self.listing)}")
         return str(self.place / name)
+
+    def number_of(self, path: str) -> int | None:
+        """The number of the step at a path; None if it is not a step of this run."""
+        place = location(path)
+        return StepName(self._rules.name).parse(place.name) if place.parent == self.place else None
 
     def protection(self, name: str) -> str | None:
         """Why nothing may be removed from a step: it is "pinned", or "held" by a reader; else None."""

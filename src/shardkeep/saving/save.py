@@ -184,7 +184,7 @@ class SaveRequest:
     to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array. `trees`: further trees by prefix,
     committed together with `tree`. `late` is called once, on the leader, before anything is written; in the background
     if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit. `check`:
-    see `store_snapshot`.
+    see `store_snapshot`. `replaces_all`: see `Transaction`; needs `overwrite`.
     """
 
     target: Target
@@ -203,6 +203,7 @@ class SaveRequest:
     trees: Mapping[str, Any] | None = None
     late: Callable[[], Mapping[str, Any]] | None = None
     check: Callable[[Tree], None] = lambda _: None
+    replaces_all: bool = False
 
 
 def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
@@ -341,6 +342,7 @@ def _prepare(
         started,
         memory=memory,
         overwrite=request.overwrite,
+        replaces_all=request.replaces_all,
         checksums=request.checksums,
         differing=request.differing,
         check=request.check,

@@ -89,8 +89,8 @@ class Target(Protocol):
         """
         ...
 
-    def put(self, plan: SavePlan, trees: Mapping[str, Tree], current: Manifest | None) -> str:
-        """Commit the trees, all in one step; returns the name of the document that commits them."""
+    def put(self, plan: SavePlan, manifest: Manifest, current: Manifest | None) -> str:
+        """Commit a new manifest in one step; returns the name of the document that commits it."""
         ...
 
     def retire(self, names: Collection[str], before: Manifest | None, after: Manifest | None) -> bool:

@@ -257,8 +257,7 @@ class Directory:
         )
         return tree
 
-    def put(self, plan: SavePlan, trees: Mapping[str, Tree], current: Manifest | None) -> str:
-        manifest = Manifest(self.where, plan.save_id, {**(current.trees if current else {}), **trees})
+    def put(self, plan: SavePlan, manifest: Manifest, current: Manifest | None) -> str:
         # There is an index only if other programs can read one of the trees, or could until now.
         had_index = current is not None and any(old.format != "safetensors" for old in current.trees.values())
         has_index = any(saved.format != "safetensors" for saved in manifest.trees.values()) or had_index

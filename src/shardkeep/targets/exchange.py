@@ -200,8 +200,9 @@ class Exchange(ExchangeFiles):
             self.store.remove(names)
         return True
 
-    def put(self, plan: SavePlan, trees: Mapping[str, Tree], current: Manifest | None) -> str:
-        (planned,), ((prefix, tree),) = plan.trees, trees.items()
+    def put(self, plan: SavePlan, manifest: Manifest, current: Manifest | None) -> str:
+        (planned,) = plan.trees
+        tree = manifest.trees[prefix := planned.draft.prefix]
         if planned.document and self.store.traits.late_requests:
             self._put_object(planned, tree)
             return self.single

@@ -10,7 +10,7 @@ A save has one or more trees. The document changes once for all of them, so all 
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -47,10 +47,12 @@ class Transaction:
     Args:
         target: The checkpoint.
         writer: The index of this process. Only the leader commits.
+        replaces_all: Whether the new trees replace the whole checkpoint, instead of the trees with their prefixes.
     """
 
     target: Target
     writer: int = LEADER
+    replaces_all: bool = False
     plan: SavePlan = field(init=False)  # with the names that were reserved, from `begin` or `follow` on
     leader_gave_up: bool = False  # the leader has reported an error and will not commit
     attempted: bool = False  # the commit may have started: only reading back shows whether it happened
@@ -68,7 +70,7 @@ class Transaction:
         target.refuse_foreign([tree.draft.prefix for tree in plan.trees], overwrite)  # before the lock creates anything
         with target.store.lock():
             current = clean_up(target, target.read_to_replace(overwrite))
-            existing = self._own_trees(current)
+            existing = self._concerned(current)
             for prefix, tree in existing.items() if not overwrite else ():
                 damage = _damage_or_refuse(target, prefix, tree)
                 log.warning("%s is damaged: %s. This save replaces it", name_tree(target.where, prefix), damage)
@@ -94,9 +96,11 @@ class Transaction:
             )
         self._record()
 
-    def _own_trees(self, manifest: Manifest | None) -> dict[str, Tree]:
-        """The trees of a manifest that have the prefixes of this save."""
+    def _concerned(self, manifest: Manifest | None) -> dict[str, Tree]:
+        """The trees of a manifest that this save replaces, or is."""
         trees: Mapping[str, Tree] = manifest.trees if manifest else {}
+        if self.replaces_all:
+            return dict(trees)
         return {p: trees[p] for p in (plan.draft.prefix for plan in self.plan.trees) if p in trees}
 
     def _record(self) -> None:
@@ -145,7 +149,7 @@ class Transaction:
 
     def _is_in(self, manifest: Manifest | None) -> bool:
         """Whether a manifest has a tree of this save. Trees are committed together, so one of them shows it."""
-        return any(tree.save_id == self.plan.save_id for tree in self._own_trees(manifest).values())
+        return any(tree.save_id == self.plan.save_id for tree in self._concerned(manifest).values())
 
     def commit(self, trees: Mapping[str, Tree]) -> None:
         """Make the trees, given by prefix, part of the checkpoint. An error says whether they were committed."""
@@ -158,10 +162,14 @@ class Transaction:
                     return self._retire(current, current, old)  # only the answer was lost, and then another one fenced
                 if any(tree.start for tree in self.plan.trees):
                     trees = target.adopt(trees, current)
-                old = self._prepare(trees, self._own_trees(current))
+                replaced = self._concerned(current)
+                old = self._prepare(trees, replaced)
+                dropped = replaced.keys() - trees.keys()
+                stays = {prefix: tree for prefix, tree in _trees_of(current) if prefix not in dropped}
+                after = Manifest(target.where, self.plan.save_id, {**stays, **trees})
                 self.attempted = True
                 try:
-                    document = target.put(self.plan, trees, current)
+                    document = target.put(self.plan, after, current)
                 except ConflictError as error:
                     if left == 0:
                         self._settle(error)
@@ -169,13 +177,12 @@ class Transaction:
                 except OSError as error:
                     self._settle(error)
                 else:
-                    after = Manifest(target.where, self.plan.save_id, {**(current.trees if current else {}), **trees})
                     return self._retire(current, after, old, document)
 
     def _prepare(self, trees: Mapping[str, Tree], replaced: Mapping[str, Tree]) -> list[str]:
         """Check that the trees may replace those that are there, and record the names that are removed then."""
         target, store = self.target, self.target.store
-        for prefix in trees:
+        for prefix in {**trees, **replaced, **self._replaced}:
             if (replaced[prefix].save_id if prefix in replaced else None) != self._replaced.get(prefix):
                 raise ConflictError(
                     f"another save changed {name_tree(target.where, prefix)} while this one was running; "
@@ -270,6 +277,10 @@ class Transaction:
             f"Process {LEADER} may still commit it: inspect the checkpoint before you rely on either state. "
             "What was there before is intact until then"
         )
+
+
+def _trees_of(manifest: Manifest | None) -> Iterable[tuple[str, Tree]]:
+    return manifest.trees.items() if manifest else ()
 
 
 def refuse_existing(target: Target, prefixes: Collection[str]) -> None:
