@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import gc
 import json
-import opcode
 import os
 import random
 import signal
@@ -19,13 +18,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from faults import runs
 from faults.result import Result
+from faults.tracing import Injected, Point, Tracer, leaks
 from signals import usual_signals
 
 HANG = 40  # seconds
@@ -35,23 +35,6 @@ _STEPS = {
     "bucket": 4,
     "callback": 2,
 }  # where a clean-up is interrupted, the lease must end before the next one is complete
-_CLEAN_UP = {"Scope.close", "Scope.__exit__", "_Round.end", "_Job._give_up", "BackgroundSave._settle"}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A line of the sources, reached for the `nth` time in a call, on the calling thread or one of its own."""
-
-    call: str
-    file: str
-    line: int
-    thread: str  # "caller", "save" or "helper"
-    nth: int = 1
-    does: str = "raise"
-
-    @property
-    def name(self) -> str:
-        return f"{self.call}, {self.does} at {self.file}:{self.line} ({self.thread}, time {self.nth})"
 
 
 def run(quick: bool) -> Iterator[Result]:
@@ -62,6 +45,12 @@ def run(quick: bool) -> Iterator[Result]:
         "callbacks, too), load, verify and delete, the first time it is reached, in some calls the last time too; then "
         "the next save is made",
         [point for call in CALLS for point in _points(call)[:: _STEPS.get(call, 1)]][::step],
+    )
+    yield _sweep(
+        "an exception is raised anywhere in a call of a run",
+        "the same in resume, step, save, close, hold and pin of a `Run`, its housekeeping and agreement included; then "
+        "the run is closed, resumed by another one, and saves and deletes steps",
+        [point for call in runs.CALLS for point in _points(call)][::step],
     )
     yield _sweep(
         "a signal handler saves while a call is suspended",
@@ -163,7 +152,7 @@ from signals import usual_signals
 usual_signals()
 import os, random, signal, sys, tempfile, threading, time
 import numpy as np, shardkeep
-from faults.interrupts import leaks
+from faults.tracing import leaks
 root = os.path.dirname(shardkeep.__file__)
 def interrupt(number, frame):  # as Ctrl-C does, but only where it strikes a call of shardkeep
     while frame is not None:
@@ -203,121 +192,6 @@ assert shardkeep.load(path)["a"][0] == 0 and shardkeep.verify(path).ok
 import shutil
 shutil.rmtree(room)
 """
-
-
-def leaks(seconds: float = 5.0) -> list[str]:
-    """What calls that are over still hold, once threads that are ending have ended."""
-    from shardkeep.runtime import save_queue, scopes
-    from shardkeep.runtime.budget import budget
-    from shardkeep.runtime.collector import collector
-    from shardkeep.saving import callbacks
-    from shardkeep.stores.local import locks as local
-
-    def look() -> list[str]:
-        found = [f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("shardkeep-")]
-        found = [name for name in found if not name.endswith(("-calls", "-alive"))]  # of a job of several processes
-        found += [f"scope {scope.what!r}" for scope in tuple(scopes._open)]
-        found += [f"lock {lock.path}" for lock in tuple(local._locks)]
-        found += ["a place in the queue"] * len(save_queue._queue)
-        found += ["a callback's turn"] * len(callbacks._entered)
-        found += [f"{budget.used} bytes of the budget"] if budget.used else []
-        found += (
-            ["a pause of the collector"] if collector.pauses or not gc.isenabled() or not gc.get_threshold()[0] else []
-        )
-        return found
-
-    until = time.monotonic() + seconds
-    while (found := look()) and time.monotonic() < until:
-        time.sleep(0.005)
-    return found
-
-
-class Injected(BaseException):
-    """What the trace function raises."""
-
-
-class Tracer:
-    """Does something before a line of the sources, the nth time it is reached on that kind of thread."""
-
-    def __init__(self, point: Point | None, action: Callable[[], None] = lambda: None) -> None:
-        import shardkeep
-
-        self.root = str(Path(shardkeep.__file__).parent) + os.sep
-        self.point, self.action = point, action
-        self.seen: dict[tuple[str, int, str], int] = {}
-        self.hit = False
-        self.in_clean_up = False
-        self._caller = threading.current_thread()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> "Tracer":
-        threading.settrace(self.trace)
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-
-    def trace(self, frame: FrameType, event: str, _: object) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(self.root) or self.hit:
-            return None
-        if self.point is None:
-            return self.count
-        last = max((line for _, _, line in code.co_lines() if line), default=0)
-        inside = code.co_filename.endswith("/" + self.point.file) and code.co_firstlineno <= self.point.line <= last
-        return self.look if inside else None
-
-    def _kind(self) -> str:
-        thread = threading.current_thread()
-        return "caller" if thread is self._caller else "save" if thread.name == "shardkeep-save" else "helper"
-
-    def count(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and not _cannot_raise(frame):
-            key = (frame.f_code.co_filename.removeprefix(self.root), frame.f_lineno, self._kind())
-            with self._lock:
-                self.seen[key] = self.seen.get(key, 0) + 1
-        return self.count
-
-    def look(self, frame: FrameType, event: str, _: object) -> Any:
-        point = self.point
-        if self.hit or event != "line" or point is None or frame.f_lineno != point.line or _cannot_raise(frame):
-            return self.look
-        if self._kind() != point.thread:
-            return self.look
-        with self._lock:
-            count = self.seen[point.file, point.line, point.thread] = (
-                self.seen.get((point.file, point.line, point.thread), 0) + 1
-            )
-            if count != point.nth:
-                return self.look
-            self.hit = True
-        self.in_clean_up = _is_in_clean_up(frame)
-        self.action()
-        return self.look
-
-
-def _cannot_raise(frame: FrameType) -> bool:
-    """Whether no exception can come up at this point, but from a trace function.
-
-    Signal handlers run between instructions that call or jump. So nothing is raised at the NOP of a `try`, which no
-    handler of exceptions covers, and nothing where a `with` block has ended and `__exit__` is called next.
-    """
-    code, at = frame.f_code.co_code, frame.f_lasti
-    while code[at] == opcode.opmap["SWAP"]:  # a value that is returned from inside the block
-        at += 2
-    following = code[at : at + 6]
-    leaves_with = following[::2] == bytes([opcode.opmap["LOAD_CONST"]]) * 3 and len(set(following[1::2])) == 1
-    return leaves_with or following[:1] == bytes([opcode.opmap["NOP"]])
-
-
-def _is_in_clean_up(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if getattr(frame.f_code, "co_qualname", "") in _CLEAN_UP:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class Worker:
@@ -415,7 +289,6 @@ class Worker:
     def make(self, point: Point) -> list[str]:
         import shardkeep
 
-        faulthandler.dump_traceback_later(HANG + 20, exit=True)
         path = self.path(point.call)
         call = point.call
         first = "save" if call in ("load", "verify", "delete") else call
@@ -458,7 +331,6 @@ class Worker:
         gc.collect()
         if (now := len(os.listdir("/proc/self/fd"))) > before and self._server is None:  # connections are kept
             problems.append(f"{now - before} more open files")
-        faulthandler.cancel_dump_traceback_later()
         return problems
 
     def _raise(self) -> None:
@@ -534,11 +406,14 @@ def main() -> None:
     logging.getLogger("shardkeep").setLevel(logging.CRITICAL)
     random.seed(0)
     with tempfile.TemporaryDirectory(prefix="shardkeep-", dir=place) as room:
-        worker = Worker(Path(room))
+        call = order["find"] if "find" in order else order["make"][0]["call"]
+        worker = runs.RunWorker(Path(room)) if call in runs.CALLS else Worker(Path(room))
         if "find" in order:
-            worker.find(order["find"])
+            worker.find(call)
         for point in order.get("make", ()):
+            faulthandler.dump_traceback_later(HANG + 20, exit=True)
             problems = worker.make(Point(**point))
+            faulthandler.cancel_dump_traceback_later()
             print(json.dumps({"made": problems, "hit": worker.was_hit}), flush=True)
 
 

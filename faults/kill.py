@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shardkeep
-from faults import together
+from faults import runs, together
 from faults.pool import each, room
 from faults.result import Result
 from faults.spawner import CHANGES, Fault, Spawner
@@ -48,6 +48,14 @@ def run(quick: bool) -> Iterator[Result]:
     )
     yield together.run(quick)
     yield each(
+        "a program that writes a run is killed, or a call fails",
+        "SIGKILL before every system call that changes a file, of a `Run` that resumes, saves, deletes what is old and "
+        "closes, and of one that goes back and replaces a step; EIO at every second call, once, and from there on",
+        _check_run,
+        [_RunSweep(action, *how) for action in ("train", "go_back") for how in _run_faults(step)],
+        actions="faults.runs",
+    )
+    yield each(
         "Ctrl-C",
         "SIGINT at every second call, once; and at every eighth and all that follow it",
         _check,
@@ -72,6 +80,25 @@ def run(quick: bool) -> Iterator[Result]:
         _check_doubt,
         [*_doubts(names), *(_Unreadable(kind) for kind in ("safetensors", "tensorstore"))],
     )
+
+
+@dataclass(frozen=True)
+class _RunSweep:
+    """What happens to the calls of a program that writes a run."""
+
+    action: str
+    mode: str
+    every: int
+    again: bool = False
+
+
+def _run_faults(step: int) -> list[tuple[str, int, bool]]:
+    return [("torn", step, False), ("fail", 2 * step, False), ("fail", 6 * step, True)]
+
+
+def _check_run(spawner: Spawner, item: _RunSweep) -> int:
+    with room() as place:
+        return runs.sweep(spawner, place, item.action, item.mode, item.every, item.again)
 
 
 def _interrupts(names: Iterable[str], step: int) -> Iterator[_Sweep]:

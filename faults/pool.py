@@ -17,21 +17,33 @@ Item = TypeVar("Item")
 Check = Callable[[Spawner, Item], int | None]  # how many points it made, one if it does not say; raises what broke
 
 
-def each(fault: str, how: str, check: Check[Item], items: Iterable[Item], workers: int = WORKERS) -> Result:
-    """Check every item, and tell what was found as one result. An error of any kind is a violation."""
+def each(
+    fault: str,
+    how: str,
+    check: Check[Item],
+    items: Iterable[Item],
+    workers: int = WORKERS,
+    actions: str = "faults.states",
+) -> Result:
+    """Check every item, and tell what was found as one result. An error of any kind is a violation.
+
+    `actions`: the module whose functions the spawned processes run.
+    """
     todo: queue.SimpleQueue[Item] = queue.SimpleQueue()
     for item in items:
         todo.put(item)
     found: list[str] = []
     points: list[int] = []
     with ThreadPoolExecutor(workers) as pool:
-        for worker in [pool.submit(_work, check, todo, points, found) for _ in range(workers)]:
+        for worker in [pool.submit(_work, actions, check, todo, points, found) for _ in range(workers)]:
             worker.result()
     return Result(fault, how, sum(points), tuple(found))
 
 
-def _work(check: Check[Item], todo: "queue.SimpleQueue[Item]", points: list[int], found: list[str]) -> None:
-    with Spawner() as spawner:
+def _work(
+    actions: str, check: Check[Item], todo: "queue.SimpleQueue[Item]", points: list[int], found: list[str]
+) -> None:
+    with Spawner(actions) as spawner:
         while True:
             try:
                 item = todo.get_nowait()

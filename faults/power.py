@@ -9,10 +9,11 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from faults import runs
 from faults.disks import clone, cloning, disk, make_disk, missing
 from faults.pool import each, room
 from faults.result import Result
@@ -38,6 +39,10 @@ _NAMES = (
     "delete, tensorstore",
 )
 _FREE = ("overwrite, safetensors", "overwrite, tensorstore", "first, safetensors", "first, tensorstore")
+RUNS = {
+    action: Scenario(f"a run: {action}", (action, {}), None, before=(("prepare", {}),))
+    for action in ("train", "go_back")
+}
 _CALL, _TIME = "before every system call that changes a file, and after the return", "at random moments, in calls too"
 
 
@@ -66,8 +71,14 @@ def run(quick: bool) -> list[Result]:
             scenario = _larger(SCENARIOS[name])
             return _check(scenario, images / f"{name}, free", free_cuts(scenario, images / f"{name}, free", spawner))
 
+        def of_runs(spawner: Spawner, action: str) -> int:
+            cuts = stepped_cuts(RUNS[action], images / action, spawner)
+            return _check(RUNS[action], images / action, cuts, check_run_cut)
+
+        some = ["train"] if quick else list(RUNS)
         return [
             each(fault, f"{how}; {_CALL}; {len(names)} scenarios", at_calls, names),
+            each(f"{fault} for a program that writes a run", f"{how}; {_CALL}", of_runs, some, actions="faults.runs"),
             each(fault, f"{how}; {_TIME}; larger states", at_times, [] if quick else _FREE),
         ]
 
@@ -159,13 +170,15 @@ def free_cuts(scenario: Scenario, place: Path, spawner: Spawner, most: int = 24)
     yield from [*cuts, returned]
 
 
-def _check(scenario: Scenario, place: Path, cuts: Iterator[Cut]) -> int:
+def _check(
+    scenario: Scenario, place: Path, cuts: Iterator[Cut], check: "Callable[[Scenario, Cut, Path], None] | None" = None
+) -> int:
     points = 0
     broken: list[str] = []
     for cut in cuts:
         points += 1
         try:
-            check_cut(scenario, cut, place / "looked at")
+            (check or check_cut)(scenario, cut, place / "looked at")
         except Exception as error:  # noqa: BLE001  (whatever goes wrong is the finding)
             broken.append(f"{cut.moment}: {type(error).__name__}: {error}")
         with contextlib.suppress(FileNotFoundError):
@@ -183,3 +196,13 @@ def check_cut(scenario: Scenario, cut: Cut, at: Path) -> None:
             raise Violation("the save had returned, and the old state is there")
         check_index(scenario, here / scenario.target, needed=cut.returned)
         check_next_save(scenario, here, directories=True)
+
+
+def check_run_cut(scenario: Scenario, cut: Cut, at: Path) -> None:
+    """The run can be resumed from the newest step that was committed, and everything is in order after the next one."""
+    action, _ = scenario.step
+    newest = runs.NEXT if action == "train" else runs.NEWEST
+    with disk(cut.image, at) as here:
+        found = runs.check(here / scenario.target, least=newest if cut.returned else newest - 1)
+    if found:
+        raise Violation(f"{len(found)} promises broken", tuple(found))

@@ -1,8 +1,13 @@
 """A soak: a real training is killed, stopped and damaged, again and again, while an evaluator reads its steps.
 
-`make soak` runs it for 30 minutes and prints a table. After every restart the losses must equal those of an undisturbed
-training, bit for bit; at most one interval plus the save in flight may be lost, one interval more for each step that
-was damaged; nothing is lost after SIGTERM; and the evaluator never loses a step that it holds.
+`make soak` runs it for 30 minutes and prints a table. After every restart
+
+- the losses equal those of an undisturbed training, bit for bit,
+- the run continues with the newest step that was committed and not damaged, or with the one that was being saved,
+- so at most one interval is lost, one more for a save in flight, and one more for each step that was damaged,
+- nothing is lost after SIGTERM,
+
+and the evaluator never loses a step that it holds.
 """
 
 import argparse
@@ -12,14 +17,49 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.spawner import Child, Spawner
-from faults.training import EVERY
+from faults.training import EVERY, KEEP
 from shardkeep.runs.reading import ReadableRun
 
 _FASTEST = 200  # steps a second, for the length of the undisturbed training
+_MOST_STEPS = 6 * EVERY  # between two disturbances
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to one training process.
+
+    `steps`: how many it makes before it is ended. `pause`: the seconds of a step: if they are few, a save is nearly
+    always in flight. `early`: it is ended so many seconds after its start instead, ready
+    or not. `stops`: by SIGTERM instead of SIGKILL. `damages`: its newest step is damaged then. `evaluator_dies`: the
+    evaluator was killed before.
+    """
+
+    steps: int = 1
+    pause: float = 0.001
+    early: float | None = None
+    stops: bool = False
+    damages: bool = False
+    evaluator_dies: bool = False
+
+
+def disturbances(dice: random.Random, seconds: float) -> Iterator[Disturbance]:
+    """Disturbances of all kinds, for so many seconds."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        early = dice.uniform(0, 1.5) if dice.random() < 0.15 else None
+        yield Disturbance(
+            steps=dice.randrange(1, _MOST_STEPS),
+            pause=dice.choice((0.001, 0.02)),
+            early=early,
+            stops=early is None and dice.random() < 0.4,
+            damages=dice.random() < 0.3,
+            evaluator_dies=dice.random() < 0.15,
+        )
 
 
 @dataclass
@@ -35,8 +75,7 @@ class Counts:
     evaluated: int = 0
     steps: int = 0
     repeated: int = 0
-    most_lost: int = 0
-    most_lost_damaged: int = 0
+    most_lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0))
     problems: list[str] = field(default_factory=list[str])
 
     def table(self) -> str:
@@ -50,12 +89,49 @@ class Counts:
             "steps evaluated while retention ran": self.evaluated,
             "training steps": self.steps,
             "of these made again after a restart": self.repeated,
-            f"most steps lost in a kill (save_every={EVERY})": self.most_lost,
-            "the same after damage": self.most_lost_damaged,
+            **{f"most steps lost {kind} (save_every={EVERY})": lost for kind, lost in self.most_lost.items()},
             "losses that differ, steps lost without need, other problems": len(self.problems),
         }
         width = max(map(len, rows))
         return "\n".join(f"| {name:<{width}} | {value:>7,} |" for name, value in rows.items())
+
+
+_KINDS = ("after SIGTERM", "in a kill with no save in flight", "in a kill with a save in flight", "after damage")
+
+
+class Saves:
+    """Which steps were saved, as far as the training has told. One that is committed must be resumed from."""
+
+    def __init__(self) -> None:
+        self._committed: list[int] = []
+        self.in_flight: int | None = None
+        self.damaged: set[int] = set()  # since the last restart
+
+    def begun(self, step: int) -> None:
+        """A save has begun, so the one before is committed."""
+        self.committed()
+        self.in_flight = step
+
+    def committed(self) -> None:
+        """The save in flight is committed."""
+        self._committed += [] if self.in_flight is None else [self.in_flight]
+        self.in_flight = None
+
+    @property
+    def newest(self) -> int:
+        """The newest step that is committed and not damaged: the least that the training may be resumed from."""
+        return max((step for step in self._committed if step not in self.damaged), default=0)
+
+    @property
+    def missing(self) -> set[int]:
+        """The newer ones: those that are damaged, and the one that was being saved."""
+        return self.damaged | ({self.in_flight} - {None})
+
+    def resumed(self, step: int) -> None:
+        """The run continues with this step: what comes after it is replaced."""
+        self._committed = [*(one for one in self._committed if one < step), *([step] if step else [])]
+        self.in_flight = None
+        self.damaged.clear()
 
 
 class Soak:
@@ -64,7 +140,7 @@ class Soak:
     Args:
         room: A directory to work in.
         spawner: Starts its processes.
-        seed: Of the dice.
+        seed: Of the dice that choose what is damaged.
         most: How many steps the training can make.
     """
 
@@ -75,45 +151,39 @@ class Soak:
         self.counts = Counts()
         self._read = 0  # bytes of the log
         self._step = 0  # the last step that was made
-        self._lost_now = 0  # steps damaged since the last restart
-        self._was_stopped = False
+        self._saves = Saves()
+        self._ever_damaged: set[int] = set()
+        self._was_stopped = False  # by SIGTERM, since the last step
         self._has_resumed = False  # the training that runs now
-        self._damaged: set[int] = set()
         self._evaluator: Child | None = None
         self._log.touch()
         self._told.touch()
 
     @property
     def is_over(self) -> bool:
-        """Whether the undisturbed training ends soon."""
-        return self._step > len(self._expected) - 200
+        """Whether something is wrong, or the undisturbed training ends soon."""
+        return bool(self.counts.problems) or self._step > len(self._expected) - 200
 
-    def disturb(self) -> None:
-        """Start the training, let it make some steps, end it somehow, and perhaps damage its newest step."""
-        self._evaluate()
+    def disturb(self, how: Disturbance) -> None:
+        """Start the training, let it make some steps, end it, and perhaps damage its newest step."""
+        self._evaluate(how.evaluator_dies)
         self._has_resumed = False
-        early = self._dice.random() < 0.15 and self._step > 0
-        trainer = self._spawner.start("train", program=True, path=str(self._run), log=str(self._log), pause=0.001)
-        if early:
-            time.sleep(self._dice.uniform(0, 1.5))
+        arguments = {"path": str(self._run), "log": str(self._log), "pause": how.pause}
+        trainer = self._spawner.start("train", program=True, **arguments)
+        if how.early is None:
+            self._await_steps(trainer, how.steps)
         else:
-            self._await_steps(trainer, self._dice.randrange(1, 6 * EVERY))
-        polite = self._dice.random() < 0.4 and not early
+            time.sleep(how.early)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(trainer.pid, signal.SIGTERM if polite else signal.SIGKILL)
+            os.kill(trainer.pid, signal.SIGTERM if how.stops else signal.SIGKILL)
         outcome = trainer.wait()
         self._follow()
-        self._was_stopped = polite
-        if polite:
-            self.counts.stopped += 1
-            if outcome.code or outcome.signal:
-                self._problem(f"a stopped training ended with {outcome.code or outcome.signal}: {outcome.log[-800:]}")
-        else:
-            self.counts.killed += 1
-            self.counts.killed_early += early
-            if outcome.code:
-                self._problem(f"the training failed: {outcome.log[-800:]}")
-        if self._dice.random() < 0.3:
+        if outcome.code or (how.stops and not self._was_stopped):
+            self._problem(f"the training ended with {outcome.code or outcome.signal}: {outcome.log[-800:]}")
+        self.counts.stopped += how.stops
+        self.counts.killed += not how.stops
+        self.counts.killed_early += how.early is not None
+        if how.damages:
             self._damage()
 
     def _await_steps(self, trainer: Child, number: int) -> None:
@@ -137,36 +207,42 @@ class Soak:
         for line in whole.decode().splitlines():
             kind, number, *rest = [*line.split(" "), ""]
             if kind == "resumed":
-                self._check_resumed(int(number), [int(n) for n in rest[0].split(",") if n])
+                self._check_resumed(int(number), {int(n) for n in rest[0].split(",") if n})
             elif kind == "step":
                 self.counts.steps += 1
-                self._step = int(number)
+                self._step, self._was_stopped = int(number), False
                 if rest[0] != self._expected[self._step - 1]:
                     self._problem(f"step {number}: loss {rest[0]}, not {self._expected[self._step - 1]}")
+            elif kind == "saving":
+                self._saves.begun(int(number))
+            elif kind in ("saved", "stopped"):
+                self._saves.committed()
+                self._was_stopped = kind == "stopped"
 
-    def _check_resumed(self, step: int, skipped: list[int]) -> None:
+    def _check_resumed(self, step: int, skipped: set[int]) -> None:
         self._has_resumed = True
-        lost = self._step - step
-        damaged = self._lost_now > 0 or bool(skipped)
-        allowed = 0 if self._was_stopped else 2 * EVERY
-        allowed += EVERY * max(self._lost_now, len(skipped))
-        if lost > allowed or lost < 0:
-            self._problem(f"resumed at {step} after step {self._step}; {allowed} steps may be lost; skipped {skipped}")
-        if set(skipped) - self._damaged:
-            self._problem(f"skipped {skipped}, of which only {sorted(self._damaged)[-5:]} were damaged")
-        if damaged:
-            self.counts.most_lost_damaged = max(self.counts.most_lost_damaged, lost)
-        else:
-            self.counts.most_lost = max(self.counts.most_lost, lost)
+        saves, lost = self._saves, self._step - step
+        allowed = EVERY * (len(saves.missing) + (not self._was_stopped))
+        if not saves.newest <= step <= self._step or lost > allowed:
+            self._problem(
+                f"resumed at {step} after step {self._step}: {lost} steps are lost, and {allowed} may be; step "
+                f"{saves.newest} was committed, {saves.in_flight} was being saved; skipped {sorted(skipped)}"
+            )
+        if skipped - saves.damaged:
+            self._problem(f"skipped {sorted(skipped)}, of which only {sorted(saves.damaged)} were damaged")
+        undamaged = 0 if self._was_stopped else 1 if saves.in_flight is None else 2
+        kind = _KINDS[3 if saves.damaged else undamaged]
+        self.counts.most_lost[kind] = max(self.counts.most_lost[kind], lost)
         self.counts.repeated += max(lost, 0)
         self.counts.skipped += len(skipped)
-        self._step, self._lost_now = step, 0
+        self._step = step
+        saves.resumed(step)
 
     def _damage(self) -> None:
-        """Change the newest usable step, if there is another one to fall back to."""
-        usable = [step for step in ReadableRun(self._run).steps() if step.is_usable]
-        usable = [step for step in usable if step.number not in self._damaged]
-        if len(usable) < 2:
+        """Change the newest usable step, if retention must have left another one to fall back to."""
+        damaged = self._saves.damaged
+        usable = [step for step in ReadableRun(self._run).steps() if step.is_usable and step.number not in damaged]
+        if len(usable) < 2 or len(damaged) >= (KEEP.last or 0) - 1:
             return
         path = Path(usable[-1].path)
         victim = self._dice.choice([*path.glob("*.safetensors"), *path.glob("*/*.safetensors"), path / "manifest.json"])
@@ -179,14 +255,14 @@ class Soak:
         victim.unlink()
         if how != "remove":
             victim.write_bytes(data)
-        self._damaged.add(usable[-1].number)
-        self._lost_now += 1
+        damaged.add(usable[-1].number)
+        self._ever_damaged.add(usable[-1].number)
         self.counts.damaged += 1
 
-    def _evaluate(self) -> None:
-        """Keep an evaluator running; sometimes it is killed, and another one takes over."""
+    def _evaluate(self, dies: bool) -> None:
+        """Keep an evaluator running; if it dies, another one takes over."""
         if self._evaluator is not None and not self._evaluator.ended(0):
-            if self._dice.random() > 0.15:
+            if not dies:
                 return
             self._evaluator.kill()
             self.counts.evaluators_killed += 1
@@ -211,19 +287,18 @@ class Soak:
         for line in self._told.read_text().splitlines():
             kind, number = line.split(" ")[:2]
             self.counts.evaluated += kind == "evaluated"
-            if kind == "failed" and int(number) not in self._damaged:
+            if kind == "failed" and int(number) not in self._ever_damaged:
                 self._problem(f"the evaluator: {line}")
         return self.counts
 
 
-def soak(room: Path, spawner: Spawner, *, rounds: int | None = None, seconds: float = 0.0, seed: int = 1) -> Counts:
-    """Disturb a training for a number of rounds, or for a time."""
-    most = rounds * 7 * EVERY + 400 if rounds else int(seconds * _FASTEST)
+def soak(room: Path, spawner: Spawner, disturbing: Iterable[Disturbance], most: int, seed: int = 1) -> Counts:
+    """Disturb a training that makes at most so many steps."""
     made = Soak(room, spawner, seed, most)
-    until, done = time.monotonic() + seconds, 0
-    while (done < rounds if rounds else time.monotonic() < until) and not made.is_over and not made.counts.problems:
-        made.disturb()
-        done += 1
+    for how in disturbing:
+        made.disturb(how)
+        if made.is_over:
+            break
     return made.close()
 
 
@@ -233,8 +308,10 @@ def _main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
+    seconds = 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="shardkeep-soak-") as room, Spawner("faults.training") as spawner:
-        counts = soak(Path(room), spawner, seconds=60 * given.minutes, seed=given.seed)
+        disturbing = disturbances(random.Random(given.seed), seconds)
+        counts = soak(Path(room), spawner, disturbing, int(seconds * _FASTEST), given.seed)
     print(counts.table())
     for problem in counts.problems:
         print(problem)

@@ -63,18 +63,26 @@ def losses(total: int) -> list[str]:
 
 
 def train(path: str, log: str, pause: float) -> None:
-    """Train until a signal says to stop, and tell each step and its loss."""
+    """Train until a signal says to stop. Tell each step and its loss, and which steps are being saved and are saved."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     data = Batches()
     with shardkeep.Run(path, save_every=EVERY, keep=KEEP) as run, Path(log).open("a", buffering=1) as told:
         state, step = run.resume(new_state, iterators={"train": data}, shardings=one)
         assert run.resumed is not None
         told.write(f"resumed {step} {','.join(str(number) for number, _ in run.resumed.skipped)}\n")
+        saving = None
         while not run.stopping:
             state, loss = update(state, next(data))
             step += 1
             told.write(f"step {step} {float(loss).hex()}\n")
-            run.step(step, state, metrics={"loss": loss}, iterators={"train": data})
+            begun = run.step(step, state, metrics={"loss": loss}, iterators={"train": data})
+            if begun is not None:
+                saving = begun
+                told.write(f"saving {step}\n")
+            if saving is not None and saving.done():
+                saving.wait()  # raises what went wrong
+                told.write(f"saved {step}\n")
+                saving = None
             time.sleep(pause)
         told.write(f"stopped {step}\n")
 

@@ -1,9 +1,13 @@
 """A few points of the part `interrupts`: exceptions, handlers and forks at lines of every kind of call."""
 
+import contextlib
+import sys
+
 import pytest
 
-from faults import interrupts
-from faults.interrupts import CALLS, Point
+from faults import interrupts, runs
+from faults.interrupts import CALLS
+from faults.tracing import Point, cannot_raise
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -13,6 +17,14 @@ def test_an_exception_at_any_line_leaves_nothing_behind(call: str) -> None:
     result = interrupts._sweep("", "", points[:: len(points) // 24])
     assert result.violations == ()
     assert result.points >= 24
+
+
+def test_an_exception_at_any_line_of_a_run_leaves_it_in_order() -> None:
+    points = [point for call in runs.CALLS for point in interrupts._points(call)]
+    assert len(points) > 1000
+    result = interrupts._sweep("", "", points[:: len(points) // 60])
+    assert result.violations == ()
+    assert result.points >= 60
 
 
 @pytest.mark.parametrize("does", ["other", "same", "fork"])
@@ -31,7 +43,7 @@ def test_the_lines_where_python_cannot_raise_are_left_out() -> None:
     seen: list[bool] = []
 
     def traced() -> None:
-        with interrupts.contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError):
             seen.copy()
         try:
             seen.copy()
@@ -40,10 +52,8 @@ def test_the_lines_where_python_cannot_raise_are_left_out() -> None:
 
     def trace(frame, event, _):  # type: ignore[no-untyped-def]
         if frame.f_code is traced.__code__ and event == "line":
-            seen.append(interrupts._cannot_raise(frame))
+            seen.append(cannot_raise(frame))
         return trace
-
-    import sys
 
     sys.settrace(trace)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from faults import __main__ as main
-from faults import denied, disks, doubt, exit, full, power, together
+from faults import denied, disks, doubt, exit, full, power, runs, together
 from faults.pool import each
 from faults.result import Result
 from faults.spawner import Fault, Spawner
@@ -31,6 +31,24 @@ def test_after_a_power_cut_the_old_state_or_the_new_one_is_there(tmp_path: Path,
         assert cuts[-1].returned
         for cut in cuts[-6:]:
             power.check_cut(scenario, cut, place / "looked at")
+
+
+@needs_clones
+def test_after_a_power_cut_a_run_continues_with_its_newest_step(tmp_path: Path) -> None:
+    """At every twelfth call of a program that resumes, saves and deletes, and after it has ended."""
+    with Spawner("faults.runs") as spawner, disks.cloning(tmp_path) as place:
+        scenario = power.RUNS["train"]
+        cuts = list(power.stepped_cuts(scenario, place / "x", spawner))
+        assert cuts[-1].returned
+        for cut in cuts[::-12]:
+            power.check_run_cut(scenario, cut, place / "looked at")
+
+
+@pytest.mark.parametrize("action", ["train", "go_back"])
+def test_a_program_that_writes_a_run_is_killed(tmp_path: Path, action: str) -> None:
+    with Spawner("faults.runs") as spawner:
+        assert runs.sweep(spawner, tmp_path / "torn", action, "torn", every=7) > 5
+        assert runs.sweep(spawner, tmp_path / "fail", action, "fail", every=15) > 0
 
 
 @needs_disks

@@ -49,7 +49,7 @@ def test_the_directories_of_a_checkpointer_are_resumed_and_never_deleted(tmp_pat
         assert numbers(run) == [1, 2, 3, 5]
     with Run(tmp_path / "base", name="run-{}") as run:
         assert run.resume(new_state, shardings=ONE)[1] == 5
-    assert [step.kept for step in run.steps()[:3]] == [("not saved by a Run",)] * 3
+    assert all("not saved by a Run" in step.kept for step in run.steps()[:3])
 
 
 def test_a_directory_that_eformer_wrote_is_resumed(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_directory_that_eformer_wrote_is_resumed(tmp_path: Path) -> None:
         for number, array in ((None, "a2"), (10, "a0")):
             state, step = run.resume({"w": jnp.zeros((2, 2))}, step=number)
             assert step == (number or 25)
-            assert np.array_equal(np.asarray(state["w"]), expected[array])
+            assert np.asarray(state["w"]).tobytes() == expected[array].tobytes()
         run.save(26, state)
         run.wait()
         assert numbers(run) == [10, 20, 25, 26]

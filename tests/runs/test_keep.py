@@ -55,6 +55,11 @@ def test_steps_await_their_metric_until_enough_newer_ones_have_it() -> None:
     }
 
 
+def test_steps_that_await_their_metric_are_not_given_up_for_newer_ones_that_are_nan() -> None:
+    keep = Keep(best=1, metric="loss", mode="min")
+    assert kept(keep, [made(1), made(2, loss=math.nan), made(3, loss=math.nan)]) == [1, 3]
+
+
 def test_within_keeps_young_steps() -> None:
     steps = [made(n, minutes=minutes) for n, minutes in ((1, 200), (2, 119), (3, 10), (4, 0))]
     assert kept(Keep(within="2 h"), steps) == [2, 3, 4]
@@ -166,6 +171,10 @@ def test_no_step_that_is_not_kept_is_better_than_one_that_is(steps: list[Step], 
         assert all(good <= value if mode == "min" else good >= value for good in chosen)
 
 
+def is_number(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
 @given(STEPS, st.integers(1, 5))
 def test_a_step_that_awaits_its_metric_is_kept_while_it_could_still_be_among_the_best(
     steps: list[Step], best: int
@@ -173,5 +182,5 @@ def test_a_step_that_awaits_its_metric_is_kept_while_it_could_still_be_among_the
     why = Keep(best=best, metric="loss", mode="min").choose(steps, NOW)
     for step in steps:
         if step.is_usable and "loss" not in step.metrics:
-            newer = sum(s.is_usable and "loss" in s.metrics and s.number > step.number for s in steps)
+            newer = sum(s.is_usable and s.number > step.number and is_number(s.metrics.get("loss")) for s in steps)
             assert ("awaiting metric" in why.get(step.number, ())) == (newer < best)

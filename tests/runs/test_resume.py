@@ -111,8 +111,8 @@ def test_errors_that_are_not_damage_are_raised_and_mark_nothing(tmp_path: Path) 
     with Run(path) as run:
         with pytest.raises(TemplateMismatchError, match="w"):
             run.resume({"w": jnp.zeros((3, 3)), "n": 0})
-        with pytest.raises(TypeError, match=r"resume\(\) has no argument 'prefix'"):
-            run.resume(new_state, prefix="x")
+        with pytest.raises(TypeError, match=r"resume\(\) has no argument 'mapped'"):
+            run.resume(new_state, mapped=True)
         data_file(path, 2).rename(path / "aside")
         data_file_name = shardkeep.inspect(path / "step_2").trees[""].files[0].name
         (path / "step_2" / data_file_name).mkdir()

@@ -120,6 +120,16 @@ def _as_step(step: Json) -> int:
     return int(step)
 
 
+def is_described_later(metadata: Mapping[str, object]) -> bool:
+    """Whether the metadata of a checkpoint says that `on_step` saved it, which writes `metadata.json` when all is done.
+
+    >>> is_described_later({"custom_metadata": {"step": 3, "is_temporary": True}}), is_described_later({"step": 3})
+    (True, False)
+    """
+    own = metadata.get("custom_metadata")
+    return isinstance(own, Mapping) and IS_TEMPORARY in own
+
+
 def parse_time(text: Json) -> datetime.datetime:
     """A timestamp in UTC. One without a time zone is in local time."""
     if not isinstance(text, str):

@@ -21,7 +21,7 @@ from shardkeep.errors import (
     IntegrityError,
     NewerFormatError,
 )
-from shardkeep.foreign.rundirs import IS_TEMPORARY, METADATA, describe
+from shardkeep.foreign.rundirs import METADATA, describe, is_described_later
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runs.control import INDEX, RUN_CONTROL, Control, Mark, MetricRecord, numbers_in
@@ -43,8 +43,8 @@ _VERSION = 1  # of the index; another one is ignored
 class Entry:
     """A step, and what retention needs to know about it beside.
 
-    `by_run`: a Run saved it. `pinned_when_saved`: it was saved with `pin=True`. `by_checkpointer`: a Checkpointer, which
-    does not write to the index. `identity`: of its manifest, on a disk.
+    `by_run`: a Run saved it. `pinned_when_saved`: it was saved with `pin=True`. `by_checkpointer`: a Checkpointer did,
+    which does not write to the index. `identity`: of its manifest, on a disk.
     """
 
     name: str
@@ -158,7 +158,7 @@ class RunIndex:
         )
         identity = one["identity"]
         identity = tuple(cast("list[Any]", identity)) if isinstance(identity, list) else None
-        return Entry(name, step, bool(one["by_run"]), bool(one["pinned"]), identity)
+        return Entry(name, step, bool(one["by_run"]), bool(one["pinned"]), identity=identity)
 
     def write(self, listing: Listing) -> None:
         """Replace the index. Only the writer of the run does so. Not being able to is no error: it is a cache."""
@@ -227,10 +227,10 @@ class RunIndex:
         return entry if entry.by_run else self._by_others(entry)
 
     def _by_others(self, entry: Entry) -> Entry | None:
-        """A checkpoint that no Run saved. One of a Checkpointer is a step once its metadata is written, which is last."""
+        """A checkpoint that no Run saved. One of a Checkpointer is a step once its `metadata.json` is written."""
         described = self._control.store.size(f"{entry.name}/{METADATA}") is not None
         if not described:
-            return None if IS_TEMPORARY in entry.step.metadata else entry
+            return None if is_described_later(entry.step.metadata) else entry
         found = describe(self._control.store, self._control.place, entry.name)
         if found is not None and found.being_deleted:
             entry = replace(entry, step=replace(entry.step, state="deleting"))

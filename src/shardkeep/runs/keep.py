@@ -22,7 +22,7 @@ class Keep:
         last: Keep this many of the newest steps.
         every: Keep the first step at or past each multiple of this number.
         best: Keep this many steps with the best `metric`. NaN is never best. A step whose metric has not been
-            recorded yet is kept until `best` newer steps have theirs.
+            recorded yet is kept until `best` newer steps have theirs, other than NaN.
         metric: The name of the metric for `best` and `run.best()`.
         mode: Whether a smaller ("min") or a larger ("max") value of the metric is better.
         within: Keep steps that were saved no longer ago than this: "12 h", "7 d", or a `datetime.timedelta`.
@@ -99,12 +99,12 @@ class Keep:
 
     @staticmethod
     def _awaiting(newest_first: Sequence[Step], best: int, metric: str) -> list[Step]:
-        """The steps without the metric that fewer than `best` newer steps have."""
+        """The steps without the metric that fewer than `best` newer steps have. NaN is as if they never had one."""
         awaiting: list[Step] = []
         have = 0
         for step in newest_first:
             if metric in step.metrics:
-                have += 1
+                have += not math.isnan(step.metrics[metric])
             elif have < best:
                 awaiting.append(step)
         return awaiting

@@ -25,7 +25,7 @@ from shardkeep.runs.index import Entry, Listing, RunIndex
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.metrics import Metrics
 from shardkeep.runs.retention import explain, is_marked, with_reasons
-from shardkeep.runs.steps import Step, StepName
+from shardkeep.runs.steps import State, Step, StepName
 from shardkeep.stores.base import CONTROL
 from shardkeep.stores.location import Location, is_file, location, store_at
 from shardkeep.targets.resolve import look
@@ -226,20 +226,22 @@ class ReadableRun:
 
     def _await_deleter(self, entry: Entry) -> None:
         """After a hold or pin was written: wait for a deleter to see it, and make sure that the step is there."""
-        name, subject = entry.name, (entry.name, entry.step.save_id)
         until = time.monotonic() + _PATIENCE
-        while (
-            is_marked(self._control.marks(), "deleting", subject)
-            or (found := self._index.look(name, entry.step.number)) is not None
-            and found.step.state == "deleting"
-        ):
+        while (state := self._state_of(entry)) == "deleting":
             if time.monotonic() > until:
                 raise ConflictError(
                     f"{entry.step.path} is being deleted, or its deletion was interrupted; choose a newer step"
                 )
             time.sleep(0.1)
-        if found is None or found.step.save_id != entry.step.save_id:
+        if state is None:
             raise CheckpointNotFoundError(f"{entry.step.path} was deleted or replaced meanwhile; choose a newer step")
+
+    def _state_of(self, entry: Entry) -> State | None:
+        """The present state of the save of a step; None if it is not there any more."""
+        if is_marked(self._control.marks(), "deleting", (entry.name, entry.step.save_id)):
+            return "deleting"
+        found = self._index.look(entry.name, entry.step.number)
+        return found.step.state if found is not None and found.step.save_id == entry.step.save_id else None
 
     def watch(self, after: int | None = None, timeout: float | None = None, hold: bool = True) -> Generator[Step]:
         """Yield usable steps as they are committed, each held while the body of the loop runs.

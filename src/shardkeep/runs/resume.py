@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError
@@ -159,7 +159,7 @@ class Resumption:
         tree = manifest.trees.get(ITERATORS)
         counts = [leaf.processes for leaf in tree.leaves if leaf.processes is not None] if tree else []
 
-        def states(per_process: Any) -> Mapping[str, Any]:
+        def states(per_process: Literal["own", "all"]) -> Mapping[str, object]:
             return load(one.path, prefix=ITERATORS, per_process=per_process)
 
         processes = counts[0] if counts else None
@@ -262,9 +262,9 @@ def _refuse_other_names(control: Control, name: StepName) -> None:
         digits = found["number"]
         width = f":0{len(digits)}d" if digits[0] == "0" and len(digits) > 1 else ""
         raise CheckpointExistsError(
-            f"resume: the run {control.place} has no steps named {name.pattern!r}, but it has {place}. To continue with "
-            f"the checkpoints there are, open the run with name={found['before'] + '{' + width + '}'!r}. To begin with "
-            "their weights at step 0, pass init_from=. To begin anew, choose another directory"
+            f"resume: the run {control.place} has no steps named {name.pattern!r}, but it has {place}. To continue "
+            f"with the checkpoints there are, open the run with name={found['before'] + '{' + width + '}'!r}. To begin "
+            "with their weights at step 0, pass init_from=. To begin anew, choose another directory"
         )
 
 

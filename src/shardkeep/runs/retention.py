@@ -90,8 +90,7 @@ class Retention:
 
     def settle(self, listing: Listing) -> Listing:
         """Settle interrupted deletions: a step that is still complete stays, others are deleted completely."""
-        marked = {mark.subject for entry in listing.entries.values() for mark in entry.marks if mark.kind == "deleting"}
-        dying = [entry for entry in listing.entries.values() if (entry.name, entry.step.save_id) in marked]
+        dying = [entry for entry in listing.entries.values() if any(mark.kind == "deleting" for mark in entry.marks)]
         if not dying:
             return listing
         for entry in dying:

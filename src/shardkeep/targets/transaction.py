@@ -10,7 +10,7 @@ A save has one or more trees. The document changes once for all of them, so all 
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -164,8 +164,8 @@ class Transaction:
                     trees = target.adopt(trees, current)
                 replaced = self._concerned(current)
                 old = self._prepare(trees, replaced)
-                dropped = replaced.keys() - trees.keys()
-                stays = {prefix: tree for prefix, tree in _trees_of(current) if prefix not in dropped}
+                there: Mapping[str, Tree] = current.trees if current else {}
+                stays = {prefix: tree for prefix, tree in there.items() if prefix in trees or prefix not in replaced}
                 after = Manifest(target.where, self.plan.save_id, {**stays, **trees})
                 self.attempted = True
                 try:
@@ -277,10 +277,6 @@ class Transaction:
             f"Process {LEADER} may still commit it: inspect the checkpoint before you rely on either state. "
             "What was there before is intact until then"
         )
-
-
-def _trees_of(manifest: Manifest | None) -> Iterable[tuple[str, Tree]]:
-    return manifest.trees.items() if manifest else ()
 
 
 def refuse_existing(target: Target, prefixes: Collection[str]) -> None:
