@@ -21,7 +21,7 @@ import tensorstore
 import shardkeep
 from faults.spawner import CHANGES, Fault, Outcome, Spawner
 from faults.states import make, same
-from shardkeep.foreign.eformer import INDEX
+from shardkeep.foreign.eformer import TENSORSTORE_INDEX
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.targets import publishing
 from shardkeep.targets.cleanup import clean_up
@@ -344,7 +344,7 @@ def check_index(scenario: Scenario, path: Path, needed: bool = False) -> None:
     """
     if path.name.endswith(".safetensors"):
         return
-    file = path / INDEX
+    file = path / TENSORSTORE_INDEX
     listed = None
     if file.exists():
         index = json.loads(file.read_text())

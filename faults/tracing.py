@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_CLEAN_UP = {"Scope.close", "Scope.__exit__", "_Round.end", "_Job._give_up", "BackgroundSave._settle"}
+_CLEAN_UP = {"Scope.close", "Scope.__exit__", "_TaskBatch.end", "SaveJob._give_up", "BackgroundSave._settle"}
 
 
 @dataclass(frozen=True)

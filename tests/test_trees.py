@@ -20,7 +20,8 @@ from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.catalog import new_target
 from shardkeep.cli.main import main
-from shardkeep.foreign.eformer import INDEX, METADATA
+from shardkeep.foreign.eformer import CHECKPOINT_METADATA as METADATA
+from shardkeep.foreign.eformer import TENSORSTORE_INDEX as INDEX
 from shardkeep.model.document import decode_manifest, encode_manifest
 from shardkeep.model.manifest import MANIFEST
 from shardkeep.processes.operation import join

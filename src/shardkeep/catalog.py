@@ -28,7 +28,7 @@ from shardkeep.stores.location import exists as exists_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import delete as delete_target
 from shardkeep.targets.directory import Directory
-from shardkeep.targets.exchange import INDEX, SUFFIX, exchange_at, parse_size
+from shardkeep.targets.exchange import INDEX_SUFFIX, SUFFIX, exchange_at, parse_size
 from shardkeep.targets.resolve import TooManyError, find, find_complete, find_newest, look
 
 log = logging.getLogger("shardkeep")
@@ -54,9 +54,11 @@ def new_target(
         if layout_named(format, compression).name != "safetensors":
             raise ValueError("a path that ends in .safetensors needs format='safetensors', not 'zarr'")
         whole = base_of_shard(place.name)
-        if whole + SUFFIX != place.name and exists_at(place.with_name(whole + INDEX)):
+        if whole + SUFFIX != place.name and exists_at(place.with_name(whole + INDEX_SUFFIX)):
             whole = place.with_name(whole)
-            raise ValueError(f"{place} is a shard of {whole}{INDEX}; save to {whole}{SUFFIX} to replace all shards")
+            raise ValueError(
+                f"{place} is a shard of {whole}{INDEX_SUFFIX}; save to {whole}{SUFFIX} to replace all shards"
+            )
         return exchange_at(place, parse_size(DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size))
     if max_shard_size is not None:
         raise ValueError("max_shard_size is only for exchange files; pass a path that ends in .safetensors")

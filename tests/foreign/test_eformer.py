@@ -15,8 +15,10 @@ import pytest
 
 import shardkeep
 import shardkeep.serialization
-from shardkeep.foreign.base import Listing
-from shardkeep.foreign.eformer import INDEX, METADATA, EformerIndex, EformerReader
+from shardkeep.foreign.base import CompanionIndex
+from shardkeep.foreign.eformer import CHECKPOINT_METADATA as METADATA
+from shardkeep.foreign.eformer import TENSORSTORE_INDEX as INDEX
+from shardkeep.foreign.eformer import EformerIndex, EformerReader
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.tree import join_key
 from shardkeep.stores.local.store import LocalStore
@@ -374,9 +376,9 @@ def test_what_an_index_lists_is_known_whoever_wrote_it(store: LocalStore) -> Non
     put_array(store, "b")
     put_array(store, "m/w")
     put_json(store, INDEX, index_of("b", m=["m/w"]))
-    assert EformerIndex().read_index(store) == Listing(None, frozenset(("b", "m/w")))
+    assert EformerIndex().read_index(store) == CompanionIndex(None, frozenset(("b", "m/w")))
     save(store, {"w": DATA}, "n")
-    assert EformerIndex().read_index(store) == Listing(
+    assert EformerIndex().read_index(store) == CompanionIndex(
         shardkeep.inspect(store.url).save_id, frozenset(("b", "m/w", "n/w"))
     )
 
@@ -384,4 +386,4 @@ def test_what_an_index_lists_is_known_whoever_wrote_it(store: LocalStore) -> Non
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"arrays": 3}', '{"prefixes": []}', '{"arrays": [{}]}'])
 def test_an_index_that_is_none_may_list_anything(text: str, store: LocalStore) -> None:
     Path(store.locate(INDEX)).write_text(text)
-    assert EformerIndex().read_index(store) == Listing(None, None)
+    assert EformerIndex().read_index(store) == CompanionIndex(None, None)

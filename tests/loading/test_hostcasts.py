@@ -12,9 +12,9 @@ from jax.sharding import SingleDeviceSharding
 from device.runner import run_on_device
 from dtypes import dtype_of
 from shardkeep.loading import hostcasts
-from shardkeep.loading.hostcasts import cast_before, cast_targets, goes_to_devices
-from shardkeep.loading.plan import Target
-from shardkeep.loading.select import Policy, Request, Wanted
+from shardkeep.loading.hostcasts import cast_before, cast_destinations, goes_to_devices
+from shardkeep.loading.plan import Destination
+from shardkeep.loading.select import LoadRequest, Policy, Wanted
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import UNSHARDED, PrngKeys, StoredArray
@@ -29,13 +29,13 @@ def leaf_of(dtype: str, shape: tuple[int, ...] = (4,), origin: Any = UNSHARDED) 
 
 
 def cast_here(array: np.ndarray, dtype: str) -> np.ndarray:
-    target = Target(
+    destination = Destination(
         leaf_of(array.dtype.name, array.shape), [Region.whole(array.shape)], False, [array], dtype_of(dtype)
     )
     with crew_of() as crew:
-        cast_targets([target], crew)
-    assert target.dtype == target.whole.dtype == dtype_of(dtype)
-    return target.whole
+        cast_destinations([destination], crew)
+    assert destination.dtype == destination.whole.dtype == dtype_of(dtype)
+    return destination.whole
 
 
 def many_values(dtype: str) -> np.ndarray:
@@ -104,23 +104,25 @@ def test_casts_that_make_arrays_smaller_come_before_the_transfer(
     source: str, target: str, expected: str | None
 ) -> None:
     w = Wanted(leaf_of(source), Place(ONE), dtype=dtype_of(target))
-    found = cast_before(w, Request())
+    found = cast_before(w, LoadRequest())
     assert found == (None if expected is None else dtype_of(expected))
 
 
 def test_functions_and_callbacks_see_arrays_as_they_were_saved() -> None:
     leaf, dtype = leaf_of("float32"), dtype_of("bfloat16")
-    assert cast_before(Wanted(leaf, Place(ONE, lambda x: x), dtype=dtype), Request()) is None
-    assert cast_before(Wanted(leaf, Place(ONE), dtype=dtype), Request(policy=Policy(treat=lambda x, *_: x))) is None
+    assert cast_before(Wanted(leaf, Place(ONE, lambda x: x), dtype=dtype), LoadRequest()) is None
+    assert cast_before(Wanted(leaf, Place(ONE), dtype=dtype), LoadRequest(policy=Policy(treat=lambda x, *_: x))) is None
     assert (
-        cast_before(Wanted(leaf_of("uint32", (2,), PrngKeys("fry")), Place(ONE), dtype=np.dtype("uint8")), Request())
+        cast_before(
+            Wanted(leaf_of("uint32", (2,), PrngKeys("fry")), Place(ONE), dtype=np.dtype("uint8")), LoadRequest()
+        )
         is None
     )
 
 
 def test_nothing_goes_through_the_pipeline_on_cpu_devices() -> None:
-    assert not goes_to_devices(Wanted(leaf_of("float32"), Place(ONE)), Request())
-    assert not goes_to_devices(Wanted(leaf_of("float32")), Request())
+    assert not goes_to_devices(Wanted(leaf_of("float32"), Place(ONE)), LoadRequest())
+    assert not goes_to_devices(Wanted(leaf_of("float32")), LoadRequest())
 
 
 PROGRAM = """

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import shardkeep
 from shardkeep.catalog import open_checkpoint
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.plan import Target, plan_read
-from shardkeep.loading.read import read_targets
+from shardkeep.loading.plan import Destination, plan_read
+from shardkeep.loading.read import read_into
 from shardkeep.model.arrays import Region
 from shardkeep.stores.local.mapping import LocalFile
 from shardkeep.stores.location import location
@@ -957,12 +957,12 @@ class TestPartialReads:
         for verify in (True, False):
             region = Region((24, 0), (8, MIB))
             (leaf,) = tree.leaves
-            target = Target(leaf, [region], True, [None])
+            destination = Destination(leaf, [region], True, [None])
             source = BlockReader(store, tree.files, tree.compression, verify=verify, mapped=False)
             with crew_of() as crew:
-                read_targets(source, {0: target}, plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
-            assert target.arrays[0] is not None
-            assert bits(target.arrays[0]) == host[24:32].tobytes()
+                read_into(source, {0: destination}, plan_read(0, leaf, [region]), 1 << 30, crew, lambda _: None)
+            assert destination.arrays[0] is not None
+            assert bits(destination.arrays[0]) == host[24:32].tobytes()
         assert counter.total == 2 * 8 * MIB
 
     def test_one_small_row_reads_one_block(self, tmp_path: Path, counter: "_Counter") -> None:
@@ -972,17 +972,17 @@ class TestPartialReads:
         tree = manifest.tree()
         (leaf,) = tree.leaves
         region = Region((513, 7), (1, 100))
-        target = Target(leaf, [region], True, [None])
+        destination = Destination(leaf, [region], True, [None])
         with crew_of() as crew:
-            read_targets(
+            read_into(
                 BlockReader(store, tree.files, mapped=False),
-                {0: target},
+                {0: destination},
                 plan_read(0, leaf, [region]),
                 1 << 30,
                 crew,
                 lambda _: None,
             )
-        assert bits(target.arrays[0]) == host[513:514, 7:107].tobytes()
+        assert bits(destination.arrays[0]) == host[513:514, 7:107].tobytes()
         assert counter.total == 4 * MIB
 
     def test_each_byte_is_read_once_however_many_devices_want_it(self, tmp_path: Path, counter: "_Counter") -> None:

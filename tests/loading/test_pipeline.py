@@ -248,3 +248,55 @@ say(wrong=wrong, count=count, dtypes=len(dtypes.JAX))
     )
     assert said["wrong"] == []
     assert said["count"] == 10 * (said["dtypes"] + 5)
+
+
+def test_after_an_interrupt_the_claim_stays_until_no_transfer_uses_the_memory(tmp_path: Path) -> None:
+    """Ctrl-C while transfers are under way: other loads must not take host memory that JAX is still reading."""
+    said = run(
+        """
+import os, signal
+from shardkeep.runtime.budget import Claim, budget
+from signals import usual_signals
+usual_signals()
+host = save_host(root + "/x")  # 16 leaves of 64 KB
+settle()
+shardkeep.set_memory_budget(256 * KB)  # for three groups at a time
+given_back = threading.Event()
+release = Claim.release
+def released(self):
+    if budget.claims.get(self):
+        device.mark("given back")
+        given_back.set()
+    release(self)
+Claim.release = released
+device.hold("in")
+
+def interrupt():
+    device.wait_for("enqueued", 3)
+    os.kill(os.getpid(), signal.SIGINT)
+    device.permit("in")  # the main thread hears of the signal when its wait for the first group is over
+    given_back.wait(1)  # not before the other groups have arrived
+    device.release("in")
+
+thread = threading.Thread(target=interrupt)
+thread.start()
+interrupted = False
+try:
+    shardkeep.load(root + "/x", template=like(host, "single"), mmap=False)
+except KeyboardInterrupt:
+    interrupted = True
+thread.join()
+records = [r.what for r in device.log()]
+device.wait_for("finished", device.counters()["enqueued"])
+loaded = shardkeep.load(root + "/x", template=like(host, "single"))
+say(interrupted=interrupted, records=records, used=budget.used, right=is_same(loaded, host))
+""",
+        tmp_path,
+    )
+    assert said["interrupted"]
+    assert said["right"]
+    assert said["used"] == 0
+    order = said["records"]
+    assert order.count("enqueued") < 16, "the load was interrupted"
+    assert "finished" not in order[order.index("given back") :]
+    assert order.count("finished") == order.count("enqueued")

@@ -15,7 +15,7 @@ import shardkeep
 from dtypes import SAMPLE
 from shardkeep import jaxapi
 from shardkeep.loading.load import read_leaves
-from shardkeep.loading.select import Policy, Request, Wanted, choose, choose_places
+from shardkeep.loading.select import LoadRequest, Policy, Wanted, choose, choose_places
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import dtype_from_name
 from shardkeep.model.leaves import PrngKeys
@@ -38,7 +38,7 @@ def saved(store: LocalStore, tree: Any) -> Tree:
 
 
 def read(store: LocalStore, tree: Tree, **asked: Any) -> dict[str, Any]:
-    request = Request(**asked)
+    request = LoadRequest(**asked)
     wanted = [w for w in choose(tree, request).wanted if w is not None]
     choose_places(wanted, "", request)
     return dict(zip([w.stored.key for w in wanted], read_leaves(store, tree, wanted, request), strict=True))
@@ -61,13 +61,13 @@ class TestReading:
         assert bits(loaded) == bits(state["w"])
 
     def test_no_leaves_are_no_values(self, store: LocalStore) -> None:
-        assert read_leaves(store, saved(store, {"a": jnp.ones(2)}), [], Request()) == []
+        assert read_leaves(store, saved(store, {"a": jnp.ones(2)}), [], LoadRequest()) == []
 
     def test_a_leaf_may_be_wanted_more_than_once(self, store: LocalStore) -> None:
         tree = saved(store, {"a": jnp.arange(8.0)})
         half = NamedSharding(MESH, P("a"))
         wanted = [Wanted(tree.leaves[0], as_numpy=True), Wanted(tree.leaves[0], Place(half)), Wanted(tree.leaves[0])]
-        host, spread, whole = read_leaves(store, tree, wanted, Request())
+        host, spread, whole = read_leaves(store, tree, wanted, LoadRequest())
         assert_same(host, np.arange(8.0, dtype=np.float32))
         assert (spread.sharding, whole.sharding) == (half, SingleDeviceSharding(jax.devices()[0]))
         assert bits(spread) == bits(whole) == bits(host)
@@ -116,7 +116,7 @@ class TestReading:
             with pytest.raises(
                 shardkeep.IntegrityError, match=r"leaf 'rng/k' does not hold PRNG keys that this JAX can use"
             ):
-                read_leaves(store, tree, [Wanted(unknown)], Request())
+                read_leaves(store, tree, [Wanted(unknown)], LoadRequest())
 
     def test_arrays_that_stay_numpy_are_told_once_by_name(
         self, store: LocalStore, caplog: pytest.LogCaptureFixture

@@ -21,7 +21,7 @@ def test_what_is_planned_to_be_read_fills_every_target_once(saved: tuple[int, in
     targets = grid_of(shape, wanted)
     filled = [np.zeros(t.shape, int) for t in targets]
     for fetch in plan_read(0, stored, targets):
-        for number, common in fetch.targets:
+        for number, common in fetch.fills:
             filled[number][common.within(targets[number]).slices] += 1
             assert common.intersect(fetch.piece.region) == common
     assert all((array == 1).all() for array in filled)
@@ -39,7 +39,7 @@ def test_pieces_outside_the_targets_are_not_read() -> None:
 def test_one_part_wanted_by_several_targets_is_read_once() -> None:
     stored = _stored((4, 4), [Region.whole((4, 4))])
     (fetch,) = plan_read(0, stored, [Region((0, 0), (2, 4)), Region((0, 0), (2, 4))])
-    assert len(fetch.targets) == 2
+    assert len(fetch.fills) == 2
     assert fetch.parts == [Region((0, 0), (2, 4))]
 
 
@@ -47,7 +47,7 @@ def test_a_piece_wanted_as_it_is_by_several_targets_goes_to_each() -> None:
     region = Region((0, 0), (2, 4))
     stored = _stored((4, 4), [region, Region((2, 0), (2, 4))])
     (fetch,) = plan_read(0, stored, [region, region])
-    assert fetch.targets == ((0, region), (1, region))
+    assert fetch.fills == ((0, region), (1, region))
 
 
 def test_empty_arrays_are_not_read() -> None:

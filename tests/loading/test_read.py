@@ -22,7 +22,7 @@ from shardkeep.loading.read import needed_blocks
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import BLOCK, digest, seal
 from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray
-from shardkeep.stores.local.mapping import LocalMapping
+from shardkeep.stores.local.mapping import LocalMappedFile
 from support import FORMATS, assert_same, mesh_of, save_as
 
 WRITERS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -274,8 +274,8 @@ class TestMapping:
         tree = {f"w{number}": jnp.full((64, 64), number, jnp.float32) for number in range(200)}
         shardkeep.save(tmp_path / "run", tree)
         spans: list[tuple[int, int]] = []
-        bring_in = LocalMapping.bring_in
-        monkeypatch.setattr(LocalMapping, "bring_in", lambda *a: spans.append(a[1:]) or bring_in(*a))
+        bring_in = LocalMappedFile.bring_in
+        monkeypatch.setattr(LocalMappedFile, "bring_in", lambda *a: spans.append(a[1:]) or bring_in(*a))
         assert_same(shardkeep.load(tmp_path / "run", template=tree), tree)
         assert spans == [(0, 200 * 64 * 64 * 4)]
         some = {name: tree[name] for name in ("w7", "w8", "w9", "w100")}

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading.select import Choice, Policy, Request, Wanted, choose, choose_places
+from shardkeep.loading.select import Choice, LoadRequest, Policy, Wanted, choose, choose_places
 from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import is_data
@@ -47,7 +47,7 @@ TREE: dict[str, Any] = {
 
 
 def chosen(tree: Tree, **asked: Any) -> Choice:
-    request = Request(**asked)
+    request = LoadRequest(**asked)
     choice = choose(tree, request)
     choose_places([w for w in choice.wanted if w is not None], "", request)
     return choice

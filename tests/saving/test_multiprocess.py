@@ -11,7 +11,7 @@ from shardkeep.model.tree import flatten
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.group import Group
 from shardkeep.processes.operation import Operation
-from shardkeep.saving.multiprocess import describe, outline, settle, unshared
+from shardkeep.saving.multiprocess import agreement_lines, outline, settle, unshared
 from shardkeep.saving.snapshot import Snapshot, take_snapshot
 
 
@@ -20,7 +20,7 @@ def compared(three: list[Group], lines: list[list[str]]) -> list[object]:
 
 
 def lines_of(tree: object) -> list[str]:
-    return describe(take_snapshot(flatten(tree)[1], index=1, size=2))
+    return agreement_lines(take_snapshot(flatten(tree)[1], index=1, size=2))
 
 
 def test_a_line_for_each_leaf_tells_what_it_is() -> None:

@@ -169,7 +169,7 @@ def test_exhausted_pinned_memory_is_no_obstacle(tmp_path: Path, room: int) -> No
         f"ROOM = {room}\n"
         + """
 from shardkeep.saving import transfer
-transfer._GROUP = 100_000  # so that some fit
+transfer._ENQUEUED_AT_ONCE = 100_000  # so that some fit
 host, tree = state("sharded")
 device.set_capacity("pinned_host", ROOM)
 pending = shardkeep.save_async(root + "/x", tree)

@@ -24,7 +24,7 @@ from faults.sweep import left_overs
 from shardkeep.cli.main import main
 from shardkeep.converting.survey import survey
 from shardkeep.loading import load as loading
-from shardkeep.loading.select import Request
+from shardkeep.loading.select import LoadRequest
 from shardkeep.model.digests import seal
 from shardkeep.processes.operation import ALONE
 from shardkeep.serialization import tree_serialize_leaves
@@ -378,7 +378,7 @@ class TestReaders:
             del index["shardkeep"]
             (tmp_path / INDEX).write_text(json.dumps(index))
         store, manifest = LocalStore(str(tmp_path)), shardkeep.inspect(tmp_path)
-        request = Request(verify=foreign)
+        request = LoadRequest(verify=foreign)
         assert loading._try_load(location(tmp_path), store, manifest, request, ALONE) is not None
         save(tmp_path, {"w": jnp.arange(3.0) + 1})
         assert (tmp_path / "w" / "0").exists()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from shardkeep.catalog import find
 from shardkeep.cli.output import Output, counted, human, message_of, plain, shows_progress
 from shardkeep.cli.parser import ERROR, FINDINGS
-from shardkeep.converting.survey import Found, State, look, survey
+from shardkeep.converting.survey import CheckpointState, SurveyEntry, look, survey
 from shardkeep.errors import ShardkeepError
 from shardkeep.loading.verify import verify as verify_checkpoint
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.stores.location import Location, location
 
-_LABELS: dict[State | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING"}
+_LABELS: dict[CheckpointState | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _verdicts(path: str, prefix: str | None) -> Iterator[_Verdict]:
         yield _Verdict(found.path) if found.state == "saving" else _check(found.path, prefix)
 
 
-def _is_at(found: Found, path: str) -> bool:
+def _is_at(found: SurveyEntry, path: str) -> bool:
     """Whether a checkpoint is the one at a path, not one below it."""
     try:
         return found.target is not None and find(location(path)).where == found.target.where

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shardkeep.cli.output import Output, ask, counted, human, plain
 from shardkeep.cli.parser import FINDINGS
-from shardkeep.converting.survey import Found, survey
+from shardkeep.converting.survey import SurveyEntry, survey
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ShardkeepError
 from shardkeep.runs.viewing import RunView, is_run
@@ -69,7 +69,7 @@ def _confirm(found: Sequence[_LeftOver]) -> bool:
     return ask(f"Remove {counted(files, 'file')} ({human(sum(one.size for one in found))})?")
 
 
-def _look(found: Found, runs: "_Runs") -> _LeftOver:
+def _look(found: SurveyEntry, runs: "_Runs") -> _LeftOver:
     """What the next save would remove there. Changes nothing."""
     assert found.target is not None
     target, store = found.target, found.target.store

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_number, name_prefix, plain
-from shardkeep.converting.survey import Found, look, survey
+from shardkeep.converting.survey import SurveyEntry, look, survey
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import untagged
 from shardkeep.runs.rules import encode_rules
@@ -107,7 +107,7 @@ def _listed(name: str, step: Step) -> _Listed:
     return _Listed(name, step, found.state, found.problem)
 
 
-def _show(found: Sequence[Found], output: Output) -> None:
+def _show(found: Sequence[SurveyEntry], output: Output) -> None:
     head: list[Cell] = [(title, "bold") for title in ("NAME", "AGE", "SIZE", "LEAVES", "FORMAT", "STATE", "PREFIXES")]
     output.table([head, *(_row(one) for one in found)], right=(1, 2, 3))
     for one in found:
@@ -121,7 +121,7 @@ def _problem(name: str, path: str, problem: str) -> str:
     return plain(name + rest) if rest != problem and rest[:1] in (" ", ":") else plain(f"{name}: {problem}")
 
 
-def _row(found: Found) -> list[Cell]:
+def _row(found: SurveyEntry) -> list[Cell]:
     trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     leaves = sum(len(tree.leaves) for tree in trees.values())
     return [
@@ -135,7 +135,7 @@ def _row(found: Found) -> list[Cell]:
     ]
 
 
-def describe_format(found: Found) -> str:
+def describe_format(found: SurveyEntry) -> str:
     """The format or formats of a checkpoint, for a table."""
     if found.manifest is None:
         return "-"
@@ -154,7 +154,7 @@ def format_of(tree: Tree) -> str:
     return tree.format + (f"+{tree.compression}" if tree.compression else "")
 
 
-def _document(found: Found) -> dict[str, object]:
+def _document(found: SurveyEntry) -> dict[str, object]:
     trees: Mapping[str, Tree] = found.manifest.trees if found.manifest else {}
     created = found.created
     return {

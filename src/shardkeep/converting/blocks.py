@@ -13,8 +13,8 @@ from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ConflictError
 from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.plan import Target, plan_read
-from shardkeep.loading.read import read_targets
+from shardkeep.loading.plan import Destination, plan_read
+from shardkeep.loading.read import read_into
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
@@ -25,7 +25,7 @@ from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import location
 from shardkeep.targets.steady import Attempt
 
-BLOCK = 16 << 20  # bytes that each thread reads at once
+READ_BYTES = 16 << 20  # bytes that each thread reads at once
 _EXAMPLES = 3  # keys that a message lists
 
 
@@ -99,7 +99,7 @@ def matches(leaf: StoredLeaf, include: re.Pattern[str] | None) -> bool:
     return include is None or include.search("/".join(leaf.path)) is not None
 
 
-def regions_of(opened: Opened, leaf: StoredArray, limit: int = BLOCK) -> list[Region]:
+def regions_of(opened: Opened, leaf: StoredArray, limit: int = READ_BYTES) -> list[Region]:
     """Regions of at most `limit` bytes that cover an array, chosen so that every stored piece is read once.
 
     A compressed piece can only be decompressed as a whole, so it is one region, whatever its size.
@@ -152,10 +152,10 @@ def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
 
 def read_region(reader: BlockReader, leaf: StoredArray, region: Region, progress: Progress) -> Array:
     """A verified region of an array as NumPy. Do not write to it: it may be the memory-mapped file."""
-    target = Target(leaf, [region], own=False, arrays=[None])
+    destination = Destination(leaf, [region], own=False, arrays=[None])
     # One thread, because the caller runs several of these at once.
-    read_targets(reader, {0: target}, plan_read(0, leaf, [region]), BLOCK, Crew(1), progress)
-    return target.whole
+    read_into(reader, {0: destination}, plan_read(0, leaf, [region]), READ_BYTES, Crew(1), progress)
+    return destination.whole
 
 
 def runs_of(array: Array, count: int = 1 << 15) -> Iterator[Array]:

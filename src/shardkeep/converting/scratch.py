@@ -22,7 +22,7 @@ from shardkeep.layouts.plan import StagedArray, StagedValue
 from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.blocks import BlockReader, Range, parts_of
 from shardkeep.model.arrays import ArraySpec, DType, Region, kind_of
-from shardkeep.model.digests import BLOCK as DIGEST_BLOCK
+from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
@@ -30,13 +30,13 @@ from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.hostmemory import Shard, room
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.snapshot import Snapshot
-from shardkeep.stores.base import Mapping
+from shardkeep.stores.base import MappedFile
 
 _MOST_MAPPINGS = 30_000  # Linux allows 65,530 per process
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedShard:
     """A region of a leaf (given by its number) that is saved as one shard."""
 
     leaf: int
@@ -47,7 +47,7 @@ class Part:
 class Made:
     """The parts of a tree, their arrays in the same order, and what `convert` reports about them."""
 
-    parts: list[Part]
+    parts: list[PlannedShard]
     arrays: list[Array]
     scratch: int  # bytes of the scratch file
     lost: dict[Path, int]  # by leaf, the number of values that a cast made infinite or NaN
@@ -114,7 +114,7 @@ def make(
         regions = _regions(leaf, whole)
         direct = mapped and spec == leaf.spec and _is_stored_so(leaf, regions)
         for i, region in enumerate(regions):
-            made.parts.append(Part(number, region))
+            made.parts.append(PlannedShard(number, region))
             made.arrays.append(maker.mapped(leaf, leaf.pieces[i]) if direct else np.empty(0, spec.dtype))
             if not direct:
                 scratch.append((len(made.parts) - 1, made.scratch))
@@ -164,7 +164,7 @@ class _Maker:
         self.checks: list[Task] = []
         self.lost: dict[Path, int] = {}
         self._opened, self._progress = opened, progress
-        self._maps: dict[int, Mapping] = {}
+        self._maps: dict[int, MappedFile] = {}
         self._lock = threading.Lock()
 
     def mapped(self, leaf: StoredArray, piece: Piece) -> Array:
@@ -182,9 +182,9 @@ class _Maker:
             mapping.data[piece.offset : piece.offset + piece.length].view(leaf.spec.dtype).reshape(piece.region.shape)
         )
 
-    def _check(self, leaf: StoredArray, piece: Piece, mapping: Mapping, part: Range) -> None:
-        start = piece.offset + part[0] * DIGEST_BLOCK
-        end = piece.offset + min(part[1] * DIGEST_BLOCK, piece.length)
+    def _check(self, leaf: StoredArray, piece: Piece, mapping: MappedFile, part: Range) -> None:
+        start = piece.offset + part[0] * BLOCK
+        end = piece.offset + min(part[1] * BLOCK, piece.length)
         mapping.bring_in(start, end)
         self.reader.check(leaf.key, piece, part, mapping.data[start:end])
         self._progress(end - start)

@@ -26,18 +26,18 @@ from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.running import recorded_names, unfinished_saves
 
-State = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
+CheckpointState = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
 
 _DEEPEST = 64  # levels of directories: a link may lead back up
 
 
 @dataclass(frozen=True)
-class Found:
+class SurveyEntry:
     """A checkpoint, or what is left of one. `path` is what other commands take, `name` is relative to the survey."""
 
     path: str
     name: str
-    state: State
+    state: CheckpointState
     kind: str  # directory, exchange, safetensors (another program's), or the name of a foreign reader
     target: Target | None = None
     manifest: Manifest | None = None
@@ -81,7 +81,7 @@ def _changed(store: Store, names: list[str]) -> datetime.datetime | None:
         return None
 
 
-def survey(path: str, without: Collection[str] = ()) -> list[Found]:
+def survey(path: str, without: Collection[str] = ()) -> list[SurveyEntry]:
     """Every checkpoint at and below a path, sorted by name.
 
     Args:
@@ -102,7 +102,7 @@ def survey(path: str, without: Collection[str] = ()) -> list[Found]:
     return sorted(found, key=lambda f: natural(f.name))
 
 
-def _survey_one(where: Location, store: Store) -> list[Found]:
+def _survey_one(where: Location, store: Store) -> list[SurveyEntry]:
     """The checkpoint at a path that is not a directory with files: a file, the stem of several files, or nothing."""
     target = find(where)
     if not isinstance(target, Exchange):
@@ -125,12 +125,12 @@ class _Walk:
     without: Collection[str] = ()
     has_arrays: bool = False
 
-    def visit(self, where: Location, name: str, depth: int, above: frozenset[object]) -> Iterator[Found]:
+    def visit(self, where: Location, name: str, depth: int, above: frozenset[object]) -> Iterator[SurveyEntry]:
         store = store_at(where)
         try:
             inside = store.children("")
         except OSError as error:
-            yield Found(str(where), name, "unreadable", "directory", problem=str(error))
+            yield SurveyEntry(str(where), name, "unreadable", "directory", problem=str(error))
             return
         identity = store.identity("")  # None in a bucket, which has no links that could lead back up
         if depth > _DEEPEST or (identity is not None and identity in above):
@@ -152,7 +152,7 @@ class _Walk:
 
     def _below(
         self, where: Location, name: str, inside: list[str], depth: int, above: frozenset[object]
-    ) -> Iterator[Found]:
+    ) -> Iterator[SurveyEntry]:
         """Walk the subdirectories. Arrays without an index belong to the topmost directory that has nothing else."""
         any_found = False
         bare: list[str] = []
@@ -174,7 +174,7 @@ class _Walk:
             self.has_arrays = before or bool(bare)
 
 
-def _exchange_files(where: Location, name: str, inside: list[str]) -> Iterator[Found]:
+def _exchange_files(where: Location, name: str, inside: list[str]) -> Iterator[SurveyEntry]:
     """Safetensors files, shards of one checkpoint together, and saves of such files that left only control files."""
     control = f"{SUFFIX}.shardkeep"
     left = [child[1 : -len(control)] for child in inside if child.startswith(".") and child.endswith(control)]
@@ -185,7 +185,7 @@ def _exchange_files(where: Location, name: str, inside: list[str]) -> Iterator[F
             yield found
 
 
-def look(where: Location, name: str, unindexed: bool = False) -> Found:
+def look(where: Location, name: str, unindexed: bool = False) -> SurveyEntry:
     """The checkpoint at one place. A problem with it is a state, not an error."""
     target: Target | None = None
     manifest: Manifest | None = None
@@ -199,11 +199,11 @@ def look(where: Location, name: str, unindexed: bool = False) -> Found:
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
         absent = isinstance(error, CheckpointNotFoundError)
-        return Found(str(where), name, _state(error, target), kind, target, manifest, str(error), absent)
-    return Found(str(where), name, "unindexed" if unindexed else "complete", kind, target, manifest)
+        return SurveyEntry(str(where), name, _state(error, target), kind, target, manifest, str(error), absent)
+    return SurveyEntry(str(where), name, "unindexed" if unindexed else "complete", kind, target, manifest)
 
 
-def _state(error: Exception, target: Target | None) -> State:
+def _state(error: Exception, target: Target | None) -> CheckpointState:
     if isinstance(error, IncompleteCheckpointError):
         return _unfinished(target)
     if isinstance(error, NewerFormatError):
@@ -218,7 +218,7 @@ def _check_files(store: Store, manifest: Manifest) -> None:
         raise IntegrityError(damage)
 
 
-def _unfinished(target: Target | None) -> State:
+def _unfinished(target: Target | None) -> CheckpointState:
     """Whether a save is still at work there."""
     running = target is not None and any(save.is_running for save in unfinished_saves(target.store))
     return "saving" if running else "unfinished"

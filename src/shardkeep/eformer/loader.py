@@ -17,7 +17,7 @@ from shardkeep.eformer.paths import LoadPath, without_index
 from shardkeep.errors import ShardingError
 from shardkeep.foreign.zarr import has_zarr_arrays
 from shardkeep.loading.load import load_request
-from shardkeep.loading.select import Policy, Request, Treatment
+from shardkeep.loading.select import LoadRequest, Policy, Treatment
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.leaves import StoredLeaf
@@ -94,7 +94,7 @@ class CheckpointLoader:
             prefix = prefix_filter if prefix is None else prefix
         call = "load(path, mesh)"
         with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
-            request = Request(
+            request = LoadRequest(
                 prefix=prefix,
                 mesh=mesh,
                 rules=rules_for(mesh, partition_rules, shardings),
@@ -146,7 +146,7 @@ class CheckpointLoader:
         """
         call = "load_pytree(path, mesh)"
         with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
-            request = Request(
+            request = LoadRequest(
                 template=template,
                 prefix=prefix,
                 mesh=mesh,
@@ -193,7 +193,7 @@ class CheckpointLoader:
         with join(f"loading {name_path(path)}") as operation, missing_first(place := self._located(path, call)):
             name = None if prefix_filter is None else prefix_filter.replace(".", "/").strip("/")
             prefix = None if name is None else self._prefix_named(place, name)
-            request = Request(
+            request = LoadRequest(
                 prefix=prefix,
                 include=None if name is None or prefix is not None else re.compile(rf"\A{re.escape(name)}(/|\Z)"),
                 shardings=shardings,
@@ -252,13 +252,23 @@ class CheckpointLoader:
         return prefix if prefix in trees and "" not in trees and len(trees) > 1 else None
 
     def _load_dict(
-        self, place: Location, request: Request, validate: bool | None, callback: Callback | None, operation: Operation
+        self,
+        place: Location,
+        request: LoadRequest,
+        validate: bool | None,
+        callback: Callback | None,
+        operation: Operation,
     ) -> LoadedDicts:
         skeleton, leaves, tree = self._load(place, request, validate, callback, operation)
         return as_dict(skeleton, leaves), metadata_of(tree)
 
     def _load(
-        self, place: Location, request: Request, validate: bool | None, callback: Callback | None, operation: Operation
+        self,
+        place: Location,
+        request: LoadRequest,
+        validate: bool | None,
+        callback: Callback | None,
+        operation: Operation,
     ) -> tuple[Skeleton, list[Any], Tree]:
         started = time.perf_counter()
         check = self._checker(place, request, validate)
@@ -270,7 +280,7 @@ class CheckpointLoader:
         self._tell("loaded", f"{place}: {tree.nbytes:,} bytes, {seconds:.3f} s ({rate})")
         return skeleton, leaves, tree
 
-    def _checker(self, place: Location, request: Request, validate: bool | None) -> Check | None:
+    def _checker(self, place: Location, request: LoadRequest, validate: bool | None) -> Check | None:
         """What compares each array with its recorded SHA-256; None if that is not asked for."""
         if not (self.enable_validation if validate is None else validate):
             return None

@@ -296,13 +296,15 @@ class AsyncCheckpointManager(CheckpointLoader):
         leaves = [leaf for leaf in flatten(tree)[1] if isinstance(leaf.value, jax.Array | np.ndarray)]
         names = dotted_names([leaf.path for leaf in leaves])
         arrays = {name: leaf.value for name, leaf in zip(names, leaves, strict=True)}
+        described = describe_arrays(arrays, check_metadata(metadata), self.enable_validation)
+        when = {"timestamp": described["timestamp"]}
         return SaveRequest(
             target=self._target(path, directory),
             tree=tree,
             prefix=prefix,
-            metadata=describe_arrays(arrays, check_metadata(metadata), self.enable_validation),
+            metadata={**described, "timestamp": None},
+            late=lambda: when,  # that of the leader: the clocks of processes differ
             checksums=checksums_of_parts(arrays) if self.enable_validation else {},
-            differing=("timestamp",),  # the clocks of processes differ
             overwrite=True,
             indexed=indexed,
             on_commit=None if callback is None else lambda: callback(path),

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from shardkeep.foreign.eformer import INDEX
+from shardkeep.foreign.eformer import TENSORSTORE_INDEX
 from shardkeep.model.naming import base_of_shard
 from shardkeep.stores.location import Location, any_path_text, anywhere, exists
 
@@ -35,12 +35,12 @@ class LoadPath:
 def without_index(path: str) -> str:
     """The path of a checkpoint, given its own or that of the index in it.
 
-    >>> without_index(f"run/step_1/{INDEX}"), without_index(INDEX), without_index("run/step_1")
+    >>> without_index(f"run/step_1/{TENSORSTORE_INDEX}"), without_index(TENSORSTORE_INDEX), without_index("run/step_1")
     ('run/step_1', '.', 'run/step_1')
     """
-    if path == INDEX:
+    if path == TENSORSTORE_INDEX:
         return "."
-    return path[: -len(INDEX)].rstrip("/") or "/" if path.endswith("/" + INDEX) else path
+    return path[: -len(TENSORSTORE_INDEX)].rstrip("/") or "/" if path.endswith("/" + TENSORSTORE_INDEX) else path
 
 
 def derive_base_prefix_from_path(path_str: object) -> str:

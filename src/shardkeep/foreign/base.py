@@ -76,7 +76,7 @@ class ForeignReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Listing:
+class CompanionIndex:
     """What an index for another program says.
 
     `save_id` is that of the save of ours that wrote it, if we did. `arrays` are the directories of the arrays it lists;
@@ -105,7 +105,7 @@ class Companions(Protocol):
         """The names of all documents, the index included."""
         ...
 
-    def read_index(self, store: Store) -> Listing | None:
+    def read_index(self, store: Store) -> CompanionIndex | None:
         """The index in a directory, whoever wrote it; None if there is none."""
         ...
 

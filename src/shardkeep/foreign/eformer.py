@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict, cast
 
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError
-from shardkeep.foreign.base import Listing
-from shardkeep.foreign.pickles import Record, decode_pickle, is_plain_within, plain_value
+from shardkeep.foreign.base import CompanionIndex
+from shardkeep.foreign.pickles import PickledObject, decode_pickle, is_plain_within, plain_value
 from shardkeep.foreign.zarr import KIND, ZarrReader, describe, file_names, has_zarr_arrays
 from shardkeep.layouts.zarr import ZARRAY, zarr_dtype
 from shardkeep.model.digests import digest
@@ -32,8 +32,8 @@ from shardkeep.stores.base import CONTROL, Store
 
 log = logging.getLogger("shardkeep")
 
-INDEX = "tensorstore_index.json"
-METADATA = "checkpoint_metadata.json"
+TENSORSTORE_INDEX = "tensorstore_index.json"
+CHECKPOINT_METADATA = "checkpoint_metadata.json"
 _MARK = "shardkeep"
 _MOST_AUX = 10_000  # plain values allowed in the aux data of one node
 _FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without a name
@@ -47,12 +47,12 @@ class EformerReader:
     kind: str = KIND
 
     def recognizes(self, names: Collection[str]) -> bool:
-        return INDEX in names
+        return TENSORSTORE_INDEX in names
 
     def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
         # Arrays without an index may be what a dead save of ours left: they are looked for only elsewhere.
         ours = MANIFEST in names or store.control in names
-        return None if ours and INDEX not in names else _detect(store, search=not ours)
+        return None if ours and TENSORSTORE_INDEX not in names else _detect(store, search=not ours)
 
     def open(self, store: Store, leaf: StoredArray) -> ZarrReader:
         return ZarrReader(store, leaf)
@@ -80,10 +80,10 @@ class _Structure(TypedDict):
 
 def _detect(store: Store, search: bool) -> Manifest | None:
     """The checkpoint in a directory. `search`: whether to search for zarr arrays if there is no index."""
-    index = _read_json(store, INDEX)
+    index = _read_json(store, TENSORSTORE_INDEX)
     if index is None:
         return _discover(store) if search else None
-    where = store.locate(INDEX)
+    where = store.locate(TENSORSTORE_INDEX)
     if _MARK in index and not search:
         return None  # next to our own control directory: left by a save or delete that did not finish
     if _MARK in index:
@@ -104,7 +104,7 @@ def _detect(store: Store, search: bool) -> Manifest | None:
         raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
     if len(grouped) > 1 and not grouped.get("", True):
         del grouped[""]
-    return _manifest(store, grouped, digest(store.read(INDEX)))
+    return _manifest(store, grouped, digest(store.read(TENSORSTORE_INDEX)))
 
 
 def _discover(store: Store) -> Manifest | None:
@@ -113,22 +113,22 @@ def _discover(store: Store) -> Manifest | None:
         return None
     above = {name[:i] for name in found for i, c in enumerate(name) if c == "/"}
     # Arrays in a subdirectory with a checkpoint of its own, finished or not, do not belong to this one.
-    if any(not {MANIFEST, CONTROL, INDEX}.isdisjoint(store.children(name)) for name in sorted(above)):
+    if any(not {MANIFEST, CONTROL, TENSORSTORE_INDEX}.isdisjoint(store.children(name)) for name in sorted(above)):
         return None
-    log.warning("%s has no %s; a search found %d zarr arrays", store.url, INDEX, len(found))
+    log.warning("%s has no %s; a search found %d zarr arrays", store.url, TENSORSTORE_INDEX, len(found))
     return _manifest(store, {"": found}, digest("\n".join(found).encode()))
 
 
 def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> Manifest:
-    metadata = _read_json(store, METADATA) or {}
+    metadata = _read_json(store, CHECKPOINT_METADATA) or {}
     for key in ("checksum", "array_metadata", "custom_metadata"):
         if not isinstance(metadata.get(key, {}), dict | None):
-            raise IntegrityError(f"{store.locate(METADATA)} is malformed: {key!r} is not a JSON object")
+            raise IntegrityError(f"{store.locate(CHECKPOINT_METADATA)} is malformed: {key!r} is not a JSON object")
     trees: dict[str, Tree] = {}
     for prefix, directories in grouped.items():
         name = check_prefix(prefix)
         if name in trees:
-            raise IntegrityError(f"{store.locate(INDEX)} is malformed: it lists the prefix {name!r} twice")
+            raise IntegrityError(f"{store.locate(TENSORSTORE_INDEX)} is malformed: it lists the prefix {name!r} twice")
         structure = _read_json(store, f"{prefix}_structure.json") if prefix else None
         trees[name] = _tree(store, prefix, directories, metadata, structure, identity)
     return Manifest(store.url, identity, trees)
@@ -145,7 +145,7 @@ def _tree(
     leaves: list[StoredLeaf] = []
     files: list[DataFile] = []
     if structure is None:
-        skeleton, places = _nested(directories, prefix.replace(".", "/"), store.locate(INDEX))
+        skeleton, places = _nested(directories, prefix.replace(".", "/"), store.locate(TENSORSTORE_INDEX))
     else:
         name = f"{prefix}_structure.json"
         skeleton, places, extras = _structured(cast(_Structure, structure), store.locate(name))
@@ -224,7 +224,7 @@ def _skeleton(treedef: Any, names: Sequence[Path], no_leaves: Mapping[int, Node 
 
     `no_leaves` gives, by leaf number, the nodes that replace leaves which are neither arrays nor plain values.
     """
-    if not isinstance(treedef, Record) or treedef.name != "PyTreeDef":
+    if not isinstance(treedef, PickledObject) or treedef.name != "PyTreeDef":
         raise ValueError("not a pickled PyTreeDef")
     nodes = cast(tuple[Any, list[Any]], treedef.state)[1]
     stack: list[tuple[Child, int]] = []  # (child, its first leaf)
@@ -316,27 +316,27 @@ class EformerIndex:
     """The index that lets eFormer read our trees, and the metadata that it expects; a `Companions`."""
 
     program: str = "eFormer"
-    index: str = INDEX
-    names: Sequence[str] = (INDEX, METADATA)
+    index: str = TENSORSTORE_INDEX
+    names: Sequence[str] = (TENSORSTORE_INDEX, CHECKPOINT_METADATA)
 
-    def read_index(self, store: Store) -> Listing | None:
-        if store.size(INDEX) is None:
+    def read_index(self, store: Store) -> CompanionIndex | None:
+        if store.size(TENSORSTORE_INDEX) is None:
             return None
         try:
-            index = _read_json(store, INDEX) or {}
+            index = _read_json(store, TENSORSTORE_INDEX) or {}
             entries = list(cast("list[_Entry]", index.get("arrays", [])))
             for listed in cast("dict[str, list[_Entry]]", index.get("prefixes", {})).values():
                 entries += listed
             save_id = index.get(_MARK)
             arrays = frozenset(str(entry["path"]) for entry in entries)
-            return Listing(save_id if isinstance(save_id, str) else None, arrays)
+            return CompanionIndex(save_id if isinstance(save_id, str) else None, arrays)
         except (IntegrityError, TypeError, AttributeError, KeyError):
-            return Listing(None, None)
+            return CompanionIndex(None, None)
 
     def documents(self, manifest: Manifest, empty: bool = False) -> dict[str, bytes | None]:
         trees = {p: entries for p, tree in manifest.trees.items() if (entries := _entries(p, tree)) is not None}
         if not trees and not empty:
-            return {METADATA: None, INDEX: None}
+            return {CHECKPOINT_METADATA: None, TENSORSTORE_INDEX: None}
         index: dict[str, object] = {"format": "tensorstore", "version": "2.0", _MARK: manifest.save_id}
         index["prefixes"] = {p: entries for p, entries in trees.items() if p}
         if "" in trees or not trees:
@@ -344,7 +344,10 @@ class EformerIndex:
         # Of the trees that were saved together, only the main one has metadata.
         newest = (tree.metadata for tree in manifest.trees.values() if tree.save_id == manifest.save_id)
         metadata = untagged(dict(next(filter(None, newest), dict[str, Any]())))
-        return {METADATA: json.dumps(metadata, allow_nan=False).encode(), INDEX: json.dumps(index, indent=1).encode()}
+        return {
+            CHECKPOINT_METADATA: json.dumps(metadata, allow_nan=False).encode(),
+            TENSORSTORE_INDEX: json.dumps(index, indent=1).encode(),
+        }
 
 
 def _entries(prefix: str, tree: Tree) -> list[_Entry] | None:

@@ -1,7 +1,7 @@
 """Pickled tree structures of JAX, decoded without running anything they contain.
 
-Every class or function that a pickle names becomes an inert `Record`: nothing is imported, looked up or called. The
-result consists of plain values, with records in place of everything else.
+Every class or function that a pickle names becomes an inert `PickledObject`: nothing is imported, looked up or called.
+The result consists of plain values, with such objects in place of everything else.
 """
 
 import io
@@ -21,13 +21,13 @@ _MOST_CLASSES = 1000  # a tree has a handful
 _MOST_IN_KEY = 100  # parts of a tuple that is a key
 
 
-class Record:
+class PickledObject:
     """A placeholder for an object of a class that a pickle names."""
 
     module = ""
     name = ""
 
-    def __new__(cls, *args: Any, **_: Any) -> "Record":
+    def __new__(cls, *args: Any, **_: Any) -> "PickledObject":
         made = super().__new__(cls)
         made.args = args
         made.state = None
@@ -54,14 +54,16 @@ class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._classes: dict[tuple[str, str], type[Record]] = {}
+        self._classes: dict[tuple[str, str], type[PickledObject]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         known = self._classes.get((module, name))
         if known is None:
             if len(self._classes) >= _MOST_CLASSES:
                 raise pickle.UnpicklingError("it names too many classes")
-            known = self._classes[module, name] = type("Record", (Record,), {"module": module, "name": name})
+            known = self._classes[module, name] = type(
+                "PickledObject", (PickledObject,), {"module": module, "name": name}
+            )
         return known
 
     def persistent_load(self, pid: object) -> object:
@@ -141,7 +143,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
 
 def plain_value(value: object) -> object:
     """A decoded leaf as a plain value. Numbers that pickle as calls are rebuilt, the rest is an `OpaqueNode`."""
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         scalar = _complex(value) if value.class_name() == "builtins:complex" else _numpy_scalar(value)
         return _opaque(value.class_name()) if scalar is None else scalar
     # Containers are not leaves, and one that contains itself repeatedly would take forever to inspect.
@@ -172,12 +174,12 @@ def is_plain_within(value: object, most: int, depth: int = 50) -> bool:
     return False
 
 
-def _complex(record: Record) -> complex | None:
+def _complex(record: PickledObject) -> complex | None:
     """A complex number, which is pickled as complex(real, imag)."""
     return complex(*record.args) if [type(part) for part in record.args] == [float, float] else None
 
 
-def _numpy_scalar(record: Record) -> np.generic | None:
+def _numpy_scalar(record: PickledObject) -> np.generic | None:
     """A NumPy scalar, which is pickled as scalar(dtype, bytes)."""
     if record.name != "scalar" or not record.module.startswith("numpy") or len(record.args) != 2:
         return None

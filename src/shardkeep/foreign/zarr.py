@@ -126,7 +126,7 @@ class ZarrReader:
         assert isinstance(leaf.origin, ForeignArray)
         self._store, self._leaf, self._directory = store, leaf, leaf.origin.directory
         self._array = describe(store, self._directory)
-        self._opened: _Opened | None = None
+        self._opened: _TensorStoreArray | None = None
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class ZarrReader:
         names = self._check_chunks(region)
         with self._naming():
             if self._opened is None:
-                self._opened = _Opened(self._store, self._directory)
+                self._opened = _TensorStoreArray(self._store, self._directory)
             return self._opened.read(self._array, region, names)
 
     def check(self) -> None:
@@ -145,12 +145,12 @@ class ZarrReader:
         whole = Region.whole(self._array.spec.shape)
         self._check_chunks(whole)
         with self._naming():
-            opened = _Opened(self._store, self._directory)
+            opened = _TensorStoreArray(self._store, self._directory)
             opened.open()  # TensorStore checks the rest of .zarray
             if self._array.compressor in (None, "zstd"):
                 return
             for name, start in self._array.each_chunk(whole):  # reading one element decodes its chunk
-                one = _Opened(self._store, self._directory)
+                one = _TensorStoreArray(self._store, self._directory)
                 one.read(self._array, Region(start, (1,) * len(start)), [name])
 
     def find_damage(self, sizes: Mapping[str, int]) -> str | None:
@@ -204,7 +204,7 @@ class ZarrReader:
             raise IntegrityError(problem, leaf=self._leaf.key, file=where) from error
 
 
-class _Opened:
+class _TensorStoreArray:
     """An array that TensorStore has opened. In a bucket our own client fetches its chunks, each once."""
 
     def __init__(self, store: Store, directory: str) -> None:

@@ -10,15 +10,15 @@ from typing import Any, Protocol, TypeAlias
 
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Origin, Piece, StoredArray, StoredValue
 from shardkeep.model.manifest import DataFile, Tree
-from shardkeep.model.records import record
 from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
 
 
-@record
+@fast_dataclass
 class StagedValue:
     """A plain value as it will be recorded. If several processes save together, it must be the same on all."""
 
@@ -26,7 +26,7 @@ class StagedValue:
     value: Any
 
 
-@record
+@fast_dataclass
 class StagedArray:
     """An array as it will be recorded. `held` are the regions that this process has staged, in order.
 
@@ -51,7 +51,7 @@ def arrays_of(leaves: Sequence[StagedLeaf]) -> list[StagedArray]:
     return [leaf for leaf in leaves if isinstance(leaf, StagedArray)]
 
 
-@record
+@fast_dataclass
 class PiecePlan:
     """A Region of an array to store, and the staged shards it consists of: (number of the shard, its region)."""
 
@@ -68,7 +68,7 @@ class PiecePlan:
         return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset, self.writer)
 
 
-@record
+@fast_dataclass
 class FilePlan:
     """A file to write: its header, then its pieces. `size` is None if it depends on the codec."""
 

@@ -21,7 +21,7 @@ from shardkeep.model.values import JsonObject
 from shardkeep.processes.operation import LEADER
 
 ZARRAY, ZGROUP = ".zarray", ".zgroup"
-GROUP = b'{"zarr_format": 2}'
+ZGROUP_BYTES = b'{"zarr_format": 2}'
 
 _RAW_LIMIT = 256 << 20  # bytes of a chunk, which other programs read as a whole
 _COMPRESSED_LIMIT = 64 << 20  # bytes: a compressed chunk is decoded as a whole, by one thread
@@ -89,7 +89,7 @@ class ZarrLayout:
         each = zip(arrays, inside, places, strict=True)
         files = [file for array, some, place in each for file in self._array(array.spec, some, place)]
         groups = groups_above(file.name for file in files) if self.groups else set[str]()
-        return files + [FilePlan(name, GROUP, (), len(GROUP), LEADER) for name in sorted(groups)]
+        return files + [FilePlan(name, ZGROUP_BYTES, (), len(ZGROUP_BYTES), LEADER) for name in sorted(groups)]
 
     def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         return file.header

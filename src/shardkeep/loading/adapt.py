@@ -14,7 +14,7 @@ from shardkeep.errors import IntegrityError
 from shardkeep.jaxapi import transfers_allowed, wrap_key_data
 from shardkeep.loading.moving import move, stays_numpy, with_layout
 from shardkeep.loading.place import put_all
-from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.select import LoadRequest, Wanted
 from shardkeep.loading.shardings import check_layout
 from shardkeep.model.arrays import Array, DType, kind_of
 from shardkeep.model.leaves import NumpyArray, Origin, PrngKeys, StoredArray
@@ -25,7 +25,7 @@ from shardkeep.model.values import show
 log = logging.getLogger("shardkeep")
 
 
-def adapt(w: Wanted, value: Any, request: Request) -> Any:
+def adapt(w: Wanted, value: Any, request: LoadRequest) -> Any:
     """The last steps for one leaf: PRNG keys, function, cast, byte order, kind of the template."""
     origin = w.stored.origin if isinstance(w.stored, StoredArray) else None
     if isinstance(origin, PerProcessRows):

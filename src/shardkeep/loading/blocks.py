@@ -16,7 +16,7 @@ from shardkeep.model.arrays import Array
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.model.leaves import Piece
 from shardkeep.model.manifest import DataFile
-from shardkeep.stores.base import Mapping, Store, StoredFile
+from shardkeep.stores.base import MappedFile, Store, StoredFile
 
 PART = 16 << 20  # bytes of a piece that one task reads
 
@@ -56,7 +56,7 @@ class BlockReader:
             problem = f"{where} is truncated: it has {file.size:,} of {record.size:,} bytes"
         raise IntegrityError(problem, leaf=key, file=where)
 
-    def map(self, number: int, start: int, end: int, key: str, needed: Sequence[Range] = ()) -> Mapping | None:
+    def map(self, number: int, start: int, end: int, key: str, needed: Sequence[Range] = ()) -> MappedFile | None:
         """Bytes of a file as memory, which `needed` (offset, length) are read of; None if it can map no more."""
         with self.open(number, key) as file:
             try:

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import SingleDeviceSharding
 
 from shardkeep.loading.blocks import parts_of
-from shardkeep.loading.plan import plan_read
+from shardkeep.loading.plan import plan_read, plan_steps
 from shardkeep.loading.read import needed_blocks
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
 from shardkeep.model.arrays import DType, Region
 from shardkeep.model.digests import BLOCK
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import StoredArray
-from shardkeep.model.records import record
 
 STEP = 256 << 20  # the most bytes that are read at once, unless one array has more
 _LEAST = 32 << 20  # a group with fewer bytes keeps several threads and devices less busy than it could
@@ -20,8 +20,8 @@ _GROUPS = 16  # the first group is read, and the last one sent, while nothing el
 _AGAIN = 1.25  # a leaf is cut if that reads at most so many times the blocks
 
 
-@record
-class Part:
+@fast_dataclass
+class LeafRegions:
     """Regions of one leaf that are read and sent together.
 
     Attributes:
@@ -57,8 +57,8 @@ class Part:
         return max([cast, *(piece.length for piece in self.leaf.pieces if piece.stored is not None)])
 
 
-@record
-class Groups:
+@fast_dataclass
+class LoadPlan:
     """The parts to load, in groups, and the host memory for them.
 
     Attributes:
@@ -68,7 +68,7 @@ class Groups:
         beside: The bytes that reading a group takes beside.
     """
 
-    groups: tuple[tuple[Part, ...], ...]
+    groups: tuple[tuple[LeafRegions, ...], ...]
     step: int
     sent: int
     beside: int
@@ -79,7 +79,7 @@ class Groups:
         return self.sent + self.beside
 
 
-def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], limit: int) -> Groups:
+def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], limit: int) -> LoadPlan:
     """How to load leaves, if at most `limit` bytes of host memory may be used.
 
     A quarter of it is filled while half is being sent, and the last quarter is for what reading takes beside. Arrays
@@ -89,32 +89,34 @@ def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None],
     total = sum(w.stored.nbytes for w in wanted.values())
     step = max(min(STEP, limit // 4, max(total // _GROUPS, _LEAST), total), 1)
     parts = _plan_parts(wanted, casts, step, limit // 4)
-    groups = _in_groups(parts, step)
+    groups = tuple(map(tuple, plan_steps(parts, step)))
     sizes = [_nbytes(group) for group in groups]
     beside = max([step, *(part.beside for part in parts)])
     most = max(sizes, default=0)
     sent = max(most, min(max(3 * step, 2 * most), sum(sizes), limit - beside))
-    return Groups(groups, step, sent, beside)
+    return LoadPlan(groups, step, sent, beside)
 
 
-def _plan_parts(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], step: int, large: int) -> list[Part]:
+def _plan_parts(
+    wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], step: int, large: int
+) -> list[LeafRegions]:
     """What is sent of each leaf, in the order of the files.
 
     Leaves larger than `step` go region by region, unless the same blocks would have to be read several times. Those
     that are `large` do also then.
     """
-    parts: list[Part] = []
+    parts: list[LeafRegions] = []
     for number, w in wanted.items():
         leaf = w.stored
         assert isinstance(leaf, StoredArray)
         sharding, shape, cast = w.place.sharding, leaf.spec.shape, casts.get(number)
         if sharding is None or isinstance(sharding, SingleDeviceSharding) or w.shape is not None:
-            parts.append(Part(number, leaf, (Region.whole(shape),), True, cast))
+            parts.append(LeafRegions(number, leaf, (Region.whole(shape),), True, cast))
             continue
-        whole = Part(number, leaf, needed_regions(sharding, shape), True, cast)
+        whole = LeafRegions(number, leaf, needed_regions(sharding, shape), True, cast)
         regions = tuple(dict.fromkeys(device_regions(sharding, shape).values()))
         if whole.nbytes > step and len(regions) > 1 and (whole.nbytes > large or _can_be_cut(leaf, regions)):
-            parts += [Part(number, leaf, (region,), False, cast) for region in regions]
+            parts += [LeafRegions(number, leaf, (region,), False, cast) for region in regions]
         else:
             parts.append(whole)
     return sorted(parts, key=_position)
@@ -130,7 +132,7 @@ def _bytes_read(leaf: StoredArray, regions: Sequence[Region]) -> int:
     return sum(last - first for first, last in ranges) * BLOCK
 
 
-def _position(part: Part) -> tuple[int, int]:
+def _position(part: LeafRegions) -> tuple[int, int]:
     pieces = part.leaf.pieces
     if not pieces:
         return -1, 0
@@ -138,18 +140,5 @@ def _position(part: Part) -> tuple[int, int]:
     return first.file, first.offset
 
 
-def _in_groups(parts: Sequence[Part], limit: int) -> tuple[tuple[Part, ...], ...]:
-    """Parts in order, in groups of at most `limit` bytes (or of a single part)."""
-    groups: list[list[Part]] = []
-    filled = 0
-    for part in parts:
-        if not groups or filled + part.nbytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(part)
-        filled += part.nbytes
-    return tuple(map(tuple, groups))
-
-
-def _nbytes(group: Sequence[Part]) -> int:
+def _nbytes(group: Sequence[LeafRegions]) -> int:
     return sum(part.nbytes for part in group)

@@ -7,8 +7,8 @@ import numpy as np
 
 from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.moving import is_on_cpu, stays_numpy
-from shardkeep.loading.plan import Target
-from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.plan import Destination
+from shardkeep.loading.select import LoadRequest, Wanted
 from shardkeep.model.arrays import Array, DType, kind_of
 from shardkeep.model.leaves import PrngKeys, StoredArray
 from shardkeep.model.perprocess import PerProcessRows
@@ -38,7 +38,7 @@ _EXACT = frozenset(
 )
 
 
-def cast_before(w: Wanted, request: Request) -> DType | None:
+def cast_before(w: Wanted, request: LoadRequest) -> DType | None:
     """The dtype that a leaf is cast to in host memory, before it goes to devices that copy it; None if it is not.
 
     A function or callback of the caller's sees the array as it was saved, and a larger dtype would only take longer to
@@ -57,7 +57,7 @@ def cast_before(w: Wanted, request: Request) -> DType | None:
     return target if (source.name, target.name) in _EXACT else None
 
 
-def goes_to_devices(w: Wanted, request: Request) -> bool:
+def goes_to_devices(w: Wanted, request: LoadRequest) -> bool:
     """Whether a leaf becomes an array on devices that copy it, and not in the memory that it is read into."""
     leaf = w.stored
     if not isinstance(leaf, StoredArray) or w.as_numpy or isinstance(leaf.origin, PerProcessRows):
@@ -67,27 +67,27 @@ def goes_to_devices(w: Wanted, request: Request) -> bool:
     return not is_on_cpu(w.place.sharding)
 
 
-def cast_targets(targets: Sequence[Target], crew: Crew) -> None:
-    """Cast the arrays of targets that have a dtype to be cast to. `ValueError` if an integer does not fit."""
-    casts = [(target, dtype) for target in targets if (dtype := target.cast) is not None]
-    crew.run([partial(_check, target, dtype) for target, dtype in casts if kind_of(dtype) == "int"])
-    slabs = Slabs(region.size * dtype.itemsize for target, dtype in casts for region in target.regions)
+def cast_destinations(destinations: Sequence[Destination], crew: Crew) -> None:
+    """Cast the arrays of destinations that have a dtype to be cast to. `ValueError` if an integer does not fit."""
+    casts = [(destination, dtype) for destination in destinations if (dtype := destination.cast) is not None]
+    crew.run([partial(_check, destination, dtype) for destination, dtype in casts if kind_of(dtype) == "int"])
+    slabs = Slabs(region.size * dtype.itemsize for destination, dtype in casts for region in destination.regions)
     tasks: list[Task] = []
-    for target, dtype in casts:
-        for number, source in enumerate(target.arrays):
+    for destination, dtype in casts:
+        for number, source in enumerate(destination.arrays):
             assert source is not None
             result = slabs.take(source.size * dtype.itemsize).view(dtype).reshape(source.shape)
-            target.arrays[number] = result
+            destination.arrays[number] = result
             flat, filled = source.reshape(-1), result.reshape(-1)
             for start in range(0, flat.size, _STEP):
                 tasks.append(partial(_cast, flat[start : start + _STEP], filled[start : start + _STEP]))
     crew.run(tasks)
 
 
-def _check(target: Target, dtype: DType) -> None:
-    for array in target.arrays:
+def _check(destination: Destination, dtype: DType) -> None:
+    for array in destination.arrays:
         if array is not None and array.size:
-            check_fits(int(array.min()), int(array.max()), dtype, target.leaf.key)
+            check_fits(int(array.min()), int(array.max()), dtype, destination.leaf.key)
 
 
 def _cast(source: Array, result: Array) -> None:

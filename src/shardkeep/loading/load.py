@@ -17,9 +17,9 @@ from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.hostcasts import goes_to_devices
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
-from shardkeep.loading.plan import Target, plan_targets
-from shardkeep.loading.read import read_targets
-from shardkeep.loading.select import Choice, Request, Wanted, abstract_leaf, choose, choose_places, choose_process
+from shardkeep.loading.plan import Destination, plan_destinations
+from shardkeep.loading.read import read_into
+from shardkeep.loading.select import Choice, LoadRequest, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
@@ -127,7 +127,7 @@ def load(
                 raise ValueError(f"mmap must be True or False, not {mmap!r}")
             if per_process not in ("own", "all"):
                 raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
-            request = Request(
+            request = LoadRequest(
                 template=template,
                 prefix=prefix,
                 include=_pattern(include),
@@ -190,7 +190,7 @@ def abstract(
     Ellipsis
     """
     _, manifest = open_checkpoint(location(path, "abstract(path)"))
-    request = Request(
+    request = LoadRequest(
         prefix=prefix,
         include=_pattern(include),
         mesh=mesh,
@@ -213,7 +213,7 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
         raise ValueError(f"include={include!r} is not a valid regular expression: {error}") from None
 
 
-def load_request(path: Location, request: Request, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
+def load_request(path: Location, request: LoadRequest, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
     operation.what = f"loading {path}"
     asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
@@ -257,7 +257,7 @@ def _open_same(path: Location, operation: Operation) -> tuple[Store, Manifest | 
 
 
 def _try_load(
-    path: Location, store: Store, manifest: Manifest, request: Request, operation: Operation
+    path: Location, store: Store, manifest: Manifest, request: LoadRequest, operation: Operation
 ) -> tuple[Skeleton, list[Any], Tree] | None:
     """What was asked for, or None if the checkpoint was replaced meanwhile."""
     # If one process reads for all, the others are waiting for its data and cannot start over.
@@ -279,7 +279,7 @@ def _try_load(
     return None if attempt.replaced else loaded
 
 
-def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
+def _was_one_state(store: Store, tree: Tree, request: LoadRequest) -> bool:
     """Whether what was read is known to be of one state, without a look at the manifest.
 
     Exchange files keep their names. In a directory a save may give the names of a replaced tree to its own files, for
@@ -291,7 +291,7 @@ def _was_one_state(store: Store, tree: Tree, request: Request) -> bool:
 
 
 def read_leaves(
-    store: Store, tree: Tree, wanted: Sequence[Wanted], request: Request, operation: Operation = ALONE
+    store: Store, tree: Tree, wanted: Sequence[Wanted], request: LoadRequest, operation: Operation = ALONE
 ) -> list[Any]:
     """The values of the leaves, in order: plan → read → place → adapt. At most `policy.in_flight` are read at once."""
     read_once = request.read_once and operation.size > 1
@@ -324,33 +324,33 @@ def _read(wanted: Sequence[Wanted], means: Means, sender: Operation | None) -> l
     sent = {} if sender else {i: w for i, w in enumerate(wanted) if goes_to_devices(w, means.request)}
     here = [w for i, w in enumerate(wanted) if i not in sent] if sent else wanted
     with collector.paused():
-        targets, fetches = plan_targets(here, whole=sender is not None)
+        destinations, fetches = plan_destinations(here, whole=sender is not None)
     if sender is None or sender.leads:
-        # The targets become the loaded arrays. What is needed beside them is claimed in steps.
+        # The destinations become the loaded arrays. What is needed beside them is claimed in steps.
         claim = partial(means.claim.change, what=means.claim.scope.what)
-        read_targets(means.reader, targets, fetches, budget.limit, means.crew, means.progress, claim)
+        read_into(means.reader, destinations, fetches, budget.limit, means.crew, means.progress, claim)
         means.claim.release()
     if sender is not None:
-        _send(here, targets, sender)
-    placed = place(here, targets)
+        _send(here, destinations, sender)
+    placed = place(here, destinations)
     if not sent:
         return placed
     arrays, others = load_to_devices(sent, means), iter(placed)
     return [arrays[i] if i in sent else next(others) for i in range(len(wanted))]
 
 
-def _send(wanted: Sequence[Wanted], targets: Mapping[int, Target], operation: Operation) -> None:
+def _send(wanted: Sequence[Wanted], destinations: Mapping[int, Destination], operation: Operation) -> None:
     """Send the data that the leader has read to every process. Each keeps the regions it needs."""
     operation.gather(None)
     operation.share()  # no process enters a collective before the data is read and all of them are ready
-    for number, target in targets.items():
-        spec = target.leaf.spec
-        array = send_from_leader(target.whole if operation.leads else np.empty(spec.shape, spec.dtype))
-        target.regions, target.own = wanted[number].regions(target.leaf), True
-        target.arrays = [array[region.slices] for region in target.regions]
+    for number, destination in destinations.items():
+        spec = destination.leaf.spec
+        array = send_from_leader(destination.whole if operation.leads else np.empty(spec.shape, spec.dtype))
+        destination.regions, destination.own = wanted[number].regions(destination.leaf), True
+        destination.arrays = [array[region.slices] for region in destination.regions]
 
 
-def _choose(manifest: Manifest, request: Request) -> tuple[Tree, Choice]:
+def _choose(manifest: Manifest, request: LoadRequest) -> tuple[Tree, Choice]:
     """The saved tree and what to load of it. Classes that cannot be rebuilt are named in a warning."""
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")

@@ -14,12 +14,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import block_until_ready, device_put, refuse_without_jax, service_error, transfers_allowed
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.groups import Part, plan_groups
-from shardkeep.loading.hostcasts import cast_before, cast_targets
+from shardkeep.loading.groups import LeafRegions, plan_groups
+from shardkeep.loading.hostcasts import cast_before, cast_destinations
 from shardkeep.loading.place import put_leaves
-from shardkeep.loading.plan import Target, plan_read
-from shardkeep.loading.read import read_targets
-from shardkeep.loading.select import Request, Wanted
+from shardkeep.loading.plan import Destination, plan_read
+from shardkeep.loading.read import read_into
+from shardkeep.loading.select import LoadRequest, Wanted
 from shardkeep.loading.shardings import device_regions
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.budget import Claim, budget
@@ -34,7 +34,7 @@ class Means:
     """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
 
     reader: BlockReader
-    request: Request
+    request: LoadRequest
     crew: Crew
     progress: Progress
     claim: Claim
@@ -56,24 +56,27 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
         for group in plan.groups:
             nbytes = sum(part.nbytes for part in group)
             sent.make_room(nbytes)
-            targets = _read(group, plan.step, means)
-            sent.add(_Transfer(nbytes, arrays.put(group, targets), targets))
-            del targets  # only JAX refers to their memory now
+            destinations = _read(group, plan.step, means)
+            transfer = sent.add(_Transfer(nbytes, destinations))  # before it is started, which can be interrupted
+            transfer.arrays = arrays.put(group, destinations)
+            del destinations  # only JAX refers to their memory now
         sent.finish()
-    except Exception:  # after Ctrl-C nobody wants to wait: JAX lets go of the memory of what is sent a moment later
+    except BaseException:  # also Ctrl-C: the claim is given back when JAX does not use the memory any more
         sent.abandon()
         raise
     means.claim.release()
     return arrays.done
 
 
-def _read(group: Sequence[Part], limit: int, means: Means) -> list[Target]:
+def _read(group: Sequence[LeafRegions], limit: int, means: Means) -> list[Destination]:
     """What the parts of a group become in host memory: read, checked, and cast where that makes it smaller."""
-    targets = [Target(part.leaf, part.regions, False, [None] * len(part.regions), part.cast) for part in group]
+    destinations = [
+        Destination(part.leaf, part.regions, False, [None] * len(part.regions), part.cast) for part in group
+    ]
     fetches = [fetch for i, part in enumerate(group) for fetch in plan_read(i, part.leaf, part.regions)]
-    read_targets(means.reader, dict(enumerate(targets)), fetches, limit, means.crew, means.progress)
-    cast_targets(targets, means.crew)
-    return targets
+    read_into(means.reader, dict(enumerate(destinations)), fetches, limit, means.crew, means.progress)
+    cast_destinations(destinations, means.crew)
+    return destinations
 
 
 class _Sent:
@@ -104,18 +107,19 @@ class _Sent:
         transfer.wait()
         self._nbytes -= transfer.nbytes
 
-    def add(self, transfer: "_Transfer") -> None:
+    def add(self, transfer: "_Transfer") -> "_Transfer":
         self._waiting.append(transfer)
         self._nbytes += transfer.nbytes
+        return transfer
 
 
 class _Transfer:
     """One group on its way: the arrays that it fills, and the host memory that JAX keeps for it."""
 
-    def __init__(self, nbytes: int, arrays: Sequence[jax.Array], sources: Sequence[Target]) -> None:
+    def __init__(self, nbytes: int, filled: Sequence[Destination]) -> None:
         self.nbytes = nbytes
-        self._arrays = arrays
-        self._memory = {id(memory): ref(memory) for target in sources for memory in map(_owner, target.arrays)}
+        self.arrays: Sequence[jax.Array] = ()  # once they are on their way
+        self._memory = {id(memory): ref(memory) for each in filled for memory in map(_owner, each.arrays)}
 
     def wait(self) -> None:
         """Wait until the arrays are on their devices and the memory is free.
@@ -123,9 +127,9 @@ class _Transfer:
         JAX hears a moment after the first that it may let go of the memory, and does so in the next call that has to do
         with several arrays. A device that keeps the memory, instead of copying it, is not waited for.
         """
-        block_until_ready(self._arrays)
+        block_until_ready(self.arrays)
         for _ in range(_LOOKS):
-            block_until_ready([*self._arrays[-1:]] * 2)
+            block_until_ready([*self.arrays[-1:]] * 2)
             if all(memory() is None for memory in self._memory.values()):
                 return
             sleep(_LOOK)
@@ -147,29 +151,29 @@ class _Arrays:
         self.done: dict[int, jax.Array] = {}
         self._parts: dict[int, dict[Any, jax.Array]] = {}  # by leaf and device
 
-    def put(self, group: Sequence[Part], targets: Sequence[Target]) -> list[jax.Array]:
+    def put(self, group: Sequence[LeafRegions], destinations: Sequence[Destination]) -> list[jax.Array]:
         """Start the transfers of a group, and return the arrays that they fill."""
         whole = {
-            part.number: (self._wanted[part.number], target)
-            for part, target in zip(group, targets, strict=True)
+            part.number: (self._wanted[part.number], destination)
+            for part, destination in zip(group, destinations, strict=True)
             if part.whole
         }
         placed = put_leaves(whole)
         self.done |= placed
-        cut = [(part, target) for part, target in zip(group, targets, strict=True) if not part.whole]
+        cut = [(part, destination) for part, destination in zip(group, destinations, strict=True) if not part.whole]
         return [*placed.values(), *self._put_parts(cut)]
 
-    def _put_parts(self, cut: Sequence[tuple[Part, Target]]) -> list[jax.Array]:
+    def _put_parts(self, cut: Sequence[tuple[LeafRegions, Destination]]) -> list[jax.Array]:
         """Start the transfers of regions to each device that holds them, all in one call."""
         sources: list[Any] = []
         places: list[Sharding] = []
         slots: list[tuple[int, Any]] = []
-        for part, target in cut:
+        for part, destination in cut:
             sharding = self._wanted[part.number].place.sharding
             assert sharding is not None
             for device, region in device_regions(sharding, part.leaf.spec.shape).items():
                 if region == part.regions[0]:
-                    sources.append(target.whole)
+                    sources.append(destination.whole)
                     places.append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
                     slots.append((part.number, device))
         with transfers_allowed():
@@ -180,7 +184,7 @@ class _Arrays:
             self._assemble(part)
         return arrays
 
-    def _assemble(self, part: Part) -> None:
+    def _assemble(self, part: LeafRegions) -> None:
         """Make the array of a leaf if all its parts have been sent."""
         sharding, shape = self._wanted[part.number].place.sharding, part.leaf.spec.shape
         assert sharding is not None

@@ -7,23 +7,23 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import block_until_ready, device_put, put_like, refuse_without_jax, transfers_allowed
-from shardkeep.loading.plan import Target
+from shardkeep.loading.plan import Destination
 from shardkeep.loading.select import Wanted
 from shardkeep.model.arrays import Array, Region
 
 
-def place(wanted: Sequence[Wanted], targets: Mapping[int, Target]) -> list[Any]:
+def place(wanted: Sequence[Wanted], destinations: Mapping[int, Destination]) -> list[Any]:
     """The values of the leaves, with arrays on their devices. Those with the same form are placed together."""
     values: list[Any] = [None] * len(wanted)
-    leaves: dict[int, tuple[Wanted, Target]] = {}
+    leaves: dict[int, tuple[Wanted, Destination]] = {}
     for number, w in enumerate(wanted):
-        target = targets.get(number)
-        if target is None:
+        destination = destinations.get(number)
+        if destination is None:
             values[number] = w.stored.value
-        elif w.stays_on_host(target.leaf):
-            values[number] = _reshaped(target.whole, w)
+        elif w.stays_on_host(destination.leaf):
+            values[number] = _reshaped(destination.whole, w)
         else:
-            leaves[number] = w, target
+            leaves[number] = w, destination
     if leaves:
         placed = put_leaves(leaves)
         for number, array in placed.items():
@@ -32,16 +32,16 @@ def place(wanted: Sequence[Wanted], targets: Mapping[int, Target]) -> list[Any]:
     return values
 
 
-def put_leaves(leaves: Mapping[int, tuple[Wanted, Target]]) -> dict[int, jax.Array]:
+def put_leaves(leaves: Mapping[int, tuple[Wanted, Destination]]) -> dict[int, jax.Array]:
     """The arrays of leaves, by number. Where a device copies, the transfers have been started and are under way."""
     refuse_without_jax()
     whole: dict[Any, list[int]] = {}
     alike: dict[Any, list[int]] = {}
-    for number, (w, target) in leaves.items():
+    for number, (w, destination) in leaves.items():
         if w.shape is not None:
             whole.setdefault(w.place.sharding, []).append(number)
         else:
-            key = (w.place.sharding, target.leaf.spec, target.cast, len(target.regions))
+            key = (w.place.sharding, destination.leaf.spec, destination.cast, len(destination.regions))
             alike.setdefault(key, []).append(number)
     placed: dict[int, jax.Array] = {}
     with transfers_allowed():
@@ -53,7 +53,7 @@ def put_leaves(leaves: Mapping[int, tuple[Wanted, Target]]) -> dict[int, jax.Arr
     return placed
 
 
-def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequence[jax.Array]:
+def _place_alike(destinations: Sequence[Destination], sharding: Sharding | None) -> Sequence[jax.Array]:
     """Put arrays of one shape and dtype on the devices of one sharding.
 
     JAX's public functions place the first. The others use the internal function behind them with what is known from
@@ -61,31 +61,31 @@ def _place_alike(targets: Sequence[Target], sharding: Sharding | None) -> Sequen
     """
     one = sharding is None or isinstance(sharding, SingleDeviceSharding)
 
-    def publicly(some: Sequence[Target]) -> Sequence[jax.Array]:
+    def publicly(some: Sequence[Destination]) -> Sequence[jax.Array]:
         if one:
-            return put_all([target.whole for target in some], sharding)
-        return [_assemble(target, cast(Any, sharding)) for target in some]
+            return put_all([destination.whole for destination in some], sharding)
+        return [_assemble(destination, cast(Any, sharding)) for destination in some]
 
-    (first,) = publicly(targets[:1])
-    rest = targets[1:]
+    (first,) = publicly(destinations[:1])
+    rest = destinations[1:]
     if not rest:
         return [first]
-    devices, pick = _parts(targets[0], first.sharding)
-    more = put_like(first, devices, [pick(target) for target in rest])
+    devices, pick = _parts(destinations[0], first.sharding)
+    more = put_like(first, devices, [pick(destination) for destination in rest])
     return [first, *(publicly(rest) if more is None else more)]
 
 
-def _parts(like: Target, sharding: Sharding) -> tuple[list[Any], Callable[[Target], list[Any]]]:
-    """The local devices of a sharding, and a function that gives their parts of a target with the same form."""
+def _parts(like: Destination, sharding: Sharding) -> tuple[list[Any], Callable[[Destination], list[Any]]]:
+    """The local devices of a sharding, and a function that gives their parts of a destination with the same form."""
     shape = like.leaf.spec.shape
     indices: Any = sharding.addressable_devices_indices_map(shape)
     devices = list(indices)
     if len(like.regions) == 1 and like.regions[0].shape == shape:
         if len(devices) == 1:
-            return devices, lambda target: [target.arrays[0]]
-        return devices, lambda target: [target.whole[index] for index in indices.values()]
+            return devices, lambda destination: [destination.arrays[0]]
+        return devices, lambda destination: [destination.whole[index] for index in indices.values()]
     numbers = [list(like.regions).index(Region.from_index(index, shape)) for index in indices.values()]
-    return devices, lambda target: [target.arrays[number] for number in numbers]
+    return devices, lambda destination: [destination.arrays[number] for number in numbers]
 
 
 def put_all(arrays: Sequence[Array], sharding: Sharding | None) -> Sequence[jax.Array]:
@@ -100,14 +100,14 @@ def _reshaped(array: Array, w: Wanted) -> Array:
     return array if w.shape is None else array.reshape(w.shape)
 
 
-def _assemble(target: Target, sharding: Sharding) -> jax.Array:
-    shape = target.leaf.spec.shape
-    if len(target.regions) == 1 and target.regions[0].shape == shape:
-        whole = target.whole
+def _assemble(destination: Destination, sharding: Sharding) -> jax.Array:
+    shape = destination.leaf.spec.shape
+    if len(destination.regions) == 1 and destination.regions[0].shape == shape:
+        whole = destination.whole
         return jax.make_array_from_callback(shape, sharding, whole.__getitem__, dtype=whole.dtype)
-    by_region: dict[Region, Any] = dict(zip(target.regions, target.arrays, strict=True))
+    by_region: dict[Region, Any] = dict(zip(destination.regions, destination.arrays, strict=True))
 
     def data(index: Any) -> Any:
         return by_region[Region.from_index(index, shape)]
 
-    return jax.make_array_from_callback(shape, sharding, data, dtype=target.dtype)
+    return jax.make_array_from_callback(shape, sharding, data, dtype=destination.dtype)

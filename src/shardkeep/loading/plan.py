@@ -2,18 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardkeep.model.arrays import Array, DType, Region
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Piece, StoredArray
-from shardkeep.model.records import record
 
 if TYPE_CHECKING:
     from shardkeep.loading.select import Wanted  # it needs JAX, and this does not
 
 
+class _HasBytes(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=_HasBytes)
+
+
 @dataclass(slots=True)
-class Target:
+class Destination:
     """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
 
     leaf: StoredArray
@@ -42,13 +50,13 @@ class Target:
         self.arrays[number] = memory.view(self.leaf.spec.dtype).reshape(self.regions[number].shape)
 
 
-@record
+@fast_dataclass
 class Fetch:
-    """A piece to read, and where its data goes: (number of the target, the region they have in common)."""
+    """A piece to read, and what it fills: (number of the region of the destination, what both have in common)."""
 
     leaf: int
     piece: Piece
-    targets: tuple[tuple[int, Region], ...]
+    fills: tuple[tuple[int, Region], ...]
     band: int | None = None  # the bytes to read, if only a band of the piece is read
 
     @property
@@ -59,46 +67,46 @@ class Fetch:
     @property
     def parts(self) -> list[Region]:
         """The parts of the piece that are needed, relative to its start."""
-        return list(dict.fromkeys(common.within(self.piece.region) for _, common in self.targets))
+        return list(dict.fromkeys(common.within(self.piece.region) for _, common in self.fills))
 
 
-def plan_read(number: int, leaf: StoredArray, targets: Sequence[Region]) -> list[Fetch]:
-    """The pieces, and the parts of them, that fill the target regions. Nothing else is read.
+def plan_read(number: int, leaf: StoredArray, regions: Sequence[Region]) -> list[Fetch]:
+    """The pieces, and the parts of them, that fill the regions. Nothing else is read.
 
-    Targets are equal or disjoint, as the shards of an array are.
+    The regions are equal or disjoint, as the shards of an array are.
     """
-    if len(leaf.pieces) == len(targets) == 1 and leaf.pieces[0].region == targets[0] and leaf.pieces[0].length:
-        return [Fetch(number, leaf.pieces[0], ((0, targets[0]),))]
+    if len(leaf.pieces) == len(regions) == 1 and leaf.pieces[0].region == regions[0] and leaf.pieces[0].length:
+        return [Fetch(number, leaf.pieces[0], ((0, regions[0]),))]
     fetches: list[Fetch] = []
-    known = {target: i for i, target in enumerate(targets)}
-    known = known if len(known) == len(targets) else {}
+    known = {region: i for i, region in enumerate(regions)}
+    known = known if len(known) == len(regions) else {}
     for piece in leaf.pieces:
         same = known.get(piece.region) if piece.length else None
         if same is not None:
             hits = [(same, piece.region)]
         else:
-            hits = [(i, c) for i, target in enumerate(targets) if (c := piece.region.intersect(target)) is not None]
+            hits = [(i, c) for i, region in enumerate(regions) if (c := piece.region.intersect(region)) is not None]
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches
 
 
-def plan_targets(wanted: "Sequence[Wanted]", whole: bool = False) -> tuple[dict[int, Target], list[Fetch]]:
+def plan_destinations(wanted: "Sequence[Wanted]", whole: bool = False) -> tuple[dict[int, Destination], list[Fetch]]:
     """Where the data of each array goes, by number of the leaf, and what is read to fill it.
 
     Args:
         wanted: The leaves to load.
         whole: Whether to read every array completely, and not only what this process needs of it.
     """
-    targets: dict[int, Target] = {}
+    destinations: dict[int, Destination] = {}
     fetches: list[Fetch] = []
     for number, w in enumerate(wanted):
         leaf = w.stored
         if isinstance(leaf, StoredArray):
             regions = [Region.whole(leaf.spec.shape)] if whole else w.regions(leaf)
             fetches += plan_read(number, leaf, regions)
-            targets[number] = Target(leaf, regions, w.stays_on_host(leaf), [None] * len(regions))
-    return targets, fetches
+            destinations[number] = Destination(leaf, regions, w.stays_on_host(leaf), [None] * len(regions))
+    return destinations, fetches
 
 
 def split_fetch(fetch: Fetch, limit: int) -> list[Fetch]:
@@ -114,20 +122,20 @@ def split_fetch(fetch: Fetch, limit: int) -> list[Fetch]:
         count = min(step, region.shape[axis] - first)
         start = tuple(a + first if i == axis else a for i, a in enumerate(region.start))
         band = Region(start, tuple(count if i == axis else n for i, n in enumerate(region.shape)))
-        hits = tuple((i, c) for i, common in fetch.targets if (c := common.intersect(band)) is not None)
+        hits = tuple((i, c) for i, common in fetch.fills if (c := common.intersect(band)) is not None)
         if hits:
             bands.append(Fetch(fetch.leaf, fetch.piece, hits, count * row))
     return bands
 
 
-def plan_steps(fetches: Sequence[Fetch], limit: int) -> list[list[Fetch]]:
-    """Fetches in order, grouped so that the pieces of a group have at most `limit` bytes (or are a single piece)."""
-    steps: list[list[Fetch]] = []
+def plan_steps(some: Sequence[Sized], limit: int) -> list[list[Sized]]:
+    """Things in order, grouped so that those of a group have at most `limit` bytes (or are a single one)."""
+    steps: list[list[Sized]] = []
     filled = 0
-    for fetch in fetches:
-        if not steps or filled + fetch.nbytes > limit:
+    for each in some:
+        if not steps or filled + each.nbytes > limit:
             steps.append([])
             filled = 0
-        steps[-1].append(fetch)
-        filled += fetch.nbytes
+        steps[-1].append(each)
+        filled += each.nbytes
     return steps

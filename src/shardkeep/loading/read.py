@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
-from shardkeep.loading.plan import Fetch, Target, plan_steps, split_fetch
+from shardkeep.loading.plan import Destination, Fetch, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
-from shardkeep.stores.base import Mapping as MappedFile
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import MappedFile, Store
 
 if TYPE_CHECKING:
     pass  # which imports JAX
@@ -28,74 +27,75 @@ _REQUEST = 1 << 20  # a request to a bucket takes about as long as reading this
 Maps = dict[int, tuple[MappedFile, int]]  # by file: its mapping, and the offset at which it starts
 
 
-def read_targets(
+def read_into(
     reader: BlockReader,
-    targets: Mapping[int, Target],
+    destinations: Mapping[int, Destination],
     fetches: Sequence[Fetch],
     budget: int,
     crew: Crew,
     progress: Progress,
     claim: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill every target, by number of the leaf. Pieces are read in steps: memory beyond the targets fits the budget.
+    """Fill destinations, by number of the leaf. Pieces are read in steps: the memory for these fits the budget.
 
     Before each step that needs such memory, `claim` is called with its size, and may wait until there is so much.
     """
     crew.run(
-        partial(_read_foreign, reader.store, target, progress)
-        for target in targets.values()
-        if isinstance(target.leaf.origin, ForeignArray)
+        partial(_read_foreign, reader.store, destination, progress)
+        for destination in destinations.values()
+        if isinstance(destination.leaf.origin, ForeignArray)
     )
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches)
     if not reader.mapped or reader.store.traits.costly_requests:
-        fetches = [part for f in fetches for part in ([f] if _goes_whole(f, targets, alone) else split_fetch(f, limit))]
+        whole = [_goes_whole(fetch, destinations, alone) for fetch in fetches]
+        fetches = [part for f, w in zip(fetches, whole, strict=True) for part in ([f] if w else split_fetch(f, limit))]
         alone = _fed_by_one(fetches)
     claimed = False
     for step in plan_steps(fetches, limit):
-        maps = _map_files(reader, step, targets)
+        maps = _map_files(reader, step, destinations)
         unmapped = [fetch for fetch in step if fetch.piece.stored is not None or fetch.piece.file not in maps]
-        read = [(fetch, _goes_whole(fetch, targets, alone)) for fetch in unmapped]
+        read = [(fetch, _goes_whole(fetch, destinations, alone)) for fetch in unmapped]
         staying = Slabs(fetch.piece.length for fetch, whole in read if whole)
         passing = Slabs(fetch.piece.length for fetch, whole in read if not whole)  # freed after this step
         if claim is not None and (passing.nbytes or claimed):
             claim(passing.nbytes)
             claimed = passing.nbytes > 0
         into = {id(fetch): staying if whole else passing for fetch, whole in read}
-        units = [_Unit(reader, f, targets[f.leaf], maps, into.get(id(f), passing)) for f in step]
+        units = [_Unit(reader, f, destinations[f.leaf], maps, into.get(id(f), passing)) for f in step]
         _deliver(units, alone)
         crew.run(_tasks(units, reader, progress))
         crew.run([unit.copy for unit in units if unit.copies and len(unit.ranges) > 1])  # several threads read these
     _allocate(
-        [(target, n) for target in targets.values() for n, array in enumerate(target.arrays) if array is None]
+        [(each, n) for each in destinations.values() for n, array in enumerate(each.arrays) if array is None]
     )  # empty
 
 
-def _read_foreign(store: Store, target: Target, progress: Progress) -> None:
+def _read_foreign(store: Store, destination: Destination, progress: Progress) -> None:
     """An array of another program, which has no pieces."""
-    array = open_array(store, target.leaf)
-    target.arrays[:] = [array.read(region) for region in target.regions]
-    progress(sum(map(target.nbytes, range(len(target.regions)))))
+    array = open_array(store, destination.leaf)
+    destination.arrays[:] = [array.read(region) for region in destination.regions]
+    progress(sum(map(destination.nbytes, range(len(destination.regions)))))
 
 
-def _goes_whole(fetch: Fetch, targets: Mapping[int, Target], alone: set[tuple[int, int]]) -> bool:
-    """Whether the piece is exactly its only target, so that it can be read into its final place."""
-    number, common = fetch.targets[0]
-    wanted = targets[fetch.leaf].regions[number]
-    return len(fetch.targets) == 1 and (fetch.leaf, number) in alone and common == wanted == fetch.piece.region
+def _goes_whole(fetch: Fetch, destinations: Mapping[int, Destination], alone: set[tuple[int, int]]) -> bool:
+    """Whether the piece is exactly the only region that it fills, so that it can be read into its final place."""
+    number, common = fetch.fills[0]
+    wanted = destinations[fetch.leaf].regions[number]
+    return len(fetch.fills) == 1 and (fetch.leaf, number) in alone and common == wanted == fetch.piece.region
 
 
 def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
-    """The (leaf, target) pairs that a single piece fills."""
+    """The regions, as (leaf, number of the region), that a single piece fills."""
     count: dict[tuple[int, int], int] = {}
     for fetch in fetches:
-        for number, _ in fetch.targets:
+        for number, _ in fetch.fills:
             count[fetch.leaf, number] = count.get((fetch.leaf, number), 0) + 1
     return {pair for pair, n in count.items() if n == 1}
 
 
-def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Mapping[int, Target]) -> Maps:
+def _map_files(reader: BlockReader, step: Sequence[Fetch], destinations: Mapping[int, Destination]) -> Maps:
     """Mappings of the files from which this step reads enough, with the offsets at which they start."""
     if not reader.mapped:
         return {}
@@ -104,10 +104,10 @@ def _map_files(reader: BlockReader, step: Sequence[Fetch], targets: Mapping[int,
     for fetch in step:
         piece = fetch.piece
         if piece.stored is None and piece.length:
-            low, high, key = spans.get(piece.file, (piece.offset, 0, targets[fetch.leaf].leaf.key))
+            low, high, key = spans.get(piece.file, (piece.offset, 0, destinations[fetch.leaf].leaf.key))
             spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
             if reader.store.traits.costly_requests:
-                ranges = needed_blocks(fetch, targets[fetch.leaf].leaf)
+                ranges = needed_blocks(fetch, destinations[fetch.leaf].leaf)
                 needed.setdefault(piece.file, []).extend(
                     (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
                 )
@@ -125,8 +125,8 @@ def needed_blocks(fetch: Fetch, leaf: StoredArray) -> list[Range]:
     count = block_count(fetch.piece.length)
     if count == 1:
         return [(0, 1)]
-    wanted = sum(common.size for common in {common for _, common in fetch.targets})
-    if wanted == fetch.piece.region.size:  # targets do not overlap
+    wanted = sum(common.size for common in {common for _, common in fetch.fills})
+    if wanted == fetch.piece.region.size:  # regions do not overlap
         return [(0, count)]
     found: list[tuple[int, int]] = []
     for part in fetch.parts:
@@ -137,49 +137,49 @@ def needed_blocks(fetch: Fetch, leaf: StoredArray) -> list[Range]:
 class _Unit:
     """One piece that is being read."""
 
-    __slots__ = ("_whole", "copies", "fetch", "mapping", "memory", "piece", "ranges", "target")
+    __slots__ = ("_whole", "copies", "destination", "fetch", "mapping", "memory", "piece", "ranges")
 
-    def __init__(self, reader: BlockReader, fetch: Fetch, target: Target, maps: Maps, slabs: Slabs) -> None:
-        self.fetch, self.target, self.piece = fetch, target, fetch.piece
+    def __init__(self, reader: BlockReader, fetch: Fetch, destination: Destination, maps: Maps, slabs: Slabs) -> None:
+        self.fetch, self.destination, self.piece = fetch, destination, fetch.piece
         self._whole: Array | None = None
-        self.copies: list[tuple[int, Region]] = []  # parts that must be copied: (number of the target, part)
+        self.copies: list[tuple[int, Region]] = []  # parts that must be copied: (number of the region, part)
         self.mapping = maps.get(self.piece.file) if self.piece.stored is None else None
         if self.mapping:
             start = self.piece.offset - self.mapping[1]
             self.memory = self.mapping[0].data[start : start + self.piece.length]
         else:
             if self.piece.length > PART:  # check that it is complete before allocating much memory
-                reader.open(self.piece.file, target.leaf.key).close()
+                reader.open(self.piece.file, destination.leaf.key).close()
             try:
                 self.memory = slabs.take(self.piece.length)
             except (MemoryError, OSError, OverflowError, ValueError) as error:
                 problem = f"cannot allocate {self.piece.length:,} bytes ({error})"
-                raise IntegrityError(problem, leaf=target.leaf.key) from error
-        self.ranges = parts_of(self.piece, needed_blocks(fetch, target.leaf))
+                raise IntegrityError(problem, leaf=destination.leaf.key) from error
+        self.ranges = parts_of(self.piece, needed_blocks(fetch, destination.leaf))
 
     def view(self, common: Region) -> Array:
         """A view of a part of the piece."""
         if self._whole is None:
-            self._whole = self.memory.view(self.target.leaf.spec.dtype).reshape(self.piece.region.shape)
+            self._whole = self.memory.view(self.destination.leaf.spec.dtype).reshape(self.piece.region.shape)
         if common == self.piece.region:
             return self._whole
         return self._whole[(*common.within(self.piece.region).slices, ...)]
 
     def usable_view(self, number: int, common: Region) -> Array | None:
-        """A view of this part, if JAX can use it without a copy (or the user, if the target must own its memory)."""
-        if common != self.target.regions[number]:
+        """A view of this part, if JAX can use it without a copy (the user, if it must own its memory)."""
+        if common != self.destination.regions[number]:
             return None
         view = self.view(common)
-        private = self.mapping is None and len(self.fetch.targets) == 1
+        private = self.mapping is None and len(self.fetch.fills) == 1
         aligned = view.flags.c_contiguous and address_of(view) % ALIGN == 0
-        return view if aligned and (private or not self.target.own) else None
+        return view if aligned and (private or not self.destination.own) else None
 
     def copy(self) -> None:
-        """Copy the parts that cannot be used in place to their targets."""
+        """Copy the parts that cannot be used in place."""
         for number, common in self.copies:
-            filled = self.target.arrays[number]
+            filled = self.destination.arrays[number]
             assert filled is not None
-            filled[common.within(self.target.regions[number]).slices] = self.view(common)
+            filled[common.within(self.destination.regions[number]).slices] = self.view(common)
 
 
 def _tasks(units: Sequence[_Unit], reader: BlockReader, progress: Progress) -> list[Task]:
@@ -219,7 +219,7 @@ def _read_all(reader: BlockReader, progress: Progress, ranges: Sequence[tuple[_U
     for mapping, start, end in spans:
         mapping.bring_in(start, end)
     for unit, first, last in ranges:
-        key, memory = unit.target.leaf.key, unit.memory[first * BLOCK : last * BLOCK]
+        key, memory = unit.destination.leaf.key, unit.memory[first * BLOCK : last * BLOCK]
         (reader.read if unit.mapping is None else reader.check)(key, unit.piece, (first, last), memory)
         progress(memory.size)
         if len(unit.ranges) == 1:
@@ -228,24 +228,24 @@ def _read_all(reader: BlockReader, progress: Progress, ranges: Sequence[tuple[_U
 
 def _deliver(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> None:
     """Use views where possible. The rest is copied later, into memory that is allocated here, in one thread."""
-    lacking: list[tuple[Target, int]] = []
+    lacking: list[tuple[Destination, int]] = []
     for unit in units:
-        for number, common in unit.fetch.targets:
+        for number, common in unit.fetch.fills:
             view = unit.usable_view(number, common) if (unit.fetch.leaf, number) in alone else None
             if view is not None:
-                unit.target.arrays[number] = view
+                unit.destination.arrays[number] = view
             else:
                 unit.copies.append((number, common))
-                lacking.append((unit.target, number))
+                lacking.append((unit.destination, number))
     _allocate(lacking)
 
 
-def _allocate(wanted: Sequence[tuple[Target, int]]) -> None:
+def _allocate(wanted: Sequence[tuple[Destination, int]]) -> None:
     """Allocate memory for regions that have none."""
-    lacking = {(id(target), number): target for target, number in wanted if target.arrays[number] is None}
-    slabs = Slabs(target.nbytes(number) for (_, number), target in lacking.items())
-    for (_, number), target in lacking.items():
-        target.take(number, slabs.take(target.nbytes(number)))
+    lacking = {(id(each), number): each for each, number in wanted if each.arrays[number] is None}
+    slabs = Slabs(each.nbytes(number) for (_, number), each in lacking.items())
+    for (_, number), each in lacking.items():
+        each.take(number, slabs.take(each.nbytes(number)))
 
 
 def _merged(ranges: list[Range]) -> list[Range]:

@@ -67,7 +67,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """What a caller asks of a load, with every argument checked."""
 
     template: Any = None
@@ -130,12 +130,12 @@ class NumpyStruct(jax.ShapeDtypeStruct):
     __slots__ = ()
 
 
-def choose(tree: Tree, request: Request) -> Choice:
+def choose(tree: Tree, request: LoadRequest) -> Choice:
     """The leaves to load, those of a template with its shardings."""
     return (_choose_by_name if request.template is None else _choose_by_template)(tree, request)
 
 
-def _choose_by_name(tree: Tree, request: Request) -> Choice:
+def _choose_by_name(tree: Tree, request: LoadRequest) -> Choice:
     def want(leaf: StoredLeaf) -> Wanted:
         if leaf.processes is not None:
             return Wanted(leaf, as_numpy=True)
@@ -159,7 +159,7 @@ def _no_match(include: re.Pattern[str], where: str, paths: Sequence[Path]) -> Mi
     return MissingLeafError(f"include={include.pattern!r} matches no leaf{where}; {found}")
 
 
-def _choose_by_template(tree: Tree, request: Request) -> Choice:
+def _choose_by_template(tree: Tree, request: LoadRequest) -> Choice:
     skeleton, leaves = flatten(request.template)
     if request.include is not None and not any(_is_included(leaf.path, request) for leaf in leaves):
         # Nothing would be loaded, and the program would go on with the values it has made for the template.
@@ -204,7 +204,7 @@ def _choose_by_template(tree: Tree, request: Request) -> Choice:
     return choice
 
 
-def _is_asked_for(leaf: Leaf, request: Request, is_per_process: bool) -> bool:
+def _is_asked_for(leaf: Leaf, request: LoadRequest, is_per_process: bool) -> bool:
     """Whether a leaf of the template is to be loaded: it is data (`...` and functions are not) and is included.
 
     Anything but `...` marks the place of a PerProcess value, also a container.
@@ -213,11 +213,11 @@ def _is_asked_for(leaf: Leaf, request: Request, is_per_process: bool) -> bool:
     return asked and _is_included(leaf.path, request)
 
 
-def _is_included(path: Path, request: Request) -> bool:
+def _is_included(path: Path, request: LoadRequest) -> bool:
     return request.include is None or request.include.search("/".join(path)) is not None
 
 
-def choose_process(choice: Choice, request: Request, path: str, index: int, size: int) -> None:
+def choose_process(choice: Choice, request: LoadRequest, path: str, index: int, size: int) -> None:
     """Let each `PerProcess` leaf be the value of this process, or all of them if that was asked for.
 
     Raises `ProcessError` for a leaf that another number of processes has saved.
@@ -265,7 +265,7 @@ def _log_kept(unloaded: Sequence[Mismatch], never_saved: Sequence[str]) -> None:
         )
 
 
-def _log_not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request: Request) -> None:
+def _log_not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request: LoadRequest) -> None:
     """Say which leaves of the checkpoint the template does not name. Those below a `...` are left out on purpose."""
     if not log.isEnabledFor(logging.INFO):
         return
@@ -301,7 +301,7 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(map(repr, keys[:_SHOWN])) + (", …" if len(keys) > _SHOWN else "")
 
 
-def _as_template(stored: StoredLeaf, leaf: Leaf, request: Request) -> Wanted | Mismatch:
+def _as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted | Mismatch:
     """A saved leaf as the template wants it, or why it cannot be loaded so."""
     like = leaf.value
     if stored.processes is not None or isinstance(like, PerProcess):
@@ -382,7 +382,7 @@ def _described(stored: StoredArray) -> str:
     return f"{stored.dtype}{list(stored.shape)}"
 
 
-def choose_places(wanted: Sequence[Wanted], prefix: str, request: Request) -> None:
+def choose_places(wanted: Sequence[Wanted], prefix: str, request: LoadRequest) -> None:
     """Place each array by rules, shardings or the mesh, unless the template has placed it.
 
     A NumPy array becomes a JAX array only if a rule or a sharding names it.

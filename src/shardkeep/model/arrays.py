@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 import ml_dtypes
 import numpy as np
 
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 DType: TypeAlias = np.dtype[Any]
@@ -129,7 +129,7 @@ def kind_of_value(value: object) -> str:
     return kinds.get(type(value), "other")
 
 
-@record
+@fast_dataclass
 class ArraySpec:
     """The shape and dtype of an array."""
 
@@ -141,7 +141,7 @@ class ArraySpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@record
+@fast_dataclass
 class Region:
     """A rectangular part of an array: its start and its shape."""
 

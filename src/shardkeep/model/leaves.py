@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, final
 
 from shardkeep.errors import counted
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.perprocess import PerProcessRows
-from shardkeep.model.records import record
 from shardkeep.model.summaries import cut
 from shardkeep.model.tree import Path, name_leaf, show_key
 from shardkeep.model.values import show
@@ -19,7 +19,7 @@ ByteOrder: TypeAlias = Literal["<", ">"]
 
 
 @final
-@record
+@fast_dataclass
 class SavedSharding:
     """The named sharding of a saved array: to show it, and to load onto another mesh with the same axis names."""
 
@@ -28,7 +28,7 @@ class SavedSharding:
 
 
 @final
-@record
+@fast_dataclass
 class JaxArray:
     """The origin of an array that was a `jax.Array`, or that another program wrote into a safetensors file."""
 
@@ -37,7 +37,7 @@ class JaxArray:
 
 
 @final
-@record
+@fast_dataclass
 class NumpyArray:
     """The origin of an array that was a `numpy.ndarray`. Its byte order is recorded if it was not the machine's own."""
 
@@ -46,7 +46,7 @@ class NumpyArray:
 
 
 @final
-@record
+@fast_dataclass
 class PrngKeys:
     """The origin of an array that was typed PRNG keys. Their data is stored, which has one more axis."""
 
@@ -55,7 +55,7 @@ class PrngKeys:
 
 
 @final
-@record
+@fast_dataclass
 class ForeignArray:
     """The origin of an array that another program wrote. It stays where it is, and has no pieces.
 
@@ -72,7 +72,7 @@ NATIVE = NumpyArray()
 
 
 @final
-@record
+@fast_dataclass
 class Piece:
     """One stored Region. `length` is the number of its raw bytes, `stored` that in the file if it is compressed."""
 
@@ -84,7 +84,7 @@ class Piece:
     stored: int | None = None
 
 
-@record
+@fast_dataclass
 class StoredLeaf:
     """A saved leaf: an array, or a plain value. `inspect(path).leaves["layers/0/w"]` is one.
 
@@ -163,7 +163,7 @@ class StoredLeaf:
 
 
 @final
-@record
+@fast_dataclass
 class StoredValue(StoredLeaf):
     """A saved plain value: a `StoredLeaf`, with its attributes."""
 
@@ -171,7 +171,7 @@ class StoredValue(StoredLeaf):
 
 
 @final
-@record
+@fast_dataclass
 class StoredArray(StoredLeaf):
     """A saved array: a `StoredLeaf`, with its attributes."""
 

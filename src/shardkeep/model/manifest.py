@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from shardkeep.errors import PrefixError, counted
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.keys import KeyTable
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.naming import clean_name
-from shardkeep.model.records import record
 from shardkeep.model.summaries import MOST_SHOWN, cut, rows_of
 from shardkeep.model.tree import Skeleton, flatten, nest
 from shardkeep.model.values import is_unicode
@@ -19,7 +19,7 @@ from shardkeep.model.values import is_unicode
 MANIFEST = "manifest.json"
 
 
-@record
+@fast_dataclass
 class DataFile:
     """A file of the checkpoint: its name, its size, and the digest of the bytes in it that belong to no piece."""
 

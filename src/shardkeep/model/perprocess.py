@@ -17,8 +17,8 @@ import numpy as np
 from shardkeep.errors import IntegrityError, an
 from shardkeep.jaxapi import transfers_allowed
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.nodes import LEAF, Child
-from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, Path, Skeleton
 from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
@@ -227,7 +227,7 @@ def _count(value: object) -> int:
 
 
 @final
-@record
+@fast_dataclass
 class PerProcessRows:
     """The origin of an array that was a `PerProcess` leaf: which of its rows hold the value of which process."""
 

@@ -18,8 +18,8 @@ import numpy as np
 from shardkeep.errors import IntegrityError, TreeError, an
 from shardkeep.jaxapi import flatten_once
 from shardkeep.model.auxdata import check_static
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, serialize_aux, usable_class
-from shardkeep.model.records import record
 from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
 log = logging.getLogger("shardkeep")
@@ -27,7 +27,7 @@ log = logging.getLogger("shardkeep")
 Path = tuple[str, ...]
 
 
-@record
+@fast_dataclass
 class Leaf:
     """A leaf of a tree: its value and its path, the names that lead to it.
 

@@ -38,7 +38,7 @@ class Crew:
 
     def __init__(self, size: int | None = None, more: int = 0, background: bool = False) -> None:
         self._size, self._more, self._background = size, more, background
-        self._work: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_TaskBatch | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._released = False
 
@@ -58,7 +58,7 @@ class Crew:
                 task()
             return
         self.start()
-        round_ = _Round(todo)
+        round_ = _TaskBatch(todo)
         try:
             for _ in range(min(len(self._threads), len(todo) - 1)):
                 self._work.put(round_)
@@ -98,7 +98,7 @@ def run_tasks(tasks: Iterable[Task], size: int | None = None) -> None:
         scope.add(Crew(size)).run(tasks)
 
 
-class _Round:
+class _TaskBatch:
     """One list of tasks and its progress."""
 
     def __init__(self, tasks: list[Task]) -> None:

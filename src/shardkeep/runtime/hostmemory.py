@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shardkeep.model.arrays import Array
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 _HUGE = 2 << 20  # bytes: a huge page; smaller memory cannot have one
 _SLAB = 32 << 20  # limits the memory that one array keeps alive when the others of its slab are gone
@@ -105,7 +105,7 @@ def address_of(memory: Array) -> int:
     return memory.__array_interface__["data"][0]
 
 
-@record
+@fast_dataclass
 class Shard:
     """The data of one region in host memory.
 

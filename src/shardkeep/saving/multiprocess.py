@@ -31,7 +31,7 @@ _PER_PROCESS = "a PerProcess value"
 _ALL = slice(None)
 
 
-def describe(snapshot: Snapshot, prefix: str = "", leaves: slice = _ALL) -> list[str]:
+def agreement_lines(snapshot: Snapshot, prefix: str = "", leaves: slice = _ALL) -> list[str]:
     """Lines for each leaf. Processes whose lines are equal can save the tree together.
 
     Args:
@@ -39,7 +39,7 @@ def describe(snapshot: Snapshot, prefix: str = "", leaves: slice = _ALL) -> list
         prefix: The prefix of the tree, if there are several.
         leaves: The leaves of the tree in the snapshot.
     """
-    lines = [_describe(leaf, snapshot, name_leaf(leaf.path, prefix)) for leaf in snapshot.leaves[leaves]]
+    lines = [_agreement_line(leaf, snapshot, name_leaf(leaf.path, prefix)) for leaf in snapshot.leaves[leaves]]
     for leaf in snapshot.leaves[leaves]:
         if isinstance(leaf, StagedArray) and not leaf.common:  # who writes it depends on all other leaves too
             writers = "".join(f"{writer} " for _, writer in leaf.shares)
@@ -60,7 +60,7 @@ def outline(leaves: Sequence[Leaf]) -> list[str]:
     return lines
 
 
-def _describe(leaf: StagedLeaf, snapshot: Snapshot, name: str) -> str:
+def _agreement_line(leaf: StagedLeaf, snapshot: Snapshot, name: str) -> str:
     name = f"leaf {name}: "
     if not isinstance(leaf, StagedArray):
         text = json.dumps(encode(leaf.value))

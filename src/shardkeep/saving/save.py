@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,7 +181,7 @@ class SaveRequest:
 
     `indexed`: indexes for other programs may list the tree. `on_commit` is called after the commit; calls of saves with
     the same `order` start in the order in which the saves were called. `checksums`: those of this process, to be added
-    to those in the metadata. `differing`: see `SaveJob`. `copy`: copy every array. `trees`: further trees by prefix,
+    to those in the metadata. `copy`: copy every array. `trees`: further trees by prefix,
     committed together with `tree`. `late` is called once, on the leader, before anything is written; in the background
     if the save is. What it returns is added to the metadata of `tree`, and what it raises prevents the commit. `check`:
     see `store_snapshot`. `replaces_all`: see `Transaction`; needs `overwrite`.
@@ -197,7 +197,6 @@ class SaveRequest:
     order: object = None
     verbose: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
-    differing: Collection[str] = ()
     copy: bool = False
     step: int | None = None
     trees: Mapping[str, Any] | None = None
@@ -344,7 +343,6 @@ def _prepare(
         overwrite=request.overwrite,
         replaces_all=request.replaces_all,
         checksums=request.checksums,
-        differing=request.differing,
         check=request.check,
         late=request.late,
     )

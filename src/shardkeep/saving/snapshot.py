@@ -22,9 +22,9 @@ from shardkeep.errors import UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import is_weakly_typed, local_parts, private_part, refuse_without_jax, transfers_allowed
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
 from shardkeep.model.perprocess import PerProcess, PerProcessRows, find_problem, size_of
-from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import Share, share_out
@@ -43,10 +43,10 @@ _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
 Where = Literal["cpu", "host", "device"]  # memory of CPU devices, host memory of accelerators, their own memory
 Shares = Sequence[tuple[Share, ...]]  # of each leaf
-Held = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the data of each
+RegionData = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the data of each
 
 
-@record
+@fast_dataclass
 class _Form:
     """What all arrays of one shape, dtype and sharding have in common."""
 
@@ -180,7 +180,7 @@ def _stage_shares(
             yield replace(staged or _stage_jax(leaf, array, form, shards), shares=shares, common=True)
         elif gathered:
             whole = gather_array(array, keep=index == LEADER)
-            mine: Held = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
+            mine: RegionData = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
             yield replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares)
         else:
             wanted = [region for region, writer in shares if writer == index]
@@ -253,7 +253,7 @@ def _stage_numpy(leaf: Leaf, shards: list[AnyShard]) -> StagedArray:
 
 
 def _stage_jax(
-    leaf: Leaf, array: jax.Array, form: _Form, shards: list[AnyShard], mine: Held | None = None, own: bool = False
+    leaf: Leaf, array: jax.Array, form: _Form, shards: list[AnyShard], mine: RegionData | None = None, own: bool = False
 ) -> StagedArray:
     """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
     first = len(shards)
@@ -326,7 +326,7 @@ def _copies(array: jax.Array) -> dict[Region, list[tuple[int, Any]]]:
     return found
 
 
-def _held(array: jax.Array, wanted: Sequence[Region]) -> Held:
+def _held(array: jax.Array, wanted: Sequence[Region]) -> RegionData:
     """The distinct regions that this process holds and that overlap with `wanted`, and their data."""
     form = _form_of(array)
     if form.parts is None:

@@ -8,7 +8,7 @@ import errno
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Resource, Scope
-from shardkeep.saving.multiprocess import describe, hand_in, settle
+from shardkeep.saving.multiprocess import agreement_lines, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
 from shardkeep.saving.write import NewFiles, write_files
@@ -69,9 +69,8 @@ class SaveJob:
     """One save, from the call to the commit. Its resources are released in the reverse order of `prepare`.
 
     `drafts`: of the trees to commit together. The first is the main tree: it has the metadata. `checksums`: those of
-    this process, to be added to those in the metadata. `differing`: the keys of the metadata in which processes may
-    differ; the leader's values are saved. `late`: called on the leader before anything is written; it returns more
-    metadata. `check`: see `store_snapshot`.
+    this process, to be added to those in the metadata. `late`: called on the leader before anything is written; it
+    returns more metadata, in which processes may differ. `check`: see `store_snapshot`.
     """
 
     target: Target
@@ -84,7 +83,6 @@ class SaveJob:
     started: float
     overwrite: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict[str, str])
-    differing: Collection[str] = ()
     late: Callable[[], Mapping[str, Any]] | None = None
     check: Callable[[Tree], None] = lambda _: None
     snapshot: Snapshot = NOTHING
@@ -108,7 +106,6 @@ class SaveJob:
         overwrite: bool = False,
         replaces_all: bool = False,
         checksums: Mapping[str, str] | None = None,
-        differing: Collection[str] = (),
         late: Callable[[], Mapping[str, Any]] | None = None,
         check: Callable[[Tree], None] = lambda _: None,
     ) -> "SaveJob":
@@ -124,7 +121,6 @@ class SaveJob:
             started=started,
             overwrite=overwrite,
             checksums=checksums or {},
-            differing=differing,
             late=late,
             check=check,
         )
@@ -222,7 +218,6 @@ class SaveJob:
     def _asked(self) -> Iterator[str]:
         """The arguments that must be the same on every process, line by line."""
         main, *more = self.drafts
-        metadata = {key: value for key, value in main.metadata.items() if key not in self.differing}
         yield f"path {self.target.where}"
         yield f"prefix {main.prefix!r}"
         if more:
@@ -230,11 +225,11 @@ class SaveJob:
         yield f"format {self.target.layout.describe()}"
         yield f"overwrite {self.overwrite}"
         yield f"step {main.step}"
-        yield f"metadata {json.dumps(encode_metadata(metadata), sort_keys=True)}"
+        yield f"metadata {json.dumps(encode_metadata(main.metadata), sort_keys=True)}"
         for draft in self.drafts:
             prefix = draft.prefix if more else ""
             yield f"structure {f'of {prefix!r} ' if prefix else ''}{json.dumps(to_json(draft.skeleton.root))}"
-            yield from describe(self.snapshot, prefix, draft.leaves)
+            yield from agreement_lines(self.snapshot, prefix, draft.leaves)
 
     def _reserve(self) -> SavePlan:
         """The plan, with names that the leader has reserved. Its files are the same on every process."""

@@ -30,7 +30,7 @@ from shardkeep.runtime.hostmemory import Shard
 from shardkeep.runtime.scopes import Latch
 from shardkeep.saving.cutting import cut_on_device, is_exhausted
 
-_GROUP = 256 << 20  # bytes that are enqueued by one call; after an error, those of one call are transferred again
+_ENQUEUED_AT_ONCE = 256 << 20  # bytes, by one call: after an error, they are transferred again
 _PINNED = "pinned_host"
 
 Copies = Sequence[tuple[int, Any]]  # parts of an array that have the same region: their numbers and devices
@@ -352,7 +352,7 @@ def _groups(todo: Sequence[tuple[Arriving, jax.Array, Any]]) -> list[list[tuple[
     for each in todo:
         if not groups or each[0].nbytes > room:
             groups.append([])
-            room = max(_GROUP, each[0].nbytes)
+            room = max(_ENQUEUED_AT_ONCE, each[0].nbytes)
         groups[-1].append(each)
         room -= each[0].nbytes
     return groups

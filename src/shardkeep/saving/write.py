@@ -25,7 +25,7 @@ from shardkeep.stores.base import NewFile, Store, is_editable
 _LARGE = 4 << 20  # files from this size on are tasks of their own, and larger ones several tasks
 _ALIGNED = 1 << 20  # the same, if they are in memory as they will be on the disk
 _PART = 16 << 20  # bytes of a large file that one task writes
-_RUN = 4 << 20  # bytes hashed before they are written: more would not stay in the cache
+_HASHED_AT_ONCE = 4 << 20  # bytes hashed before they are written: more would not stay in the cache
 _ROOM = 8 << 20  # memory for bytes that are assembled or copied before they are written
 _KEPT = 32  # finished files that are not closed yet
 _FEW = 8  # files: up to so many are synced one by one, so that an error names its file
@@ -36,7 +36,7 @@ _FILE_COST = 64 << 10  # creating a file takes about as long as writing this
 _ROOMS = 2  # buffers kept for the next save
 _rooms: list[Array] = []
 
-Part = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
+BlockRanges = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
 
 
 def write_files(
@@ -165,7 +165,7 @@ class _FileWriter:
 
         self._store.write_new(self.plan.name, len(header) + self.nbytes, stream())
 
-    def write_part(self, part: Part) -> None:
+    def write_part(self, part: BlockRanges) -> None:
         number, first, _ = part[0]
         offset = self.plan.pieces[number].offset + first * BLOCK
         memory = self._in_place(part, offset)
@@ -181,8 +181,8 @@ class _FileWriter:
                 self._opened.finish(self.file)
                 self.file = None
 
-    def _write_copied(self, part: Part, offset: int) -> None:
-        with _Run(self._open(), offset) as run:
+    def _write_copied(self, part: BlockRanges, offset: int) -> None:
+        with _BufferedWriter(self._open(), offset) as run:
             for number, first, last in part:
                 piece, digests = self.plan.pieces[number], self.digests[number]
                 several = len(piece.sources) > 1
@@ -201,7 +201,7 @@ class _FileWriter:
                 if piece.nbytes < _SMALL:
                     priority.yield_to_training()
 
-    def _write_in_place(self, part: Part, offset: int, memory: Array) -> None:
+    def _write_in_place(self, part: BlockRanges, offset: int, memory: Array) -> None:
         view, at = memoryview(cast(Any, memory)), 0
         for number, first, last in part:
             for block, start, end in blocks(first, last, self.plan.pieces[number].nbytes):
@@ -210,7 +210,7 @@ class _FileWriter:
         self._open().write_aligned(offset, memory)
         self._progress(at)
 
-    def _in_place(self, part: Part, offset: int) -> Array | None:
+    def _in_place(self, part: BlockRanges, offset: int) -> Array | None:
         """The memory of the part, if it is laid out in the snapshot exactly as in the file."""
         if self._memory is None:
             return None
@@ -239,7 +239,7 @@ class _FileWriter:
                     self.file.write(0, [memoryview(self.plan.header)])
             return self.file
 
-    def _segments(self, part: Part) -> list[memoryview]:
+    def _segments(self, part: BlockRanges) -> list[memoryview]:
         """The bytes of (piece, first block, last block) ranges. Their digests are recorded."""
         segments: list[memoryview] = []
         for number, first, last in part:
@@ -255,7 +255,7 @@ class _FileWriter:
         return segments
 
 
-class _Run:
+class _BufferedWriter:
     """Consecutive bytes of a file, written a few at a time while they are in the cache."""
 
     def __init__(self, file: NewFile, offset: int) -> None:
@@ -281,7 +281,7 @@ class _Run:
     def add(self, view: memoryview) -> None:
         self._views.append(view)
         self._nbytes += len(view)
-        if self._nbytes >= _RUN:
+        if self._nbytes >= _HASHED_AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:
@@ -289,7 +289,7 @@ class _Run:
         self._offset += self._nbytes
         self._views, self._nbytes = [], 0
 
-    def __enter__(self) -> "_Run":
+    def __enter__(self) -> "_BufferedWriter":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

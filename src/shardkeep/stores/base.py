@@ -50,7 +50,7 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
         """Fill `buffer` with the bytes at `offset`; `EOFError` or `IntegrityError` if there are not enough."""
         ...
 
-    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "Mapping":
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "MappedFile":
         """The bytes as memory: backed by the file where the store is `mappable`, else fetched by `bring_in`.
 
         Args:
@@ -61,7 +61,7 @@ class StoredFile(AbstractContextManager["StoredFile"], Protocol):
         ...
 
 
-class Mapping(Protocol):
+class MappedFile(Protocol):
     """A part of a file as read-only memory, valid as long as its `data` is referenced."""
 
     data: Array

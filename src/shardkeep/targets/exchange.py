@@ -44,7 +44,7 @@ from shardkeep.targets.shards import (
 )
 
 SUFFIX = SAFETENSORS
-INDEX = SAFETENSORS_INDEX
+INDEX_SUFFIX = SAFETENSORS_INDEX
 _LOOKS = 3  # how often nothing must be found before it counts as nothing
 _NONCE = "shardkeep_nonce"  # in addition to the marks, in a bucket
 _SINGLE_LIMIT = 5 << 30  # the largest upload in one request
@@ -264,12 +264,12 @@ class Exchange(ExchangeFiles):
 def exchange_at(place: Location, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchange:
     """The exchange files that `place` names: the file, the index, any shard, or what their names have in common."""
     name = place.name
-    if name.endswith(INDEX):
-        base = name[: -len(INDEX)]
+    if name.endswith(INDEX_SUFFIX):
+        base = name[: -len(INDEX_SUFFIX)]
     elif name.endswith(SUFFIX):
         base = name[: -len(SUFFIX)]
         common = base_of_shard(name)
-        if common != base and exists(place.with_name(common + INDEX)):
+        if common != base and exists(place.with_name(common + INDEX_SUFFIX)):
             base = common
     else:
         base = name
@@ -278,7 +278,7 @@ def exchange_at(place: Location, shard_size: int = DEFAULT_SHARD_SIZE) -> Exchan
 
 def exchange_in(directory: Location, names: Sequence[str]) -> Exchange | None:
     """The exchange files in a directory, named as Hugging Face does; None if there are none."""
-    for ending in (INDEX, SUFFIX):
+    for ending in (INDEX_SUFFIX, SUFFIX):
         bases = [n[: -len(ending)] for n in names if n.endswith(ending) and not n.startswith(".")]
         if ending == SUFFIX:
             bases = [b for b in bases if not SHARD_END.search(b)]
@@ -300,10 +300,12 @@ def exchange_bases(inside: Sequence[str]) -> list[str]:
     """
     bases: dict[str, None] = {}
     for name in inside:
-        if name.endswith((SUFFIX, INDEX)) and not name.startswith(".") and not has_our_data([name]):
+        if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".") and not has_our_data([name]):
             whole = base_of_shard(name)
             # Shards without their index count as single files.
-            bases[whole if name.endswith(INDEX) or whole + INDEX in inside else name.removesuffix(SUFFIX)] = None
+            bases[
+                whole if name.endswith(INDEX_SUFFIX) or whole + INDEX_SUFFIX in inside else name.removesuffix(SUFFIX)
+            ] = None
     return list(bases)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.base import Companions, Listing
+from shardkeep.foreign.base import CompanionIndex, Companions
 from shardkeep.foreign.registry import COMPANIONS
-from shardkeep.layouts.zarr import GROUP, ZARRAY, ZGROUP, groups_above
+from shardkeep.layouts.zarr import ZARRAY, ZGROUP, ZGROUP_BYTES, groups_above
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.priority import priority
 from shardkeep.stores.base import EditableStore, Store, is_editable
@@ -137,7 +137,7 @@ def retire(store: Store, names: Collection[str], before: Manifest | None, after:
     return True
 
 
-def _published(before: Manifest | None, listings: Sequence[Listing | None]) -> dict[str, str]:
+def _published(before: Manifest | None, listings: Sequence[CompanionIndex | None]) -> dict[str, str]:
     """By prefix, the save whose tree has its clean names already, as far as every index shows it.
 
     An index that another program wrote says nothing about our trees: only the tree saved now is linked then.
@@ -148,7 +148,7 @@ def _published(before: Manifest | None, listings: Sequence[Listing | None]) -> d
     return {p: tree.save_id for p, tree in before.trees.items()} if all(current) else {}
 
 
-def _lists(listing: Listing | None, directories: Collection[str]) -> bool:
+def _lists(listing: CompanionIndex | None, directories: Collection[str]) -> bool:
     """Whether an index lists, or may list, an array in one of these directories."""
     return listing is not None and (listing.arrays is None or not listing.arrays.isdisjoint(directories))
 
@@ -176,7 +176,7 @@ def remove(store: Store, names: Iterable[str]) -> None:
 
 def _is_our_group(store: Store, name: str) -> bool:
     with suppress(FileNotFoundError, NotADirectoryError, IntegrityError):
-        return store.read(name) in (GROUP, b"")  # a power cut can leave a copy empty
+        return store.read(name) in (ZGROUP_BYTES, b"")  # a power cut can leave a copy empty
     return False
 
 
@@ -210,7 +210,7 @@ def _make_groups(store: EditableStore, names: Iterable[str]) -> list[str]:
         else:
             if size is not None:
                 store.remove([name])
-            store.write_new(name, len(GROUP), [memoryview(GROUP)])
+            store.write_new(name, len(ZGROUP_BYTES), [memoryview(ZGROUP_BYTES)])
             store.sync([name])  # else a power cut could leave it empty
         made.append(name)
         if len(made) % _TURN == 0:

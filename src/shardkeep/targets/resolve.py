@@ -17,7 +17,7 @@ from shardkeep.stores.location import Location, exists, is_directory, store_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.directory import Directory
-from shardkeep.targets.exchange import INDEX, SUFFIX, exchange_at, exchange_bases, exchange_in
+from shardkeep.targets.exchange import INDEX_SUFFIX, SUFFIX, exchange_at, exchange_bases, exchange_in
 from shardkeep.targets.ordering import Saved, newest_first
 from shardkeep.targets.steady import TRIES, Attempt
 
@@ -38,7 +38,8 @@ def find(place: Location) -> Target:
         return Directory(store)
     if place.name == MANIFEST and exists(place):
         return Directory(store_at(place.parent))
-    if place.name.endswith((SUFFIX, INDEX)) or any(exists(place.with_name(place.name + e)) for e in (SUFFIX, INDEX)):
+    endings = (SUFFIX, INDEX_SUFFIX)
+    if place.name.endswith(endings) or any(exists(place.with_name(place.name + ending)) for ending in endings):
         return exchange_at(place)
     if exists(place):
         what = name_foreign([place.name])
@@ -55,7 +56,7 @@ def _find_inside(place: Location, store: Store, inside: Sequence[str]) -> Target
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that was found.
 
     `described`: whether the `.zarray` files of other programs' arrays were read to find out what it holds.
@@ -70,7 +71,7 @@ class Found:
         return find_damage(self.target.store, self.manifest.trees.values(), self.described)
 
 
-def look(place: Location, search: bool = True) -> Found:
+def look(place: Location, search: bool = True) -> FoundCheckpoint:
     """The checkpoint at a place; an error if there is none.
 
     In a bucket, our manifest is asked for by name before anything is listed.
@@ -79,30 +80,30 @@ def look(place: Location, search: bool = True) -> Found:
         place: The directory or file.
         search: Whether a directory without any document is searched for arrays of other programs.
     """
-    if place.is_url and not place.name.endswith((SUFFIX, INDEX, MANIFEST)):
+    if place.is_url and not place.name.endswith((SUFFIX, INDEX_SUFFIX, MANIFEST)):
         directory = Directory(store_at(place))
         manifest = directory.read_manifest()
         if manifest is not None and manifest.trees:
-            return Found(directory, manifest, described=False)
+            return FoundCheckpoint(directory, manifest, described=False)
     target = find(place)
     if isinstance(target, Directory) and not search:
         return _look_inside(target, target.store.children(""))
-    return Found(target, target.read())
+    return FoundCheckpoint(target, target.read())
 
 
-def _look_at_documents(place: Location) -> Found:
+def _look_at_documents(place: Location) -> FoundCheckpoint:
     return look(place, search=False)
 
 
-def _look_inside(target: Target, inside: Sequence[str]) -> Found:
+def _look_inside(target: Target, inside: Sequence[str]) -> FoundCheckpoint:
     """The checkpoint of a target, if one of its documents is among the names in its directory."""
     documents = {*target.documents, *target.companions}
     if isinstance(target, Directory) and documents.isdisjoint(inside) and not is_recognized(inside):
         raise CheckpointNotFoundError(f"no checkpoint at {target.where}")
-    return Found(target, target.read())
+    return FoundCheckpoint(target, target.read())
 
 
-def find_complete(looking: Callable[[], Found]) -> tuple[Found, str | None]:
+def find_complete(looking: Callable[[], FoundCheckpoint]) -> tuple[FoundCheckpoint, str | None]:
     """A checkpoint, and what the sizes of its files show to be damaged.
 
     If they show damage, the checkpoint is looked at again: a writer may have replaced it meanwhile.
@@ -156,13 +157,13 @@ class _Search:
     def __init__(self, place: Location, warn: Callable[..., None], most: float) -> None:
         self._place, self._warn, self._most = place, warn, most
         self.store = store_at(place)
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, FoundCheckpoint] = {}
         self._skipped: set[Location] = set()  # what the user was told about
 
     def locate(self, name: str) -> Location:
         return self._place / name if name else self._place
 
-    def look_at_root(self, inside: Sequence[str]) -> Found | None:
+    def look_at_root(self, inside: Sequence[str]) -> FoundCheckpoint | None:
         """The directory itself if it is a checkpoint, or what is at a path that is not a directory."""
         if inside:
             self._keep("", lambda place: _look_inside(_find_inside(place, self.store, inside), inside))
@@ -194,7 +195,7 @@ class _Search:
     def is_complete(self, name: str) -> bool:
         """Whether all files of a checkpoint are there with their sizes; warns if not."""
 
-        def again(place: Location) -> Found:
+        def again(place: Location) -> FoundCheckpoint:
             return self._found.pop(name, None) or _look_at_documents(place)
 
         checked = self._try(name, lambda place: find_complete(lambda: again(place)))
@@ -202,11 +203,11 @@ class _Search:
             self._warn("skipping %s, which is damaged: %s", self.locate(name), checked[1])
         return checked is not None and checked[1] is None
 
-    def _keep(self, name: str, looking: Callable[[Location], Found]) -> None:
+    def _keep(self, name: str, looking: Callable[[Location], FoundCheckpoint]) -> None:
         try:
             found = self._try(name, looking)
         except NewerFormatError:  # it counts: `load` says what to do
-            found = Found(Directory(store_at(self.locate(name))), Manifest(str(self.locate(name)), "", {}))
+            found = FoundCheckpoint(Directory(store_at(self.locate(name))), Manifest(str(self.locate(name)), "", {}))
         if found is not None:
             self._found[name] = found
 
@@ -226,7 +227,7 @@ class _Search:
         return None
 
 
-def _saved(found: Found) -> Saved:
+def _saved(found: FoundCheckpoint) -> Saved:
     """What a checkpoint says about itself. Where it has no time, that of its first file is taken."""
     trees = found.manifest.trees.values()
     times = [_timestamp(tree.created or tree.metadata.get("timestamp")) for tree in trees]

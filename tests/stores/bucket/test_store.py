@@ -45,7 +45,7 @@ def test_it_has_what_is_asked_of_a_store(place: Place) -> None:
     put(store, "old", b"1")
     held = hold(store, f"{store.saves}/1", b"")
     opened = store.open("old")
-    things = {base.Store: store, base.StoredFile: opened, base.Held: held, base.Mapping: opened.map(0, 1)}
+    things = {base.Store: store, base.StoredFile: opened, base.Held: held, base.MappedFile: opened.map(0, 1)}
     for protocol, thing in things.items():
         for name, method in inspect.getmembers_static(protocol, inspect.isfunction):
             if not name.startswith("_"):

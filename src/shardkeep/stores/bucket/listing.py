@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from shardkeep.stores.bucket.objects import PAGE, Objects
+from shardkeep.stores.bucket.objects import LISTED_AT_ONCE, Objects
 
 FEW = 8  # objects that are requested one by one before all are listed
 
 
-class Listing:
+class SizeListing:
     """Cached sizes of the objects of a checkpoint for readers, listed page by page where that saves requests."""
 
     def __init__(self, objects: Objects, size: Callable[[str], int | None]) -> None:
@@ -44,7 +44,7 @@ class Listing:
                 self._pages = self._objects.pages("")
             page = next(self._pages, None)
             self.sizes.update(page or {})
-            self._complete = page is None or len(page) < PAGE
+            self._complete = page is None or len(page) < LISTED_AT_ONCE
 
         try:
             self._objects.asking("", read)

@@ -20,7 +20,7 @@ from shardkeep.stores.bucket.credentials import PATIENCE, Bucket, Clients, expla
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta, PutMode, PutResult, UpdateVersion
 
-PAGE = 1000  # names in one response
+LISTED_AT_ONCE = 1000  # names in one response
 REFUSED = (AlreadyExistsError, PreconditionError)
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class Objects:
         start = len(self.key(name)) + 1 if self.key(name) else 0
         reading, key = self.clients().reading, self.key(name) or None
         # Tables of arrow, which obstore can return instead, have a type of another package.
-        for page in obstore.list(reading, key, chunk_size=PAGE):  # pyright: ignore[reportUnknownMemberType]
+        for page in obstore.list(reading, key, chunk_size=LISTED_AT_ONCE):  # pyright: ignore[reportUnknownMemberType]
             yield {each["path"][start:]: each["size"] for each in page}
 
     def remove_own(self, name: str, start: bytes, sure: bool = True) -> None:

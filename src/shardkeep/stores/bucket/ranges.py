@@ -13,7 +13,7 @@ from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.stores.bucket.objects import Objects
 
 GAP = 64 << 10  # reading this many bytes too much is cheaper than another request
-_RUN = 16 << 20  # bytes in one request: larger ones are split, so that several connections share them
+_MOST_IN_REQUEST = 16 << 20  # bytes in one request: larger ones are split, so that several connections share them
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -44,8 +44,8 @@ class BucketFile:
             )
         return memoryview(data)
 
-    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "BucketMapping":
-        return BucketMapping(self, offset, length, needed or [(offset, length)])
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "BucketMappedFile":
+        return BucketMappedFile(self, offset, length, needed or [(offset, length)])
 
     def close(self) -> None: ...
 
@@ -55,7 +55,7 @@ class BucketFile:
     def __exit__(self, *_: object) -> None: ...
 
 
-class BucketMapping:
+class BucketMappedFile:
     """A part of an object in memory that is filled on demand; adjacent ranges share a request."""
 
     def __init__(self, file: BucketFile, offset: int, length: int, needed: Sequence[tuple[int, int]]) -> None:
@@ -63,19 +63,19 @@ class BucketMapping:
         skip = offset % 64  # so that memory has the alignment of the file
         sparse = 2 * sum(size for _, size in needed) < length
         self.data = (_small_pages if sparse else aligned_empty)(length + skip)[skip:]
-        self._runs = [_Run(start, end) for start, end in merged(needed)]
+        self._ranges = [_FetchedRange(start, end) for start, end in merged(needed)]
 
     def bring_in(self, start: int, end: int) -> None:
-        for run in self._runs:
-            if run.start < self._offset + end and run.end > self._offset + start:
-                with run.lock:
-                    if not run.there:
-                        low = run.start - self._offset
-                        self._file.read_into(run.start, self.data[low : low + run.end - run.start])
-                        run.there = True
+        for part in self._ranges:
+            if part.start < self._offset + end and part.end > self._offset + start:
+                with part.lock:
+                    if not part.there:
+                        low = part.start - self._offset
+                        self._file.read_into(part.start, self.data[low : low + part.end - part.start])
+                        part.there = True
 
 
-class _Run:
+class _FetchedRange:
     """Bytes that are fetched in one request."""
 
     def __init__(self, start: int, end: int) -> None:
@@ -95,7 +95,7 @@ def merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             spans[-1] = (spans[-1][0], max(spans[-1][1], offset + length))
         else:
             spans.append((offset, offset + length))
-    return [(a, min(a + _RUN, end)) for start, end in spans for a in range(start, end, _RUN)]
+    return [(a, min(a + _MOST_IN_REQUEST, end)) for start, end in spans for a in range(start, end, _MOST_IN_REQUEST)]
 
 
 def _small_pages(nbytes: int) -> Array:

@@ -26,7 +26,7 @@ from shardkeep.runtime.scopes import Scope, frame_above, sweep
 from shardkeep.stores.base import LOCK_SECONDS, Traits
 from shardkeep.stores.bucket.credentials import Bucket, is_final, list_below
 from shardkeep.stores.bucket.leases import Lease, is_dead
-from shardkeep.stores.bucket.listing import FEW, Listing
+from shardkeep.stores.bucket.listing import FEW, SizeListing
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
 from shardkeep.stores.bucket.ranges import GAP, BucketFile
 
@@ -73,7 +73,7 @@ class BucketStore(Objects):
         self._leases: list[Lease] = []
         self._writes = False  # readers may cache: in a checkpoint no name is written twice
         self._in_doubt = False  # a put may still take effect, so the data it refers to must stay
-        self._listing = Listing(self, self.size)
+        self._listing = SizeListing(self, self.size)
         self._documents: dict[str, bytes] = {}
         self._inside: dict[str, list[str]] | None = (
             None  # children listed since the lock was taken and nothing was changed
@@ -306,10 +306,10 @@ class BucketStore(Objects):
             self._inside = {}
             yield
 
-    def hold(self, name: str) -> "_Record":
+    def hold(self, name: str) -> "_SaveRecord":
         self._writes = True
         self._forget(name)
-        return _Record(self, name)
+        return _SaveRecord(self, name)
 
     def try_hold(self, name: str, scope: Scope) -> Lease | None:
         """Take over the record of a dead save; None if its owner is alive. Call this with the lock held.
@@ -426,7 +426,7 @@ _locks: set[_Lock] = set()
 os.register_at_fork(after_in_child=_locks.clear)
 
 
-class _Record(Lease):
+class _SaveRecord(Lease):
     """The record of a running save."""
 
     def __init__(self, store: BucketStore, name: str) -> None:

@@ -37,14 +37,14 @@ class LocalFile(Descriptor):
             target = target[count:]
             offset += count
 
-    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMapping":
+    def map(self, offset: int, length: int, needed: Sequence[tuple[int, int]] = ()) -> "LocalMappedFile":
         if offset + length > self.size:
             raise EOFError(f"{self.path} is truncated: it ends before byte {offset + length}")
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        return LocalMapping(Pages(self.number, start, offset + length - start), offset - start, self.path)
+        return LocalMappedFile(Pages(self.number, start, offset + length - start), offset - start, self.path)
 
 
-class LocalMapping:
+class LocalMappedFile:
     """A mapped part of a file."""
 
     def __init__(self, pages: "Pages", skip: int, path: str) -> None:

@@ -4,10 +4,10 @@ import copy
 import dataclasses
 import pickle
 
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 
-@record
+@fast_dataclass
 class Point:
     x: int
     y: tuple[int, ...] = ()
