@@ -50,12 +50,16 @@ def strike():
     # To this thread: sent to the process, the signal may wake another one first, and this one would run on meanwhile.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
-def strike_before(owner, name):
+def strike_at(owner, name, moment="before"):
     real = getattr(owner, name)
     def struck(*args, **kwargs):
         setattr(owner, name, real)
-        strike()
-        return real(*args, **kwargs)
+        if moment == "before":
+            strike()
+        result = real(*args, **kwargs)
+        if moment == "after":
+            strike()
+        return result
     setattr(owner, name, struck)
 
 def until_answered():
@@ -86,11 +90,11 @@ if index == VICTIM:
     from shardkeep.loading import load as loading
     from shardkeep.saving import store as saving
     from shardkeep.targets.transaction import Transaction
-    strike_before(*{
+    strike_at(*{
         "before it begins": (saving, "plan_save"),
         "while it begins": (directory.Directory, "reserve") if index == 0 else (Transaction, "follow"),
         "while it writes": (saving, "write_files"),
-        "after its part is written": (Transaction, "commit") if index == 0 else (saving, "close"),
+        "after its part is written": (Transaction, "commit") if index == 0 else (saving, "hand_in", "after"),
         "in the commit": (directory.Directory, "put"),
         "while it loads": (loading, "read_leaves"),
     }[PHASE])

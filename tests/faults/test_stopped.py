@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from faults.stopped import BEGIN, COMMIT, WRITE, Point, scene
+from faults.stopped import BEGIN, COMMIT, DONE, WRITE, Point, scene
 from multiprocess.cluster import all_well, run_cluster
 
 POINTS = [
@@ -13,6 +13,7 @@ POINTS = [
     Point(0, "kill", COMMIT, bucket=True, lease="60"),
     Point(0, "stop", BEGIN),
     Point(1, "stop", WRITE, inside=True),
+    Point(1, "kill", DONE),
 ]
 
 
