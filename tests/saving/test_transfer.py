@@ -191,7 +191,7 @@ say(right=is_saved(root + "/x", host), refused=refused, pinned=shares["device_to
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
 @pytest.mark.parametrize("setting", ["always", "never"])
 def test_the_programs_transfer_guard_does_not_concern_saves(tmp_path: Path, guard: str, setting: str) -> None:
-    """Set for the thread, and for all threads; keys and metadata too."""
+    """Set for the thread, and for all threads; arrays in pinned memory, keys and metadata too."""
     said = run(
         f"GUARD = {guard!r}\n"
         + """
@@ -201,6 +201,8 @@ with jax.default_device(jax.devices("cpu")[0]):
 data = np.asarray(jax.random.key_data(key))
 tree["key"] = jax.device_put(key, devices[0])
 tree["mine"] = shardkeep.PerProcess({"at": jax.device_put(np.arange(3), devices[0])})
+host["pinned"] = pattern("float32", (64, 256))
+tree["pinned"] = jax.device_put(host["pinned"], SingleDeviceSharding(devices[1], memory_kind="pinned_host"))
 loss = jax.device_put(np.float32(0.5), devices[0])
 for everywhere in (False, True):
     if everywhere:
