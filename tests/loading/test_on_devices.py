@@ -239,7 +239,7 @@ say(found=found, seen=[len(seen), all(seen)], calls=len(calls))
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_the_programs_transfer_guard_does_not_concern_loads(tmp_path: Path, guard: str, everywhere: bool) -> None:
-    """Nor runs, nor any function of eFormer's API; but it holds in the functions and callbacks that a program passes."""
+    """Nor runs and eFormer's API; but it holds in the functions and callbacks that a program passes."""
     said = run_on_device(BEGIN + GUARDED, str(tmp_path), guard, str(everywhere))
     assert said["found"] == dict.fromkeys(said["found"], True)
     assert len(said["found"]) == said["calls"]
