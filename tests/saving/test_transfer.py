@@ -16,28 +16,17 @@ import os, sys
 from contextlib import nullcontext
 import jax, numpy as np
 import shardkeep
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
+from device.loads import settle, sharding_of
 from support import bits, pattern
 
 root = sys.argv[1]
 devices = jax.devices()
 
-def placed(array, spec, shape=None):
-    mesh = Mesh(np.array(devices).reshape(shape or (len(devices),)), ("a", "b")[: len(shape or (1,))])
-    return jax.device_put(array, NamedSharding(mesh, spec))
-
-KINDS = {
-    "single": lambda array: jax.device_put(array, devices[0]),
-    "replicated": lambda array: placed(array, P()),
-    "sharded": lambda array: placed(array, P("a")),
-    "half": lambda array: placed(array, P("b"), (2, len(devices) // 2)),
-}
-
 def state(kind, leaves=16, rows=64):
     host = {str(i): pattern("float32", (rows, 256 + i)) for i in range(leaves)}
-    made = jax.block_until_ready({name: KINDS[kind](array) for name, array in host.items()})
-    device.wait_for("finished", device.counters()["enqueued"])
-    device.reset()
+    made = jax.block_until_ready({name: jax.device_put(array, sharding_of(kind)) for name, array in host.items()})
+    settle()
     return host, made
 
 def is_saved(path, host):
@@ -108,7 +97,7 @@ def test_nothing_stays_with_the_callers_arrays(tmp_path: Path) -> None:
     said = run(
         """
 found = {}
-for kind in KINDS:
+for kind in ("single", "replicated", "sharded", "half"):
     for how, setting in (("save", "never"), ("save_async", "never"), ("save", "always"), ("save_async", "always")):
         os.environ["SHARDKEEP_PINNED_HOST"] = setting
         host, tree = state(kind)
