@@ -6,7 +6,8 @@
 The simulated device copies between its own memory and the host over links of a given bandwidth, in the background. So
 its figures tell whether the links are kept busy, each byte crosses one once, and memory is given back; they do not tell
 how fast a real GPU or TPU is. The ideal is the time that the bytes take on all links at once. Times are medians of
-several rounds, because the machine does other things too; the best is in parentheses.
+several rounds, because the machine does other things too; the best is in parentheses. A load is compared with the
+reading right before it: both need the CPUs, which the simulated links use as well.
 """
 
 import argparse

@@ -141,6 +141,11 @@ def set_poison(on: bool) -> None:
     _LIBRARY.simulated_set_poison(int(on))
 
 
+def set_touch(on: bool) -> None:
+    """Whether memory of the devices is resident from its allocation on, so that it can be told from the host's."""
+    _LIBRARY.simulated_set_touch(int(on))
+
+
 def set_column_major(on: bool) -> None:
     """Choose the default layout of arrays: their first axis becomes the most minor one. Call it before any exist."""
     _LIBRARY.simulated_set_column_major(int(on))
@@ -166,5 +171,6 @@ __all__ = [
     "set_column_major",
     "set_poison",
     "set_rate",
+    "set_touch",
     "wait_for",
 ]

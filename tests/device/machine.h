@@ -112,7 +112,7 @@ struct State {
   std::array<double, DIRECTIONS> bytes_per_second{};  // 0: as fast as memory allows
   std::set<int64_t> failing;  // numbers of transfers that are to fail
   int64_t next_number = 0;
-  std::atomic<bool> poisons{true}, column_major{false};
+  std::atomic<bool> poisons{true}, touches{false}, column_major{false};
   std::string device_kind = "Simulated";
 
   void Add(Record record) {
@@ -241,6 +241,7 @@ class Storage {
   Storage(size_t bytes, int place)
       : bytes(bytes), place(place), data(static_cast<char*>(aligned_alloc(64, (bytes + 64) / 64 * 64))) {
     if (!data) throw std::bad_alloc();
+    if (state.touches) memset(data, 0, bytes);
   }
 };
 

@@ -417,6 +417,7 @@ EXPORTED void simulated_set_capacity(int place, int64_t bytes) {
 }
 
 EXPORTED void simulated_set_poison(int on) { state.poisons = on; }
+EXPORTED void simulated_set_touch(int on) { state.touches = on; }
 
 // The default layout becomes the one whose first axis is the most minor, as a TPU has for some shapes.
 EXPORTED void simulated_set_column_major(int on) { state.column_major = on; }

@@ -163,6 +163,20 @@ def guarded(x):
 def same(tree):
     return all(bits(tree[name]) == bits(host[name]) for name in host)
 
+def stepped():
+    with shardkeep.Run(root + "/run", save_every=1) as run:
+        run.resume(arrays)
+        for step in (1, 2):
+            run.step(step, arrays, metrics={"loss": loss})
+        return run.load(template=arrays)
+
+def resumed():
+    with shardkeep.Run(root + "/run", save_every=1) as run:
+        state, step = run.resume(arrays)
+    assert step == 2 and run.steps()[-1].metrics == {"loss": 0.5}
+    return state
+
+loss = jax.device_put(np.float32(0.5), jax.devices()[0])
 manager = ser.AsyncCheckpointManager(enable_validation=True)
 template = like(host, place) | {"key": key, "n": host["a"], "four": 0, "mine": shardkeep.PerProcess(None)}
 calls = {
@@ -191,6 +205,8 @@ calls = {
     "reshard": lambda: {name: utils.reshard(a, place) for name, a in host.items()},
     "broadcast_tensor": lambda: {name: utils.broadcast_tensor(a, 1 << 20) for name, a in arrays.items()},
     "gather": lambda: utils.apply_gather_functions(arrays, True, True, False),
+    "run": lambda: stepped(),
+    "resumed": lambda: resumed(),
     "checksum": lambda: ser.AsyncCheckpointManager.compute_checksum(arrays["a"]),
 }
 cpu_place = SingleDeviceSharding(cpu)
@@ -223,7 +239,7 @@ say(found=found, seen=[len(seen), all(seen)], calls=len(calls))
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_the_programs_transfer_guard_does_not_concern_loads(tmp_path: Path, guard: str, everywhere: bool) -> None:
-    """Nor any function of eFormer's API; but it holds in the functions and callbacks that a program passes."""
+    """Nor runs and eFormer's API; but it holds in the functions and callbacks that a program passes."""
     said = run_on_device(BEGIN + GUARDED, str(tmp_path), guard, str(everywhere))
     assert said["found"] == dict.fromkeys(said["found"], True)
     assert len(said["found"]) == said["calls"]

@@ -16,28 +16,17 @@ import os, sys
 from contextlib import nullcontext
 import jax, numpy as np
 import shardkeep
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
+from device.loads import settle, sharding_of
 from support import bits, pattern
 
 root = sys.argv[1]
 devices = jax.devices()
 
-def placed(array, spec, shape=None):
-    mesh = Mesh(np.array(devices).reshape(shape or (len(devices),)), ("a", "b")[: len(shape or (1,))])
-    return jax.device_put(array, NamedSharding(mesh, spec))
-
-KINDS = {
-    "single": lambda array: jax.device_put(array, devices[0]),
-    "replicated": lambda array: placed(array, P()),
-    "sharded": lambda array: placed(array, P("a")),
-    "half": lambda array: placed(array, P("b"), (2, len(devices) // 2)),
-}
-
 def state(kind, leaves=16, rows=64):
     host = {str(i): pattern("float32", (rows, 256 + i)) for i in range(leaves)}
-    made = jax.block_until_ready({name: KINDS[kind](array) for name, array in host.items()})
-    device.wait_for("finished", device.counters()["enqueued"])
-    device.reset()
+    made = jax.block_until_ready({name: jax.device_put(array, sharding_of(kind)) for name, array in host.items()})
+    settle()
     return host, made
 
 def is_saved(path, host):
@@ -108,7 +97,7 @@ def test_nothing_stays_with_the_callers_arrays(tmp_path: Path) -> None:
     said = run(
         """
 found = {}
-for kind in KINDS:
+for kind in ("single", "replicated", "sharded", "half"):
     for how, setting in (("save", "never"), ("save_async", "never"), ("save", "always"), ("save_async", "always")):
         os.environ["SHARDKEEP_PINNED_HOST"] = setting
         host, tree = state(kind)
@@ -191,7 +180,7 @@ say(right=is_saved(root + "/x", host), refused=refused, pinned=shares["device_to
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
 @pytest.mark.parametrize("setting", ["always", "never"])
 def test_the_programs_transfer_guard_does_not_concern_saves(tmp_path: Path, guard: str, setting: str) -> None:
-    """Set for the thread, and for all threads; keys and metadata too."""
+    """Set for the thread, and for all threads; arrays in pinned memory, keys and metadata too."""
     said = run(
         f"GUARD = {guard!r}\n"
         + """
@@ -201,6 +190,8 @@ with jax.default_device(jax.devices("cpu")[0]):
 data = np.asarray(jax.random.key_data(key))
 tree["key"] = jax.device_put(key, devices[0])
 tree["mine"] = shardkeep.PerProcess({"at": jax.device_put(np.arange(3), devices[0])})
+host["pinned"] = pattern("float32", (64, 256))
+tree["pinned"] = jax.device_put(host["pinned"], SingleDeviceSharding(devices[1], memory_kind="pinned_host"))
 loss = jax.device_put(np.float32(0.5), devices[0])
 for everywhere in (False, True):
     if everywhere:

@@ -115,29 +115,24 @@ class RunLoader:
         """
         if structured:
             require_prefix(prefix, "structured=True")
-        root, described = self._found(path, discover_latest, must_find=True)
-        if structured or template is not None:
-            tree, metadata = self._manager.load_pytree(
-                root,
-                mesh,
-                prefix=prefix,
-                shardings=shardings,
-                partition_rules=partition_rules,
-                dtype=dtype,
-                template=template,
-                strict_shapes=strict_shapes,
-            )
-        else:
-            tree, metadata = self._manager.load(
-                root, mesh, shardings=shardings, partition_rules=partition_rules, dtype=dtype, prefix=prefix
-            )
-        return tree, {**described, **metadata}
+        return self.load_pytree(
+            mesh,
+            prefix=prefix,
+            path=path,
+            discover_latest=discover_latest,
+            shardings=shardings,
+            partition_rules=partition_rules,
+            dtype=dtype,
+            load_treedef=structured,
+            template=template,
+            strict_shapes=strict_shapes,
+        )
 
     def load_pytree(
         self,
         mesh: Mesh | None,
         *,
-        prefix: str,
+        prefix: str | None,
         path: object = None,
         discover_latest: bool = False,
         discover_raise: bool = True,

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import MetadataError, an
+from shardkeep.jaxapi import transfers_allowed
 from shardkeep.model.arrays import kind_of
 
 log = logging.getLogger("shardkeep")
@@ -31,16 +32,18 @@ class Metrics:
         for name, value in given.items():
             _check(name, value)
         self._values = dict(given)
-        for value in self._values.values():
-            if hasattr(value, "copy_to_host_async"):
-                value.copy_to_host_async()
+        with transfers_allowed():
+            for value in self._values.values():
+                if hasattr(value, "copy_to_host_async"):
+                    value.copy_to_host_async()
 
     def read(self) -> dict[str, float]:
         """The numbers. Waits for values that are still being computed or copied."""
         found: dict[str, float] = {}
         for name, value in self._values.items():
             try:
-                found[name] = float(value)
+                with transfers_allowed():
+                    found[name] = float(value)
             except OverflowError:
                 found[name] = float("inf") if value > 0 else float("-inf")
             except RuntimeError as error:  # donated or deleted before it was read; the checkpoint is worth more

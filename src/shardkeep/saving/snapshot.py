@@ -340,17 +340,13 @@ def _data(array: jax.Array, form: _Form) -> list[Array]:
     """The regions of an array in host memory, without a copy where they are already there."""
     if form.plain:
         with suppress(BufferError):  # the array was deleted meanwhile; the lines below raise JAX's error
-            return [_contiguous(np.asarray(memoryview(cast(Any, array))))]
+            return [np.asarray(memoryview(cast(Any, array)), order="C")]
     shards = local_parts(array, max(form.parts or (), default=0) + 1)
     chosen = shards[:1] if form.parts is None else [shards[number] for number in form.parts]
     if form.where == "host":
         with transfers_allowed():
-            return [_contiguous(np.asarray(private_part(part))) for part in chosen]
-    return [_contiguous(np.asarray(part)) for part in chosen]
-
-
-def _contiguous(data: Array) -> Array:
-    return data if data.flags.c_contiguous else np.array(data, order="C", copy=True)
+            return [np.asarray(private_part(part), order="C") for part in chosen]
+    return [np.asarray(part, order="C") for part in chosen]
 
 
 @lru_cache(maxsize=256)
