@@ -1,6 +1,7 @@
 """Finding checkpoints of a Checkpointer by their `metadata.json`, and loading them."""
 
 import logging
+from functools import partial
 from urllib.parse import quote
 
 from jax.sharding import Mesh
@@ -115,23 +116,17 @@ class RunLoader:
         """
         if structured:
             require_prefix(prefix, "structured=True")
-        root, described = self._found(path, discover_latest, must_find=True)
-        if structured or template is not None:
-            tree, metadata = self._manager.load_pytree(
-                root,
-                mesh,
-                prefix=prefix,
-                shardings=shardings,
-                partition_rules=partition_rules,
-                dtype=dtype,
-                template=template,
-                strict_shapes=strict_shapes,
-            )
-        else:
-            tree, metadata = self._manager.load(
-                root, mesh, shardings=shardings, partition_rules=partition_rules, dtype=dtype, prefix=prefix
-            )
-        return tree, {**described, **metadata}
+        return self._load(
+            self._found(path, discover_latest, must_find=True),
+            mesh,
+            structured=structured,
+            prefix=prefix,
+            shardings=shardings,
+            partition_rules=partition_rules,
+            dtype=dtype,
+            template=template,
+            strict_shapes=strict_shapes,
+        )
 
     def load_pytree(
         self,
@@ -176,31 +171,51 @@ class RunLoader:
         Raises:
             FileNotFoundError: There is no checkpoint.
         """
-        root, described = self._found(path, discover_latest, must_find=discover_raise)
-        if load_treedef or template is not None:
-            tree, metadata = self._manager.load_pytree(
-                root,
-                mesh,
-                prefix=prefix,
-                shardings=shardings,
-                partition_rules=partition_rules,
-                dtype=dtype,
-                template=template,
-                strict_shapes=strict_shapes,
-                callback=callback,
-                chunk_size=chunk_size,
-            )
-        else:
-            tree, metadata = self._manager.load(
-                root,
-                mesh,
-                shardings=shardings,
-                callback=callback,
-                partition_rules=partition_rules,
-                dtype=dtype,
-                prefix=prefix,
-                chunk_size=chunk_size,
-            )
+        return self._load(
+            self._found(path, discover_latest, must_find=discover_raise),
+            mesh,
+            structured=load_treedef,
+            prefix=prefix,
+            shardings=shardings,
+            partition_rules=partition_rules,
+            dtype=dtype,
+            template=template,
+            strict_shapes=strict_shapes,
+            callback=callback,
+            chunk_size=chunk_size,
+        )
+
+    def _load(
+        self,
+        found: tuple[str, JsonObject],
+        mesh: Mesh | None,
+        *,
+        structured: bool,
+        prefix: str | None,
+        shardings: object,
+        partition_rules: Rules | None,
+        dtype: object,
+        template: object,
+        strict_shapes: bool,
+        callback: Callback | None = None,
+        chunk_size: int | None = None,
+    ) -> Loaded:
+        root, described = found
+        load = (
+            partial(self._manager.load_pytree, template=template, strict_shapes=strict_shapes)
+            if structured or template is not None
+            else self._manager.load
+        )
+        tree, metadata = load(
+            root,
+            mesh,
+            prefix=prefix,
+            shardings=shardings,
+            partition_rules=partition_rules,
+            dtype=dtype,
+            callback=callback,
+            chunk_size=chunk_size,
+        )
         return tree, {**described, **metadata}
 
     def _found(self, path: object, discover: bool, must_find: bool) -> tuple[str, JsonObject]:

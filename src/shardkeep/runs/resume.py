@@ -187,7 +187,7 @@ class Resumption:
                 f"resume(step={number}): the run {self._place} has no such step. It has (the newest first): {there}"
             )
         state, states = self.load(one)
-        later = [c for c in candidates if c.number > number and c.state == "usable" and c.save_id]
+        later = [c for c in candidates if c.number > number and c.state == "usable"]
         with join(f"going back to step {number} of {self._place}") as operation:
             if operation.leads:
                 self._restore(one)
