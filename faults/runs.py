@@ -15,7 +15,7 @@ import numpy as np
 
 import shardkeep
 from faults.spawner import Fault, Spawner
-from faults.sweep import Violation, left_overs
+from faults.sweep import Violation, clean, left_overs
 from faults.tracing import Injected, Point, Tracer, leaks
 from shardkeep.runs.control import Control
 from shardkeep.stores.location import location
@@ -75,12 +75,13 @@ def check(path: Path, most: int = NEXT, least: int = NEWEST) -> list[str]:
     if {each.number for each in steps} != kept:
         found.append(f"the steps are {steps}, and should be {sorted(kept)}")
     for each in steps:
+        clean(Path(each.path))  # what is in a complete step goes with `shardkeep clean`, or with the step
         if not shardkeep.verify(each.path).ok or (extra := left_overs(Path(each.path))):
             found.append(f"{each}: {shardkeep.verify(each.path)}; left over: {extra}")
     names = {Path(each.path).name for each in steps} | {".shardkeep-run"}
     control = Control(location(path))
     left = {
-        "directories": {each.name for each in path.iterdir()} - names,
+        "files": [str(each) for each in path.rglob("*") if _is_left(each.relative_to(path), each, names)],
         "marks": [mark for mark in control.marks() if mark.kind not in ("pinned", "abandoned")],
         "holds": control.held_steps(),
         "requests": control.requests(),
@@ -120,6 +121,11 @@ def sweep(spawner: Spawner, room: Path, action: str, mode: str, every: int = 1, 
     if broken:
         raise Violation(f"{action}: {len(broken)} promises broken", tuple(broken), struck)
     return struck
+
+
+def _is_left(name: Path, path: Path, known: set[str]) -> bool:
+    """Whether a file is in no step. Empty directories may stay, and the locks of saves that were never committed."""
+    return path.is_file() and name.parts[0] not in known and name.parts[1:] != (".shardkeep", "lock")
 
 
 class RunWorker:

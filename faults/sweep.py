@@ -325,16 +325,21 @@ def check_next_save(scenario: Scenario, place: Path, directories: bool) -> None:
 def check_clean(scenario: Scenario, place: Path) -> None:
     """`shardkeep clean` removes and completes what a dead save left, and changes nothing that is committed."""
     before = check_state(scenario, place)
-    store = LocalStore(str(place / scenario.target))
+    if clean(path := place / scenario.target) and check_state(scenario, place) != before:
+        raise Violation("a clean-up changed the state")
+    if Directory(LocalStore(str(path))).read_if_any() is not None:
+        check_index(scenario, path, needed=True)
+
+
+def clean(path: Path) -> bool:
+    """Remove what dead saves have left, as `shardkeep clean` does. False if none has ever saved there."""
+    store = LocalStore(str(path))
     if not store.children(store.control):
-        return
+        return False
     target = Directory(store)
     with store.lock(20):
         clean_up(target, target.read_if_any())
-    if check_state(scenario, place) != before:
-        raise Violation("a clean-up changed the state")
-    if target.read_if_any() is not None:
-        check_index(scenario, place / scenario.target, needed=True)
+    return True
 
 
 def check_index(scenario: Scenario, path: Path, needed: bool = False) -> None:

@@ -113,6 +113,25 @@ say(steps=[s.number for s in run.steps()])
     assert told[0]["steps"] == []
 
 
+def test_what_the_iterator_of_one_process_raises_reaches_all(pair: Kept, tmp_path: Path) -> None:
+    pair.run(TRAIN, tmp_path)
+    told = pair.run(
+        START
+        + """
+class Broken(Data):
+    def set_state(self, state):
+        if index == 1:
+            raise RuntimeError("cannot go there")
+with shardkeep.Run(root / "run") as run:
+    say(**caught(run.resume, new_state, shardings=SHARDINGS, iterators={"train": Broken()}))
+    say(step=run.resume(new_state, shardings=SHARDINGS, iterators={"train": Data()})[1])
+""",
+        tmp_path,
+    )
+    assert [one["step"] for one in told] == [16, 16]
+    assert all("cannot go there" in one["message"] for one in told)
+
+
 def test_a_second_job_is_refused_on_all_its_processes(pair: Kept, tmp_path: Path) -> None:
     with shardkeep.Run(tmp_path / "run") as run:
         run.save(1, {"w": np.zeros(2)}).wait()

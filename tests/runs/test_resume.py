@@ -68,6 +68,46 @@ def test_a_damaged_step_is_skipped_loudly_marked_and_replaced_when_it_is_saved_a
         assert run.resume(new_state, shardings=ONE)[0]["n"] == 33
 
 
+@pytest.mark.parametrize("harm", ["cut", "remove"])
+def test_a_step_that_lacks_a_tree_which_is_not_loaded_is_skipped_too(tmp_path: Path, harm: str) -> None:
+    path = tmp_path / "run"
+    with Run(path) as run:
+        run.resume(new_state, shardings=ONE)
+        for step in (1, 2):
+            run.save(step, state_of(step), trees={"ema": {"w": np.full(9, step)}}).wait()
+    (file,) = (path / "step_2" / "ema").glob("*.safetensors")
+    if harm == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    with Run(path) as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 1
+        assert run.resumed is not None
+        ((number, reason),) = run.resumed.skipped
+        assert number == 2
+        assert str(file) in reason
+        assert run.load(1, prefix="ema")["w"].tolist() == [1] * 9
+
+
+def test_what_an_iterator_raises_is_raised_and_marks_nothing(tmp_path: Path) -> None:
+    class Broken:
+        def get_state(self) -> int:
+            return 3
+
+        def set_state(self, state: int) -> None:
+            raise RuntimeError(f"cannot go to {state}")
+
+    with Run(tmp_path / "run") as run:
+        run.resume(new_state, shardings=ONE)
+        run.save(1, state_of(1), iterators={"train": Broken()})
+    with Run(tmp_path / "run") as run:
+        with pytest.raises(RuntimeError, match="cannot go to 3"):
+            run.resume(new_state, shardings=ONE, iterators={"train": Broken()})
+        assert run.resumed is None
+        assert states(run) == {1: "usable"}
+        assert run.resume(new_state, shardings=ONE, iterators={"train": 0})[1] == 1
+
+
 def test_a_mark_stays_when_the_run_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "run"
     trained(path, [1, 2])

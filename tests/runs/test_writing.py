@@ -12,6 +12,7 @@ from shardkeep.errors import CheckpointExistsError, ConflictError
 from shardkeep.processes.operation import join
 from shardkeep.runs.control import Control
 from shardkeep.runs.index import RunIndex
+from shardkeep.runs.schedule import Schedule
 from shardkeep.runs.steps import StepName
 from shardkeep.runs.writing import Writer
 from shardkeep.stores.location import location
@@ -19,7 +20,7 @@ from shardkeep.stores.location import location
 
 def writer_of(path: Path, keep: Keep | None = None) -> Writer:
     control, name = Control(location(path)), StepName("step_{}")
-    return Writer(control, RunIndex(control, name), name, keep, set())
+    return Writer(control, RunIndex(control, name), name, keep, Schedule(None), set())
 
 
 def opened(path: Path) -> Writer:

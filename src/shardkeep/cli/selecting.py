@@ -15,6 +15,7 @@ from shardkeep.runs.viewing import RunView, is_run
 from shardkeep.stores.location import exists, is_directory, location
 from shardkeep.targets.resolve import look
 
+_TRIES = 2  # how often a step is looked for again if it is deleted before it is held
 _SELECTOR = re.compile(r"latest|best|[0-9]+")
 
 
@@ -44,18 +45,23 @@ class Selection:
     @contextmanager
     def held(self, given: str) -> Generator[str]:
         """The same as `path_of`; no retention deletes the step meanwhile, if it is possible to write to the run."""
-        found = self._split(given)
         with ExitStack() as stack:
-            path = self.path_of(given)
+            yield self._hold(given, stack)
+
+    def _hold(self, given: str, stack: ExitStack) -> str:
+        for _ in range(_TRIES):
+            found, path = self._split(given), self.path_of(given)
             step = None if found is None else found[0].number_of(path)
-            if found is not None and step is not None and is_run(found[0].place):
-                try:
-                    stack.enter_context(found[0].open().hold(step))
-                except (CheckpointNotFoundError, ConflictError):
-                    path = self.path_of(given)  # it was deleted meanwhile: there may be another latest or best one
-                except OSError:
-                    pass  # read-only
-            yield path
+            if found is None or step is None or not is_run(found[0].place):
+                return path
+            try:
+                stack.enter_context(found[0].open().hold(step))
+                return path
+            except (CheckpointNotFoundError, ConflictError):
+                continue  # it was deleted meanwhile: there may be another latest or best one
+            except OSError:
+                return path  # there is no permission to write
+        return self.path_of(given)  # one that was never finished, or whose deletion was interrupted
 
     def step_of(self, given: str) -> tuple[RunView, int]:
         """The run and the number of the step that are meant, for commands that need a step of a run."""

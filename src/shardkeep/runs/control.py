@@ -10,8 +10,9 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -73,15 +74,14 @@ class Control:
         self.place = place
         self.store = store_at(place, RUN_CONTROL, confined=False)
 
-    @contextmanager
-    def explained(self, doing: str) -> Generator[None]:
+    def explained(self, doing: str) -> AbstractContextManager[None]:
         """What the operating system refuses becomes a `StorageError`."""
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, ShardkeepError):
-                raise
-            raise storage_error(error, f"{doing} in {self.place}", "Check the path and its permissions") from error
+        return _explained(doing, self.place)
+
+    def _names(self, kind: str) -> list[str]:
+        """The names of the files of one kind."""
+        with self.explained(f"listing the {kind}"):
+            return self.store.children(f"{RUN_CONTROL}/{kind}")
 
     def _write(self, name: str, content: Mapping[str, Any]) -> str:
         """Write a new file, durably."""
@@ -99,7 +99,7 @@ class Control:
     def marks(self) -> list[Mark]:
         """All marks, also void ones."""
         found: list[Mark] = []
-        for name in self.store.children(f"{RUN_CONTROL}/marks"):
+        for name in self._names("marks"):
             kind, _, rest = name.partition("~")
             step, save_id, _ = _split(rest)
             if step:
@@ -131,7 +131,7 @@ class Control:
     def metric_records(self) -> list[MetricRecord]:
         """The metrics that were recorded late, the oldest first."""
         found: list[MetricRecord] = []
-        for name in self.store.children(f"{RUN_CONTROL}/metrics"):
+        for name in self._names("metrics"):
             step, save_id, moment = _split(name)
             if step:
                 found.append(MetricRecord(step, save_id, moment, f"{RUN_CONTROL}/metrics/{name}"))
@@ -151,7 +151,7 @@ class Control:
 
     def take_hold(self, step: str) -> "Hold":
         """Write a hold on a step. The caller then checks that the step is not being deleted."""
-        hold = Hold(store_at(self.place, RUN_CONTROL, confined=False), f"{RUN_CONTROL}/holds/{step}~{_random()}")
+        hold = Hold(self.place, step)
         with self.explained(f"holding {step}"):
             hold.take()
         return hold
@@ -159,7 +159,7 @@ class Control:
     def is_held(self, step: str) -> bool:
         """Whether a reader that is alive holds the step. The holds of dead ones are removed."""
         held = False
-        for name in self.store.children(f"{RUN_CONTROL}/holds"):
+        for name in self._names("holds"):
             if name.rpartition("~")[0] == step:
                 held = self._is_alive(f"{RUN_CONTROL}/holds/{name}") or held
         return held
@@ -178,8 +178,11 @@ class Control:
 
     def held_steps(self) -> set[str]:
         """The names of the steps that readers hold now, as far as one can tell without changing anything."""
-        names = self.store.children(f"{RUN_CONTROL}/holds")
-        return {name.rpartition("~")[0] for name in names if self.store.is_held(f"{RUN_CONTROL}/holds/{name}")}
+        return {
+            name.rpartition("~")[0]
+            for name in self._names("holds")
+            if self.store.is_held(f"{RUN_CONTROL}/holds/{name}")
+        }
 
     def _is_alive(self, name: str) -> bool:
         """Whether a hold is held. Where clocks could deceive, only a hold that was taken over is dead."""
@@ -199,7 +202,7 @@ class Control:
 
     def requests(self) -> list[str]:
         """The requests for a save that were not granted yet."""
-        return [f"{RUN_CONTROL}/requests/{name}" for name in self.store.children(f"{RUN_CONTROL}/requests")]
+        return [f"{RUN_CONTROL}/requests/{name}" for name in self._names("requests")]
 
     def request_save(self) -> str:
         """Ask the writer of the run for a save. Returns the name of the request, which is removed when it is done."""
@@ -217,16 +220,22 @@ class Control:
 
 
 class Hold:
-    """A reader's hold on a step, until it is released. Releasing it twice is harmless."""
+    """A reader's hold on a step, until it is released, or until nobody has this object any more.
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
-        self._held: Held | None = None
+    Releasing it twice is harmless.
+    """
+
+    def __init__(self, place: Location, step: str) -> None:
+        self._store = store_at(place, RUN_CONTROL, confined=False)
+        self._name = f"{RUN_CONTROL}/holds/{step}~{_random()}"
+        self._held = self._store.hold(self._name)
+        # If Ctrl-C strikes while it is taken or released, the variables that refer to it are lost.
+        self._lost = weakref.finalize(self, _remove, self._held, f"the hold on {place / step}")
+        self._lost.atexit = False
 
     def take(self) -> None:
-        held = self._held = self._store.hold(self._name)
         try:
-            held.take(record_lines([], now()))
+            self._held.take(record_lines([], now()))
         except BaseException:
             self.release()
             raise
@@ -236,9 +245,9 @@ class Hold:
         return self._store.modified(self._name) is not None
 
     def release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.remove()
+        if self._lost.alive:
+            _remove(self._held, self._name)
+            self._lost.detach()
 
 
 class WriterLock:
@@ -255,6 +264,10 @@ class WriterLock:
         On a disk the kernel knows that. In a bucket a lease that is renewed while we look is alive; one that is not is
         waited out.
         """
+        with _explained("opening", self._place):
+            self._take()
+
+    def _take(self) -> None:
         pause, lease = 0.2, read(LEASE)
         before = self._seen()
         waits = False
@@ -309,9 +322,27 @@ class WriterLock:
 
     def release(self) -> None:
         """Give the lock up. Harmless if it was never taken."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.remove()
+        if self._held is not None:
+            _remove(self._held, f"the lock of the run {self._place}")
+            self._held = None
+
+
+@contextmanager
+def _explained(doing: str, place: Location) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ShardkeepError):
+            raise
+        raise storage_error(error, f"{doing} in {place}", "Check the path and its permissions") from error
+
+
+def _remove(held: Held, what: str) -> None:
+    """Give back what was held. If that fails it expires, so this is no reason to end a training."""
+    try:
+        held.remove()
+    except (ShardkeepError, OSError) as error:
+        log.warning("%s could not be removed: %s", what, error)
 
 
 def numbers_in(found: Any) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from shardkeep.errors import MissingLeafError, ProcessError, UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import membership
 from shardkeep.model.perprocess import PerProcess
+from shardkeep.processes.operation import join
 
 _PROTOCOLS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 _STATES = (str, int, float, complex, bytes, dict, list, tuple, type(None))
@@ -97,9 +98,12 @@ def put_back(
     else:
         found = load("own")
         states = {name: found[name] for name in iterators}
-    for name, given in iterators.items():
-        if (names := _protocol_of(name, _unwrapped(given))) is not None:
-            getattr(_unwrapped(given), names[1])(states[name])
+    with join(f"{what}: positioning the iterators") as operation:  # what one of them raises is raised everywhere
+        for name, given in iterators.items():
+            if (names := _protocol_of(name, _unwrapped(given))) is not None:
+                getattr(_unwrapped(given), names[1])(states[name])
+        operation.gather(None)
+        operation.share()
     return states
 
 

@@ -20,7 +20,7 @@ from shardkeep.runs.reading import ReadableRun
 from shardkeep.runs.steps import Step, StepName
 from shardkeep.runs.templates import Template
 from shardkeep.stores.location import Location, location
-from shardkeep.targets.resolve import find_newest, look
+from shardkeep.targets.resolve import find_complete, find_newest, look
 
 log = logging.getLogger("shardkeep")
 
@@ -133,8 +133,19 @@ class Resumption:
 
     def load(self, one: Candidate) -> tuple[Any, dict[str, Any]]:
         """The state of a step, and the states of its iterators, which are put back."""
+        self._check_complete(one)
         state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path))
         return state, self._position(one) if self._iterators else {}
+
+    @staticmethod
+    def _check_complete(one: Candidate) -> None:
+        """`IntegrityError` if files of a step are missing or truncated, those of trees that are not loaded too."""
+        with join(f"looking at {one.path}") as operation:
+            if operation.leads:
+                _, damage = find_complete(lambda: look(location(one.path), search=False))
+                if damage is not None:
+                    raise IntegrityError(f"{one.path} is damaged: {damage}")
+            operation.share()
 
     def _state_in(self, path: str, prefix: str | None) -> Any:
         return load(path, prefix=prefix, template=self._template.like, **self._template.arguments)
@@ -187,7 +198,7 @@ class Resumption:
                 f"resume(step={number}): the run {self._place} has no such step. It has (the newest first): {there}"
             )
         state, states = self.load(one)
-        later = [c for c in candidates if c.number > number and c.state == "usable" and c.save_id]
+        later = [c for c in candidates if c.number > number and c.state == "usable"]
         with join(f"going back to step {number} of {self._place}") as operation:
             if operation.leads:
                 self._restore(one)

@@ -105,6 +105,8 @@ class Retention:
         for name in listing.unfinished:
             # If a save to it is running, that is a conflict, and nothing is deleted.
             self._try(name, partial(_delete, str(self._control.place / name)), quiet=True)
+        if listing.unfinished:
+            listing = self._index.read()  # their marks are void now
         self._control.remove(listing.void)
 
     def run(

@@ -1,15 +1,11 @@
 """A training run: one object that saves when it is time, resumes, deletes old steps, and stops in an orderly way."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from shardkeep.errors import (
-    CallbackError,
-    ConflictError,
-)
+from shardkeep.errors import ConflictError
 from shardkeep.layouts.registry import layout_named
 from shardkeep.processes.operation import join
 from shardkeep.runs.agreement import Agreed
@@ -23,7 +19,7 @@ from shardkeep.runs.retention import delete_step
 from shardkeep.runs.schedule import Interval, Schedule
 from shardkeep.runs.steps import Step
 from shardkeep.runs.templates import read_template
-from shardkeep.runs.writing import Writer
+from shardkeep.runs.writing import LastSave, Writer
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.save import FormatName, start_save
 
@@ -96,11 +92,9 @@ class Run(ReadableRun):
         self._metadata = checked_metadata(metadata)
         self._format: FormatName = format
         self._signals = [number.name for number in parse_signals(signals)] if on_preemption == "save" else []
-        self._raises = on_error == "raise"
+        self._last = LastSave(raises=on_error == "raise")
         self._writer: Writer | None = None
         self._enter: Callable[[], Agreed | None] | None = None  # the agreement's `enter`, once this program writes
-        self._saving: BackgroundSave | None = None
-        self._timed: int | None = None  # the step that was found to be due by time
         self._stop_asked = self._is_closed = False
         self._stopping = False
         self._resumed: Resumed | None = None
@@ -121,14 +115,17 @@ class Run(ReadableRun):
 
     def _open(self) -> Writer:
         """Become the writer of the run."""
-        if self._writer is not None:
+        if self._writer is not None and self._enter is not None:
             return self._writer
         if self._is_closed:
             raise ValueError(f"the run {self.path} is closed; open it again with shardkeep.Run")
+        if self._writer is not None:
+            self._writer.close()  # opening it was interrupted
         with join(f"opening the run {self.path}") as operation:
-            writer = Writer(self._control, self._index, self._name, self._keep, self._in_use)
+            parts = (self._control, self._index, self._name, self._keep, self._schedule, self._in_use)
+            writer = self._writer = Writer(*parts)
             agreement = writer.open(operation, self._signals)
-        self._writer, self._enter = writer, agreement.enter
+        self._enter = agreement.enter
         if self._stop_asked:
             agreement.request("run.stop()", stop=True)
         return writer
@@ -182,7 +179,7 @@ class Run(ReadableRun):
         prefix = arguments.pop("prefix", None)
         plan = read_template(template, arguments)
         with join(f"resuming the run {self.path}") as operation:
-            self._settle()
+            self._last.settle()
             found: list[list[object]] = []
             if operation.leads:
                 writer.wait()
@@ -201,7 +198,7 @@ class Run(ReadableRun):
         writer.resumed_from = self._resumed_from = None if resumed.fresh else resumed.step
         self._resumed = resumed
         self._schedule.resumed(resumed.step)
-        self._schedule.restart_time(time.monotonic())
+        writer.restart_time()
         return state, resumed.step
 
     def step(
@@ -240,13 +237,10 @@ class Run(ReadableRun):
         """
         enter = self._enter or self._open_and_enter()
         agreed = enter()
-        saving = self._saving
-        if saving is not None and saving.error is not None and self._is_alone():
-            self._settle()
+        if self._last.has_failed and self._is_alone:
+            self._last.settle()
         number = step if type(step) is int and step >= 0 else check_number(step)
-        due = self._schedule.passed(number)
-        if self._schedule.seconds is not None and self._is_due_by_time(number):
-            due = True
+        due = self._schedule.passed(number) or self._is_time(number)
         if not due and agreed is None:
             return None
         return self._save(number, Contents(state, metrics, iterators, trees, metadata), agreed)
@@ -255,24 +249,6 @@ class Run(ReadableRun):
         self._open()
         assert self._enter is not None
         return self._enter
-
-    def _is_alone(self) -> bool:
-        return self._writer is not None and self._writer.is_alone
-
-    def _is_due_by_time(self, number: int) -> bool:
-        """Whether the time for a save has come. Several processes agree on a later call; process 0 announces it."""
-        writer = self._writer
-        if self._timed == number:
-            return True
-        if writer is None or not writer.leads or not self._schedule.due_by_time(time.monotonic()):
-            return False
-        if writer.is_alone:
-            self._timed = number
-            return True
-        if self._timed is None and writer.agreement is not None:
-            self._timed = -1  # announced
-            writer.agreement.request("save_every", stop=False)
-        return False
 
     def due(self, step: int) -> bool:
         """Whether `run.step(step, ...)` will save, for example to compute metrics only then.
@@ -284,8 +260,16 @@ class Run(ReadableRun):
             step: The number of the step.
         """
         number = check_number(step)
-        by_time = self._schedule.seconds is not None and self._is_alone() and self._is_due_by_time(number)
-        return self._schedule.is_due(number) or by_time
+        return self._schedule.is_due(number) or (self._is_alone and self._is_time(number))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this program writes the run and has one process."""
+        return self._writer is not None and self._writer.is_alone
+
+    def _is_time(self, number: int) -> bool:
+        """Whether a step is due by time."""
+        return self._schedule.seconds is not None and self._writer is not None and self._writer.is_time(number)
 
     def save(
         self,
@@ -324,13 +308,11 @@ class Run(ReadableRun):
         writer, place = self._open(), self._place / self._name.of(number)
         background = None
         with join(f"saving step {number} of {self.path}") as operation:
-            self._settle()
+            self._last.settle()
             checked = contents.checked(self._metadata)
             operation.gather(None)  # all have come here without an error
             how = operation.share(writer.decide(number) if operation.leads else None)
             fulfilled = writer.begin()
-            self._timed = None
-            self._schedule.restart_time(time.monotonic())
             if how == "skip":
                 writer.fulfil(fulfilled)
             else:
@@ -343,7 +325,7 @@ class Run(ReadableRun):
                     after=lambda: writer.committed(number, fulfilled),
                     order=self,
                 )
-                background = self._saving = start_save(request, operation)
+                background = self._last.save = start_save(request, operation)
         if how == "skip" and contents.pin:
             self.pin(number)
         if agreed is not None and agreed.stop:
@@ -352,24 +334,9 @@ class Run(ReadableRun):
 
     def _stop(self, number: int, agreed: Agreed) -> None:
         """Wait until the step is durable, and then say that the run stops."""
-        self._settle()
+        self._last.settle()
         log.warning("the run %s stops after step %d, which is saved (%s)", self.path, number, agreed.why)
         self._stopping = True
-
-    def _settle(self) -> None:
-        """Wait for the save in the background. What went wrong is raised, or was logged when it happened."""
-        saving = self._saving
-        if saving is None:
-            return
-        try:
-            saving.wait()
-        except CallbackError:
-            pass  # committed; what could not be tidied up afterwards was logged
-        except Exception:
-            self._saving = None
-            if self._raises:
-                raise
-        self._saving = None
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
         """Record metrics of a step, for example those of an evaluation. An evaluator needs no lock for this.
@@ -385,7 +352,7 @@ class Run(ReadableRun):
             MetadataError: A metric is not a number.
             CheckpointNotFoundError: There is no such step.
         """
-        saving = self._saving
+        saving = self._last.save
         if saving is not None and saving.path == str(self._place / self._name.of(check_number(step))):
             saving.wait()
         super().record(step, metrics)
@@ -402,7 +369,7 @@ class Run(ReadableRun):
         """
         writer = self._open()
         with join(f"deleting a step of {self.path}") as operation:
-            self._settle()
+            self._last.settle()
             if operation.leads:
                 writer.wait()
                 entry = self._entry(step, "delete")
@@ -422,7 +389,7 @@ class Run(ReadableRun):
 
     def wait(self) -> None:
         """Wait until the save in the background is committed, and deletions are done. Raises what went wrong."""
-        self._settle()
+        self._last.settle()
         if self._writer is not None:
             self._writer.wait()
 
@@ -431,13 +398,13 @@ class Run(ReadableRun):
 
         The run can still be read afterwards. Closing it twice is harmless.
         """
-        self._is_closed = True
+        self._is_closed, self._enter = True, None
         try:
-            self._settle()
+            self._last.settle()
         finally:
-            writer, self._writer, self._enter = self._writer, None, None
-            if writer is not None:
-                writer.close()
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
 
     def __enter__(self) -> "Run":
         return self

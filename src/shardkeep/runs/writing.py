@@ -4,10 +4,11 @@ import atexit
 import datetime
 import logging
 import os
+import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 
-from shardkeep.errors import CheckpointExistsError, ShardkeepError
+from shardkeep.errors import CallbackError, CheckpointExistsError
 from shardkeep.processes.operation import Operation
 from shardkeep.runs.agreement import Agreement
 from shardkeep.runs.control import POLL, Control, WriterLock
@@ -16,10 +17,13 @@ from shardkeep.runs.index import Listing, RunIndex
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.preemption import Signals
 from shardkeep.runs.retention import Retention
+from shardkeep.runs.schedule import Schedule
 from shardkeep.runs.steps import State, StepName
+from shardkeep.saving.pending import BackgroundSave
 
 log = logging.getLogger("shardkeep")
 
+_ANNOUNCED = -1  # in place of a step that is due by time: the processes will agree on one
 _AT_EXIT = 30.0  # seconds that the end of the program waits for housekeeping
 
 
@@ -31,6 +35,7 @@ class Writer:
         index: Lists its steps.
         name: How they are named.
         keep: Which of them stay; None for all.
+        schedule: When saves are due.
         in_use: Steps that must not be deleted at the moment.
 
     Attributes:
@@ -42,15 +47,22 @@ class Writer:
     """
 
     def __init__(
-        self, control: Control, index: RunIndex, name: StepName, keep: Keep | None, in_use: Collection[int]
+        self,
+        control: Control,
+        index: RunIndex,
+        name: StepName,
+        keep: Keep | None,
+        schedule: Schedule,
+        in_use: Collection[int],
     ) -> None:
-        self._control, self._index, self._name = control, index, name
+        self._control, self._index, self._name, self._schedule = control, index, name, schedule
         self._retention = Retention(control, index, keep)
         self._lock = WriterLock(control.place)
         self._in_use = in_use
         self._signals: Signals | None = None
         self._housekeeping: Housekeeping | None = None
         self._requested: set[str] = set()
+        self._timed: int | None = None  # the step that was found to be due by time
         self.agreement: Agreement | None = None
         self.leads = self.is_alone = True
         self.known: dict[int, State] = {}
@@ -112,8 +124,28 @@ class Writer:
         self._index.write(self._index.read())
         return "replace"
 
+    def is_time(self, number: int) -> bool:
+        """Whether a step is due by time. Several processes agree on a later call instead, which process 0 announces."""
+        if self._timed == number:
+            return True
+        if not self.leads or not self._schedule.due_by_time(time.monotonic()):
+            return False
+        if self.is_alone:
+            self._timed = number
+            return True
+        if self._timed is None and self.agreement is not None:
+            self._timed = _ANNOUNCED
+            self.agreement.request("save_every", stop=False)
+        return False
+
+    def restart_time(self) -> None:
+        """Count the time until the next save from now on."""
+        self._timed = None
+        self._schedule.restart_time(time.monotonic())
+
     def begin(self) -> set[str]:
-        """The requests that a save which begins now fulfils."""
+        """A save begins now. Returns the requests that it fulfils."""
+        self.restart_time()
         return set(self._requested)
 
     def confirm(self) -> None:
@@ -156,18 +188,49 @@ class Writer:
             self._housekeeping.wait()
 
     def close(self, seconds: float | None = None) -> None:
-        """Give everything back. Harmless if called twice, and if opening failed half-way."""
-        _open.discard(self)
+        """Give everything back. Harmless if called twice, and if opening or closing was interrupted."""
         if self._signals is not None:
             self._signals.close()
         if self.agreement is not None:
             self.agreement.close()
         if self._housekeeping is not None:
             self._housekeeping.close(seconds)
+        self._lock.release()
+        _open.discard(self)  # last: what an interrupt has cut short is completed at the end of the program
+
+
+class LastSave:
+    """The save of a run that goes on in the background. There is one at a time.
+
+    Args:
+        raises: Whether what goes wrong is raised; else it is only logged.
+
+    Attributes:
+        save: The save; None if there is none, or it is over and its error was told.
+    """
+
+    def __init__(self, raises: bool) -> None:
+        self._raises = raises
+        self.save: BackgroundSave | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error that was not told yet."""
+        return self.save is not None and self.save.error is not None
+
+    def settle(self) -> None:
+        """Wait for it. What went wrong is raised, or was logged when it happened."""
+        if self.save is None:
+            return
         try:
-            self._lock.release()
-        except (ShardkeepError, OSError) as error:
-            log.warning("the lock of the run %s could not be removed: %s", self._control.place, error)
+            self.save.wait()
+        except CallbackError:
+            pass  # committed; what could not be tidied up afterwards was logged
+        except Exception:
+            self.save = None
+            if self._raises:
+                raise
+        self.save = None
 
 
 _open: weakref.WeakSet[Writer] = weakref.WeakSet()

@@ -96,8 +96,9 @@ class LocalHeld(LockFile):
             raise ConflictError(f"{self.path} was removed by another program while this one was using it")
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
+        if self.file is None or self.file.is_open:  # closed: it is removed already, or it belongs to the parent
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
         self.release()
 
 
