@@ -75,6 +75,55 @@ class ForeignReader(Protocol):
         ...
 
 
+class FileReader(Protocol):
+    """A kind of checkpoint that another program writes as one file, or as several files with names of one pattern.
+
+    Files of any other kind may lie beside it. What it says of arrays is as in a `ForeignReader`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What `shardkeep ls` calls such a checkpoint."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The kind of its arrays in manifests that have the origin `ForeignArray`."""
+        ...
+
+    @property
+    def main(self) -> Collection[str]:
+        """Names of files that a folder stands for, even if it holds others of this kind (`pytorch_model.bin`)."""
+        ...
+
+    def among(self, names: Collection[str]) -> Sequence[str]:
+        """Those of the names in a directory that are checkpoints of this kind, as far as names tell.
+
+        Several files that are one checkpoint are named by one of them, which is what `detect` is given then.
+        """
+        ...
+
+    def detect(self, store: Store, name: str) -> Manifest | None:
+        """The checkpoint in a file, as a manifest of a tree with the format "foreign"; None if it is of another kind.
+
+        Everything in it is checked, as by a `ForeignReader`. The file exists, and may have any name and any content:
+        look at the name or at the first bytes before reading more.
+
+        Args:
+            store: The directory of the file, or the bucket prefix.
+            name: The name of the file in it, which need not be one that `among` gives.
+
+        Raises:
+            CheckpointNotFoundError: It is of this kind, in a form that cannot be read. Say which, and what to do.
+            IntegrityError: It is of this kind, but damaged.
+        """
+        ...
+
+    def open(self, store: Store, leaf: StoredArray) -> ArrayReader:
+        """One of its arrays that have no pieces. `IntegrityError` if its own description is missing or damaged."""
+        ...
+
+
 @dataclass(frozen=True)
 class CompanionIndex:
     """What an index for another program says.

@@ -20,7 +20,7 @@ from shardkeep.runtime.progress import NO_BAR, Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, location, path_text
-from shardkeep.targets.base import Target
+from shardkeep.targets.base import Source
 from shardkeep.targets.steady import TRIES, Attempt
 
 _SHOWN = 5  # leaves named for a file that is missing or truncated
@@ -93,7 +93,7 @@ def _verify(
     )
 
 
-def _document_of(target: Target) -> str:
+def _document_of(target: Source) -> str:
     """The document of a checkpoint that cannot be opened: the first that is there."""
     for name in target.documents:
         with suppress(OSError):  # a loop of symbolic links, for example
