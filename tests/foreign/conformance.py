@@ -88,6 +88,7 @@ class ReaderTests:
         manifest = shardkeep.inspect(made)
         (tree,) = manifest.trees.values()
         assert tree.format == "foreign"
+        assert manifest.source == tree.source == self.name
         found = {leaf.key.replace("/", "."): (leaf.dtype, leaf.shape) for leaf in tree.leaves}
         assert found == {key: (array.dtype.name, array.shape) for key, array in arrays().items()}
         assert manifest.nbytes == sum(array.nbytes for array in arrays().values())
@@ -261,6 +262,8 @@ class DirectoryReaderTests(ReaderTests):
         assert_same(shardkeep.load(made, prefix="ours"), {"x": np.arange(3)})
         assert_same(shardkeep.load(made, prefix=""), before)
         assert shardkeep.verify(made).unchecked == len(arrays())
+        assert shardkeep.inspect(made).tree("").source == self.name
+        assert shardkeep.inspect(made).source == f"{self.name}, shardkeep"
 
     def test_overwriting_it_removes_its_files(self, made: Path) -> None:
         files = self.data_files(made)

@@ -15,7 +15,7 @@ from shardkeep.errors import (
     NewerFormatError,
     ShardkeepError,
 )
-from shardkeep.foreign.registry import checkpoint_files, is_recognized, name_reader
+from shardkeep.foreign.registry import checkpoint_files, is_recognized
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.stores.base import CONTROL, Store
@@ -199,8 +199,7 @@ def look(where: Location, name: str, unindexed: bool = False) -> SurveyEntry:
         target = find(where)
         manifest = target.read()
         if all(tree.format == "foreign" for tree in manifest.trees.values()):
-            inside = target.documents if isinstance(target, ForeignFile) else target.store.children("")
-            kind = "safetensors" if isinstance(target, Exchange) else name_reader(inside, manifest)
+            kind = manifest.source
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
         absent = isinstance(error, CheckpointNotFoundError)

@@ -43,7 +43,7 @@ class ForeignReader(Protocol):
 
     @property
     def name(self) -> str:
-        """What `shardkeep ls` calls such a checkpoint."""
+        """What such a checkpoint is called: the `source` of its trees, which `shardkeep ls` shows as its kind."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class FileReader(Protocol):
 
     @property
     def name(self) -> str:
-        """What `shardkeep ls` calls such a checkpoint."""
+        """What such a checkpoint is called: the `source` of its trees, which `shardkeep ls` shows as its kind."""
         ...
 
     @property

@@ -5,6 +5,7 @@ directory) or a `FileReader` (a kind that is one file or a set of files), and li
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.base import ArrayReader, Companions, FileReader, ForeignReader
@@ -25,14 +26,25 @@ def detect(store: Store, names: Collection[str]) -> Manifest | None:
         store: The directory or bucket prefix.
         names: What is directly in it.
     """
-    found = (reader.detect(store, names) for reader in READERS)
-    return next((manifest for manifest in found if manifest is not None), None)
+    for reader in READERS:
+        found = reader.detect(store, names)
+        if found is not None:
+            return _said_by(reader, found)
+    return None
 
 
 def detect_file(store: Store, name: str) -> Manifest | None:
     """Another program's checkpoint in a file, or in files of which one is given; None if it cannot be read."""
-    found = (reader.detect(store, name) for reader in FILE_READERS)
-    return next((manifest for manifest in found if manifest is not None), None)
+    for reader in FILE_READERS:
+        found = reader.detect(store, name)
+        if found is not None:
+            return _said_by(reader, found)
+    return None
+
+
+def _said_by(reader: ForeignReader | FileReader, found: Manifest) -> Manifest:
+    """A manifest that says which reader described its trees."""
+    return replace(found, trees={p: replace(tree, source=reader.name) for p, tree in found.trees.items()})
 
 
 def checkpoint_files(names: Collection[str]) -> list[str]:
@@ -49,14 +61,6 @@ def main_files(names: Collection[str]) -> list[str]:
 def is_recognized(names: Collection[str]) -> bool:
     """Whether the names in a directory tell that another program's checkpoint is there, or was meant to be."""
     return any(reader.recognizes(names) for reader in READERS)
-
-
-def name_reader(names: Collection[str], manifest: Manifest) -> str:
-    """What a checkpoint is called in listings, if all of its trees are another program's."""
-    kinds = {leaf.kind for tree in manifest.trees.values() for leaf in tree.arrays}
-    known = (reader.name for reader in READERS if reader.kind in kinds or reader.recognizes(names))
-    of_files = (reader.name for reader in FILE_READERS if reader.kind in kinds or reader.among(names))
-    return next(known, None) or next(of_files, "foreign")
 
 
 def open_array(store: Store, leaf: StoredArray) -> ArrayReader:
