@@ -1,0 +1,63 @@
+"""Regions of arrays whose bytes lie one after the other, read without reading the rest of the array."""
+
+from typing import Protocol
+
+import numpy as np
+
+from shardkeep.model.arrays import Array, ArraySpec, Region
+
+_MOST = 4 << 20  # bytes read at once that are not all needed: beyond that, a part of them costs another read
+
+
+class ByteSource(Protocol):
+    """Where the bytes of an array are."""
+
+    def read_into(self, offset: int, buffer: Array) -> None:
+        """Fill `buffer`, of bytes, with the bytes of the array at `offset`."""
+        ...
+
+
+def read_region(source: ByteSource, spec: ArraySpec, region: Region, fortran: bool = False) -> Array:
+    """A region of an array as a new array in C order. Of the source, parts are read in order of their offsets.
+
+    Args:
+        source: The bytes of the array.
+        spec: Its shape and dtype, in whichever byte order it is stored.
+        region: The region.
+        fortran: Whether the first axis is the one along which elements are neighbours.
+    """
+    if fortran:
+        turned = ArraySpec(spec.shape[::-1], spec.dtype)
+        found = read_region(source, turned, Region(region.start[::-1], region.shape[::-1]))
+        return _native(np.ascontiguousarray(found.transpose()).reshape(region.shape))
+    found = np.empty(region.shape, spec.dtype)
+    if found.size:
+        _fill(source, 0, spec.shape, region, found)
+    return _native(found)
+
+
+def _fill(source: ByteSource, offset: int, shape: tuple[int, ...], region: Region, into: Array) -> None:
+    """Fill `into` with a region of the array of this shape that begins at `offset`."""
+    itemsize = into.dtype.itemsize
+    if region.shape[1:] == shape[1:]:
+        row = itemsize * int(np.prod(shape[1:], dtype=np.int64))
+        first = region.start[0] if shape else 0
+        source.read_into(offset + first * row, into.reshape(-1).view(np.uint8))
+        return
+    row = itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    inner = Region(region.start[1:], region.shape[1:])
+    step = _MOST // row
+    for first in range(0, region.shape[0], max(step, 1)):
+        at = offset + (region.start[0] + first) * row
+        if step == 0:
+            _fill(source, at, shape[1:], inner, into[first])
+            continue
+        part = into[first : first + step]
+        block = np.empty((len(part), *shape[1:]), into.dtype)
+        source.read_into(at, block.reshape(-1).view(np.uint8))
+        part[...] = block[(slice(None), *inner.slices)]
+
+
+def _native(array: Array) -> Array:
+    """The same numbers in the byte order of this machine."""
+    return array if array.dtype.isnative else array.byteswap(inplace=True).view(array.dtype.newbyteorder("="))
