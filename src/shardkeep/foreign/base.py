@@ -1,12 +1,13 @@
 """What shardkeep asks of a reader of other programs' checkpoints, and of documents that it writes for them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import StoredArray
-from shardkeep.model.manifest import Manifest
+from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
 
@@ -121,6 +122,15 @@ class FileReader(Protocol):
 
     def open(self, store: Store, leaf: StoredArray) -> ArrayReader:
         """One of its arrays that have no pieces. `IntegrityError` if its own description is missing or damaged."""
+        ...
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A reader of files that have checksums of their own, which `verify` compares instead of only reading them."""
+
+    def checks(self, store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]]:
+        """Tasks that together read the files of a tree. Each raises `IntegrityError` for what is damaged."""
         ...
 
 

@@ -1,5 +1,6 @@
 """Regions of arrays whose bytes lie one after the other, read without reading the rest of the array."""
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +11,10 @@ _MOST = 4 << 20  # bytes read at once that are not all needed: beyond that, a pa
 
 
 class ByteSource(Protocol):
-    """Where the bytes of an array are."""
+    """Where the bytes of an array are: a file, for example."""
 
     def read_into(self, offset: int, buffer: Array) -> None:
-        """Fill `buffer`, of bytes, with the bytes of the array at `offset`."""
+        """Fill `buffer`, of bytes, with those at an offset; `ValueError` or `EOFError` if there are not enough."""
         ...
 
 
@@ -38,15 +39,13 @@ def read_region(source: ByteSource, spec: ArraySpec, region: Region, fortran: bo
 
 def _fill(source: ByteSource, offset: int, shape: tuple[int, ...], region: Region, into: Array) -> None:
     """Fill `into` with a region of the array of this shape that begins at `offset`."""
-    itemsize = into.dtype.itemsize
+    row = into.dtype.itemsize * math.prod(shape[1:])
     if region.shape[1:] == shape[1:]:
-        row = itemsize * int(np.prod(shape[1:], dtype=np.int64))
         first = region.start[0] if shape else 0
         source.read_into(offset + first * row, into.reshape(-1).view(np.uint8))
         return
-    row = itemsize * int(np.prod(shape[1:], dtype=np.int64))
     inner = Region(region.start[1:], region.shape[1:])
-    step = _MOST // row
+    step = _MOST // row  # rows that are read at once
     for first in range(0, region.shape[0], max(step, 1)):
         at = offset + (region.start[0] + first) * row
         if step == 0:

@@ -4,18 +4,20 @@ To read another kind of checkpoint, write a module in this package with a `Forei
 directory) or a `FileReader` (a kind that is one file or a set of files), and list it here.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.base import ArrayReader, Companions, FileReader, ForeignReader
+from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader, ForeignReader
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
+from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
-from shardkeep.model.manifest import Manifest
+from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
 READERS: list[ForeignReader] = [EformerReader()]
-FILE_READERS: list[FileReader] = []
+FILE_READERS: list[FileReader] = [TorchReader()]
 COMPANIONS: list[Companions] = [EformerIndex()]
 
 
@@ -40,6 +42,16 @@ def detect_file(store: Store, name: str) -> Manifest | None:
         if found is not None:
             return _said_by(reader, found)
     return None
+
+
+def checks_of(store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]] | None:
+    """Tasks that compare a tree's files with the checksums that their format has; None if it has none.
+
+    Each raises `IntegrityError` for what is damaged. Together they read all that `load` would.
+    """
+    found = (reader for reader in FILE_READERS if reader.name == tree.source and isinstance(reader, Checked))
+    reader = next(found, None)
+    return None if reader is None else reader.checks(store, tree)
 
 
 def _said_by(reader: ForeignReader | FileReader, found: Manifest) -> Manifest:

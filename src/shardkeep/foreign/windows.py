@@ -1,10 +1,24 @@
-"""Small parts of large files, as the parsers of other programs' files read them: bounded, and with few requests."""
+"""Other programs' files, opened for their parsers: small parts of large files, bounded, and with few requests."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 
-from shardkeep.stores.base import StoredFile
+from shardkeep.errors import MissingDataError, damage_of
+from shardkeep.foreign.flat import ByteSource
+from shardkeep.model.arrays import Array
+from shardkeep.stores.base import Store, StoredFile
 
 _AHEAD = 128 << 10  # bytes read at once: in a bucket a request costs as much as a megabyte, on a disk next to nothing
+
+
+class ByteFile(ByteSource, Protocol):
+    """Bytes of which it is known how many there are: a file, or a part of one."""
+
+    @property
+    def size(self) -> int: ...
 
 
 class Window:
@@ -14,7 +28,7 @@ class Window:
         size: The size of the file.
     """
 
-    def __init__(self, file: StoredFile) -> None:
+    def __init__(self, file: ByteFile) -> None:
         self.size = file.size
         self._file = file
         self._start, self._data = 0, b""
@@ -29,3 +43,20 @@ class Window:
             self._file.read_into(offset, memory)
             self._start, self._data, skip = offset, memory.tobytes(), 0
         return self._data[skip : skip + count]
+
+    def read_into(self, offset: int, buffer: Array) -> None:
+        """Fill `buffer` with the bytes at an offset; `ValueError` if there are not enough."""
+        buffer[:] = np.frombuffer(self.read(offset, buffer.size), np.uint8)
+
+
+@contextmanager
+def opened(store: Store, name: str, key: str) -> Generator[StoredFile]:
+    """A file that is read for a leaf. What is wrong with it is an `IntegrityError` that names the file and the leaf."""
+    where = store.locate(name)
+    try:
+        with store.open(name) as file:
+            yield file
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingDataError(f"{where} is missing", leaf=key, file=where) from None
+    except (ValueError, EOFError, MemoryError) as error:
+        raise damage_of(error, key, where) from error

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardkeep.foreign.flat import ByteSource
 from shardkeep.foreign.windows import Window
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import digest
 from shardkeep.model.records import record
-from shardkeep.stores.base import StoredFile
 
 STORED, DEFLATED = 0, 8  # methods
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
@@ -33,7 +33,7 @@ class ZipEntry:
     Attributes:
         name: Its name, which may be anything: never use it as a path.
         method: How it is compressed: `STORED` or `DEFLATED`.
-        crc: The CRC-32 of its bytes.
+        crc: The CRC-32 of its bytes; None if it is not to be compared.
         size: The number of its bytes.
         stored: The number of bytes that it has in the archive.
         start: Where those begin.
@@ -41,7 +41,7 @@ class ZipEntry:
 
     name: str
     method: int
-    crc: int
+    crc: int | None
     size: int
     stored: int
     start: int
@@ -121,7 +121,9 @@ def _parse_entry(text: bytes, at: int) -> tuple[ZipEntry, bytes, int]:
         raise ValueError("its directory is damaged")
     name = raw.decode("utf-8" if flags & _UTF8 else "cp437")
     if flags & _ENCRYPTED or method not in (STORED, DEFLATED):
-        raise ValueError(f"the entry {name[:80]!r} is encrypted, or compressed with method {method}; only deflate is read")
+        raise ValueError(
+            f"the entry {name[:80]!r} is encrypted, or compressed with method {method}; only deflate is read"
+        )
     size, stored, start = _long_numbers(extra, (size, stored, start))
     if size != stored if method == STORED else size > stored * _BEST_RATIO:
         raise ValueError(f"the entry {name[:80]!r} cannot have {size:,} bytes, stored in {stored:,}")
@@ -153,15 +155,15 @@ def _data_start(window: Window, entry: ZipEntry, raw: bytes) -> int:
 
 
 class EntryBytes:
-    """The bytes of an entry of an open archive; a `ByteSource`. Compressed ones are read in order, or again."""
+    """The bytes of an entry; a `ByteSource`. To go back in a compressed one, it is decompressed from its start."""
 
-    def __init__(self, file: StoredFile, entry: ZipEntry) -> None:
-        self._file, self._entry = file, entry
+    def __init__(self, archive: ByteSource, entry: ZipEntry) -> None:
+        self._file, self._entry = archive, entry
         self._begin()
 
     def _begin(self) -> None:
         self._at = self._taken = 0  # bytes given, and bytes of the archive used for them
-        self._crc: int | None = 0  # of what was given; None once something was left out
+        self._crc = 0 if self._entry.crc is not None else None  # of what was given; None once something was left out
         self._decoder = zlib.decompressobj(-15)
 
     def read_into(self, offset: int, buffer: Array) -> None:
@@ -228,6 +230,6 @@ class EntryBytes:
         self._at += given.size
         if self._crc is None:
             return
-        self._crc = zlib.crc32(given, self._crc)
+        self._crc = zlib.crc32(given.data, self._crc)
         if self._at == self._entry.size and self._crc != self._entry.crc:
             raise ValueError(f"the entry {self._entry.name[:80]!r} does not match its CRC")
