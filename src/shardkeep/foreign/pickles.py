@@ -66,6 +66,11 @@ class InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
             known = self._classes[module, name] = type("PickledObject", (self.stand_in,), named)
         return known
 
+    @staticmethod
+    def is_key(value: object) -> bool:
+        """Whether a value may be a key of a dict."""
+        return _is_key(value)
+
     def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("persistent ids are not supported")
 
@@ -78,7 +83,7 @@ def _guarded(opcode: bytes, keys: slice) -> Any:
     load = InertUnpickler.dispatch[opcode[0]]
 
     def guarded(unpickler: Any) -> None:
-        if not all(_is_key(value) for value in unpickler.stack[keys]):
+        if not all(unpickler.is_key(value) for value in unpickler.stack[keys]):
             raise pickle.UnpicklingError("a key is not a plain value")
         load(unpickler)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader, ForeignReader
+from shardkeep.foreign.dcp import DcpReader
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
 from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
@@ -16,7 +17,7 @@ from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
-READERS: list[ForeignReader] = [EformerReader()]
+READERS: list[ForeignReader] = [DcpReader(), EformerReader()]
 FILE_READERS: list[FileReader] = [TorchReader()]
 COMPANIONS: list[Companions] = [EformerIndex()]
 

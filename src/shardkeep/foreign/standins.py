@@ -45,6 +45,10 @@ def take_apart(value: object, length: int, where: str) -> Taken:
     return Taken(Skeleton(root), tuple(taker.leaves))
 
 
+class Placed:
+    """An array, as whoever passes the tree describes it: a leaf."""
+
+
 class _Taker:
     """Goes through a value once."""
 
@@ -60,7 +64,7 @@ class _Taker:
             raise IntegrityError(f"{self._where}: what is pickled is {what}", file=self._where)
         if value is None:
             return None
-        if is_plain(value):
+        if is_plain(value) or isinstance(value, Placed):
             return self._leaf(value, path)
         if isinstance(value, type):
             return self._leaf(f"{getattr(value, 'module', '')}.{getattr(value, 'name', '')}", path)
@@ -91,6 +95,8 @@ class _Taker:
     def _dict(self, value: Mapping[object, object], path: Path) -> Child:
         if self._is_state_dict(value):
             value = {**nest([((str(name),), item) for name, item in value.items()])}
+        if any(isinstance(key, Record) for key in value):
+            return self._custom("builtins:dict", [("items", list(value.items()))], path)
         keys = tuple(value)
         names = name_children(keys)
         return Node("dict", names, self._children(names, list(value.values()), path), keys)
@@ -100,7 +106,7 @@ class _Taker:
         dots = [key.count(".") if isinstance(key, str) else _MOST_DOTS + 1 for key in value]
         if not 0 < max(dots, default=0) <= _MOST_DOTS:
             return False
-        return any(tensor_of(item, self._where) is not None for item in value.values())
+        return any(isinstance(item, Placed) or tensor_of(item, self._where) is not None for item in value.values())
 
     def _sequence(self, kind: str, values: Sequence[object], path: Path) -> Child:
         numbers = tuple(map(str, range(len(values))))

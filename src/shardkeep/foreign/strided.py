@@ -24,6 +24,7 @@ _TEXT = re.compile(
     r"@(?P<offset>\d{1,19})@(?P<strides>[\d.]*)@(?P<flags>[scn]*)",
     re.DOTALL | re.ASCII,
 )
+STRIDED = "torch"  # the kind of these arrays in manifests
 SWAPPED, CONJUGATED, NEGATED = "s", "c", "n"
 
 

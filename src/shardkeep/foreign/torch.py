@@ -13,7 +13,7 @@ from typing import cast
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, MissingDataError, damage_of
 from shardkeep.foreign.standins import take_apart
-from shardkeep.foreign.strided import StridedArray
+from shardkeep.foreign.strided import STRIDED, StridedArray
 from shardkeep.foreign.torcharchives import TorchArchive, entries_to_check, read_archive, refuse_other_forms
 from shardkeep.foreign.torchpickles import Tensor
 from shardkeep.foreign.windows import Window
@@ -42,7 +42,7 @@ class TorchReader:
     """Reads files of `torch.save`, and several that are one checkpoint; a `FileReader`."""
 
     name: str = "torch"
-    kind: str = "torch"
+    kind: str = STRIDED
     main: Collection[str] = (
         "pytorch_model.bin.index.json",
         "pytorch_model.bin",

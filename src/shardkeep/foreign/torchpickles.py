@@ -144,6 +144,11 @@ class _TorchUnpickler(InertUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         return Entries if (module, name) in _DICTS else super().find_class(module, name)
 
+    @staticmethod
+    def is_key(value: object) -> bool:
+        """Objects too: what stands for them is compared and hashed by identity, which runs nothing."""
+        return isinstance(value, StandIn) or InertUnpickler.is_key(value)
+
     def persistent_load(self, pid: object) -> Storage:
         parts = cast("tuple[object, ...]", pid) if isinstance(pid, tuple) else ()
         if len(parts) < 5 or parts[0] != "storage":
@@ -195,16 +200,21 @@ def tensor_of(value: object, where: str) -> Tensor | None:
         raise IntegrityError(f"{where}: a tensor is not described as torch does: {error!r:.200}", file=where) from error
 
 
+def dtype_named(name: str) -> DType | None:
+    """The dtype here of one of torch's; None if no array here can have it."""
+    return dtype_from_name(name) if name in _DTYPES else None
+
+
 def _tensor(name: str, args: Sequence[Any]) -> Tensor:
     storage, offset, shape, strides = args[:4]
     if not isinstance(storage, Storage) or not _is_count(offset):
         raise TypeError("it has no storage, or no offset")
-    shape, strides = _counts(shape), _counts(strides)
+    shape, strides = as_counts(shape), as_counts(strides)
     metadata: Any = args[6] if len(args) > 6 else None
     dtype, type_name = storage.dtype, storage.type_name
     if name.endswith("_v3"):
         type_name = args[6].name
-        dtype = dtype_from_name(type_name) if type_name in _DTYPES else None
+        dtype = dtype_named(type_name)
         metadata = args[7] if len(args) > 7 else None
     elif storage.type_name == _UNTYPED:
         raise ValueError("its storage has no type")
@@ -227,7 +237,7 @@ def nbytes_of(storage: Storage) -> int:
     return storage.count * (1 if storage.dtype is None else storage.dtype.itemsize)
 
 
-def _counts(values: object) -> tuple[int, ...]:
+def as_counts(values: object) -> tuple[int, ...]:
     """A shape or strides: a tuple of numbers, or a `torch.Size` of one."""
     if isinstance(values, Record) and values.class_name() == "torch:Size":
         (values,) = values.args

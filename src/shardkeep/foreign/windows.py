@@ -49,6 +49,22 @@ class Window:
         buffer[:] = np.frombuffer(self.read(offset, buffer.size), np.uint8)
 
 
+class FilePart:
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: ByteFile, offset: int, length: int) -> None:
+        """Take a part. `ValueError` if it is not in the file."""
+        if offset < 0 or length < 0 or offset + length > file.size:
+            raise ValueError(f"it ends at byte {file.size:,}, and {length:,} bytes are needed from {offset:,} on")
+        self.size = length
+        self._file, self._offset = file, offset
+
+    def read_into(self, offset: int, buffer: Array) -> None:
+        if offset + buffer.size > self.size:
+            raise ValueError(f"it ends at byte {self.size:,} of this part")
+        self._file.read_into(self._offset + offset, buffer)
+
+
 @contextmanager
 def opened(store: Store, name: str, key: str) -> Generator[StoredFile]:
     """A file that is read for a leaf. What is wrong with it is an `IntegrityError` that names the file and the leaf."""
