@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, MissingDataError, damage_of
+from shardkeep.errors import CheckpointNotFoundError, IntegrityError, MissingDataError, ShardkeepError, damage_of
 from shardkeep.foreign.standins import take_apart
 from shardkeep.foreign.strided import STRIDED, StridedArray
 from shardkeep.foreign.torcharchives import TorchArchive, entries_to_check, read_archive, refuse_other_forms
@@ -149,7 +149,7 @@ def _read_set(store: Store, name: str, where: str, shards: Mapping[str, Sequence
         try:
             found = _open_archive(store, shard, number)
         except FileNotFoundError as error:
-            if isinstance(error, CheckpointNotFoundError):
+            if isinstance(error, ShardkeepError):
                 raise
             raise MissingDataError(f"{place} is missing; {where} needs it", file=place) from None
         if found is None or not isinstance(found[0].value, dict):

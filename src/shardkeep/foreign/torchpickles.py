@@ -34,6 +34,7 @@ _UNTYPED = "UntypedStorage"
 _NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "complex64", "complex128")
 _FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 _DTYPES = frozenset([*_NUMBERS, *_FLOATS, "float8_e5m2fnuz", "float8_e8m0fnu"])
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2 names modules
 _DICTS = (("collections", "OrderedDict"), ("collections", "defaultdict"))
 # How calls that rebuild a tensor are named, and where in their arguments the tensor is that they return.
 _WRAPPERS = {
@@ -90,6 +91,8 @@ class Tensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether the stored elements, one after the other, are those of the tensor in C order."""
+        if 0 in self.shape:
+            return True
         expected = 1
         for extent, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
             if extent != 1 and stride != expected:
@@ -134,14 +137,38 @@ class StandIn(Record):
     add = append
 
 
+class _Encode:
+    """Stands for `_codecs.encode`, which old protocols write bytes with. They take no more memory than the pickle."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def __call__(self, text: object, encoding: object) -> bytes:
+        if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+            raise pickle.UnpicklingError("bytes are not written as pickle writes them")
+        self._left -= len(text)
+        if self._left < 0:
+            raise pickle.UnpicklingError("it repeats itself too often")
+        return text.encode("latin-1")
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a function has no state")
+
+
 class _TorchUnpickler(InertUnpickler):
     record = StandIn
 
     def __init__(self, data: bytes, archive: int) -> None:
         super().__init__(data)
         self._archive = archive
+        self._encode = _Encode(len(data))
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _RENAMED.get(module, module)
+        if (module, name) == ("_codecs", "encode"):
+            return self._encode
         return Entries if (module, name) in _DICTS else super().find_class(module, name)
 
     @staticmethod

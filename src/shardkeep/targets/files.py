@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.errors import CheckpointNotFoundError, ShardkeepError
 from shardkeep.foreign.recognize import name_foreign
 from shardkeep.foreign.registry import checkpoint_files, detect_file, main_files
 from shardkeep.model.manifest import Manifest
@@ -31,7 +31,7 @@ class ForeignFile:
         try:
             return detect_file(self.store, self.name) if self.store.size(self.name) is not None else None
         except FileNotFoundError as error:
-            if isinstance(error, CheckpointNotFoundError):
+            if isinstance(error, ShardkeepError):
                 raise
             return None  # it was removed meanwhile
 
