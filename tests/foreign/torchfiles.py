@@ -87,6 +87,8 @@ class Pickle:
         if isinstance(value, Call):
             state = b"" if value.state is None else self._value(value.state) + b"b"
             return self._value(value.function) + self._value(value.args) + b"R" + state
+        if isinstance(value, Pairs):
+            return b"}(" + b"".join(self._value(k) + self._value(v) for k, v in value.items) + b"u"
         if isinstance(value, Mapping):
             return b"}(" + b"".join(self._value(k) + self._value(v) for k, v in value.items()) + b"u"
         if isinstance(value, tuple):
@@ -135,3 +137,55 @@ def zipped(entries: Mapping[str, bytes], root: str, deflate: bool = False) -> by
             entry.extra = struct.pack("<2s H", b"FB", len(padding)) + padding
             archive.writestr(entry, raw)
     return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A dict whose keys are objects."""
+
+    items: tuple[tuple[Any, Any], ...]
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+
+
+def of_metadata(name: str, state: Any, module: str = METADATA) -> Call:
+    return Call(Global(module, name), (), state)
+
+
+def size_of(shape: tuple[int, ...]) -> Call:
+    return Call(Global("torch", "Size"), (shape,))
+
+
+def encode_dcp(
+    arrays: Mapping[str, np.ndarray], values: Mapping[str, Any] | None = None, paths: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """The files of a checkpoint of `torch.distributed.checkpoint`: of each array, the rows are in two files in turn."""
+    data = {"__0_0.distcp": b"", "__1_0.distcp": b""}
+    stored: list[tuple[Any, Any]] = []
+    described: dict[str, Any] = {}
+
+    def add(file: str, index: dict[str, Any], document: bytes) -> None:
+        place = {"relative_path": file, "offset": len(data[file]), "length": len(document)}
+        module = "torch.distributed.checkpoint.filesystem"
+        stored.append((of_metadata("MetadataIndex", index), of_metadata("_StorageInfo", place, module)))
+        data[file] += document
+
+    for name, array in arrays.items():
+        chunks: list[Any] = []
+        half = -(-len(array) // 2) if array.ndim and array.size else 0
+        for number, (start, part) in enumerate([(0, array[:half]), (half, array[half:])] if half > 0 else [(0, array)]):
+            if part.size == 0 and array.size:
+                continue
+            offsets = size_of((start, *[0] * (array.ndim - 1))[: array.ndim])
+            chunks.append(of_metadata("ChunkStorageMetadata", {"offsets": offsets, "sizes": size_of(part.shape)}))
+            index = {"fqn": name, "offset": offsets, "index": number}
+            add(f"__{number}_0.distcp", index, encode_torch(np.ascontiguousarray(part).reshape(part.shape)))
+        properties = of_metadata("TensorProperties", (Global("torch", array.dtype.name), 0, False, 0, False))
+        about = {"properties": properties, "size": size_of(array.shape), "chunks": chunks}
+        described[name] = of_metadata("TensorStorageMetadata", about)
+    for name, value in (values or {}).items():
+        described[name] = of_metadata("BytesStorageMetadata", None)
+        add("__0_0.distcp", {"fqn": name, "index": None}, encode_torch(value))
+    fields = {"state_dict_metadata": described, "planner_data": paths, "storage_data": Pairs(tuple(stored))}
+    return {**data, ".metadata": Pickle().dumps(of_metadata("Metadata", {**fields, "version": "1.0.0"}))}

@@ -257,6 +257,6 @@ class DcpArray:
         if archive is None or tensor is None:
             raise ValueError(f"there is no tensor at byte {span.offset:,}")
         if tensor.shape != whole.shape or tensor.dtype != self._leaf.spec.dtype:
-            found = f"{tensor.type_name}{list(tensor.shape)}"
+            found = f"{tensor.dtype or tensor.type_name}{list(tensor.shape)}"
             raise ValueError(f"at byte {span.offset:,} is another tensor ({found}) than {METADATA} says")
         return archive, tensor, archive.entry_of(tensor, where)

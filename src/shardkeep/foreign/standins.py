@@ -136,14 +136,14 @@ class _Taker:
         if is_plain(plain):
             return self._leaf(plain, path)
         state: object = value.state
-        inside: list[tuple[object, object]] = [("args", value.args)] if value.args else []
+        inside: dict[object, object] = {}
         if isinstance(state, dict):
-            inside += cast("dict[object, object]", state).items()
-        elif state is not None:
-            inside.append(("state", state))
-        if isinstance(value, StandIn) and value.items:
-            inside.append(("items", value.items))
-        return self._custom(name, inside, path)
+            inside |= cast("dict[object, object]", state)
+        items = value.items if isinstance(value, StandIn) else []
+        for what, held in (("args", value.args), ("state", None if inside else state), ("items", items)):
+            if held:
+                inside["_" * (what in inside) + what] = held
+        return self._custom(name, list(inside.items()), path)
 
     def _custom(self, class_name: str, inside: Sequence[tuple[object, object]], path: Path) -> Node:
         names = name_children([name for name, _ in inside])
