@@ -303,7 +303,7 @@ class TestDamage:
             (Strided(np.arange(4.0), 0, (2, 2), (3, 1)), "reaches beyond its storage"),
             (Strided(np.arange(4.0), 0, (2, 2), (2,)), "not one stride for each axis"),
             (Strided(np.arange(4.0), 0, (2,), (-1,)), "not a tuple of numbers"),
-            (Strided(np.arange(4.0), -1, (2,), (1,)), "no offset"),
+            (Strided(np.arange(4.0), -1, (2,), (1,)), "not a tuple of numbers"),
             (Strided(np.arange(4.0), 0, (1 << 61, 4), (0, 0)), "no array can have the shape"),
             (Strided(np.arange(4), 0, (2,), (1,), {"conj": True}), "conjugated or negated"),
             (Strided(np.arange(4.0), 0, (1 << 40,), (0,)), "cannot be tensors of"),

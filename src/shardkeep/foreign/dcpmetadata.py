@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.pickles import Record
+from shardkeep.foreign.pickles import PickledObject
 from shardkeep.foreign.torchpickles import as_counts, decode_torch, dtype_named
 from shardkeep.model.arrays import ArraySpec, DType, Region, is_partition, is_possible
 from shardkeep.model.digests import digest
 from shardkeep.model.document import check_name
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 _MODULE = "torch.distributed.checkpoint"
 _MOST_PARTS = 4000  # of a tensor, if they are not the cells of a grid: each is compared with each
@@ -23,7 +23,7 @@ _SEVERAL = "transform_descriptors"  # says that the bytes of a part were changed
 T = TypeVar("T")
 
 
-@record
+@fast_dataclass
 class Span:
     """Some bytes of a file of the checkpoint."""
 
@@ -32,7 +32,7 @@ class Span:
     length: int
 
 
-@record
+@fast_dataclass
 class DcpTensor:
     """A tensor: its shape and dtype (None for one that no array here can have), and where each of its regions is."""
 
@@ -47,7 +47,7 @@ class DcpTensor:
         return ArraySpec(self.shape, self.dtype)
 
 
-@record
+@fast_dataclass
 class DcpMetadata:
     """What a checkpoint holds.
 
@@ -81,7 +81,7 @@ def decode_metadata(document: bytes, where: str) -> DcpMetadata:
         tensors: dict[str, DcpTensor] = {}
         values: dict[str, Span] = {}
         for name, described in _as_dict(fields["state_dict_metadata"]).items():
-            if not isinstance(name, str) or not isinstance(described, Record):
+            if not isinstance(name, str) or not isinstance(described, PickledObject):
                 raise TypeError("what it describes has no name")
             if described.name == "BytesStorageMetadata":
                 values[name] = places[name, None]
@@ -109,7 +109,7 @@ def _as_dict(value: object) -> Mapping[object, object]:
 
 def _fields(value: object, name: str) -> Mapping[str, object]:
     """The fields of a dataclass of torch's."""
-    if not isinstance(value, Record) or value.name != name or not value.module.startswith(_MODULE):
+    if not isinstance(value, PickledObject) or value.name != name or not value.module.startswith(_MODULE):
         raise TypeError(f"it has no {name} where one should be")
     return cast("Mapping[str, object]", _as_dict(cast(object, value.state)))
 
@@ -132,7 +132,7 @@ def _tensor(
     name: str, described: Mapping[str, object], places: Mapping[tuple[str, tuple[int, ...] | None], Span]
 ) -> DcpTensor:
     shape = as_counts(described["size"])
-    properties: object = _as(Record, described["properties"]).state
+    properties: object = _as(PickledObject, described["properties"]).state
     if isinstance(properties, dict):
         kind = _as_dict(cast(object, properties))["dtype"]
     else:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.pickles import Record, plain_value
+from shardkeep.foreign.pickles import PickledObject, plain_value
 from shardkeep.foreign.torchpickles import StandIn, Storage, Tensor, tensor_of
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.nodes import LEAF, Child, Node
-from shardkeep.model.records import record
 from shardkeep.model.tree import Path, Skeleton, name_children, nest
 from shardkeep.model.values import is_plain
 
@@ -22,7 +22,7 @@ _FEW = 1000  # values that any pickle may have
 _SIMPLE: dict[str, type[object]] = {"torch:Size": tuple, "torch:device": str}
 
 
-@record
+@fast_dataclass
 class Taken:
     """A tree and its leaves in order: the path of each, and the tensor or the plain value."""
 
@@ -87,7 +87,7 @@ class _Taker:
             return self._dict(cast("dict[object, object]", value), path)
         if type(value) in (list, tuple):
             return self._sequence(type(value).__name__, cast("Sequence[object]", value), path)
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             tensor = tensor_of(value, self._where)
             return self._record(value, path) if tensor is None else self._tensor(tensor, path)
         return _opaque(f"builtins:{type(value).__name__}")
@@ -95,7 +95,7 @@ class _Taker:
     def _dict(self, value: Mapping[object, object], path: Path) -> Child:
         if self._is_state_dict(value):
             value = {**nest([((str(name),), item) for name, item in value.items()])}
-        if any(isinstance(key, Record) for key in value):
+        if any(isinstance(key, PickledObject) for key in value):
             return self._custom("builtins:dict", [("items", list(value.items()))], path)
         keys = tuple(value)
         names = name_children(keys)
@@ -127,7 +127,7 @@ class _Taker:
         whole = Tensor(storage, storage.dtype, storage.dtype.name, 0, (storage.count,), (1,))
         return self._leaf(whole, path)
 
-    def _record(self, value: Record, path: Path) -> Child:
+    def _record(self, value: PickledObject, path: Path) -> Child:
         """An object that is no tensor: a plain value, if it stands for one, or a stand-in with what was pickled."""
         name = value.class_name()
         if len(value.args) == 1 and type(value.args[0]) is _SIMPLE.get(name):
@@ -140,7 +140,8 @@ class _Taker:
         if isinstance(state, dict):
             inside |= cast("dict[object, object]", state)
         items = value.items if isinstance(value, StandIn) else []
-        for what, held in (("args", value.args), ("state", None if inside else state), ("items", items)):
+        parts: dict[str, object] = {"args": value.args, "state": None if inside else state, "items": items}
+        for what, held in parts.items():
             if held:
                 inside["_" * (what in inside) + what] = held
         return self._custom(name, list(inside.items()), path)

@@ -14,8 +14,8 @@ from shardkeep.foreign.flat import ByteSource
 from shardkeep.foreign.windows import opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry
 from shardkeep.model.arrays import Array, DType, Region
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import ForeignArray, StoredArray
-from shardkeep.model.records import record
 from shardkeep.stores.base import Store
 
 _AT_ONCE = 4 << 20  # bytes that are read at once although not all of them are needed
@@ -28,7 +28,7 @@ STRIDED = "torch"  # the kind of these arrays in manifests
 SWAPPED, CONJUGATED, NEGATED = "s", "c", "n"
 
 
-@record
+@fast_dataclass
 class StridedPlace:
     """Where the elements of an array are.
 

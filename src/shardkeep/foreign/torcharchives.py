@@ -10,7 +10,7 @@ from shardkeep.foreign.torchpickles import Tensor, decode_torch, nbytes_of
 from shardkeep.foreign.windows import ByteFile, Window
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipDirectory, ZipEntry, read_directory
 from shardkeep.model.digests import digest
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 _PICKLE = "data.pkl"
 _ZIP = b"PK\x03\x04"
@@ -21,7 +21,7 @@ _ORDERS = {b"little": False, b"big": True}
 _AGAIN = "load it with torch and save it again: torch.save(torch.load(path, weights_only=True), new_path)"
 
 
-@record
+@fast_dataclass
 class TorchArchive:
     """What an archive holds.
 

@@ -2,18 +2,18 @@
 
 A tensor is pickled as a call of `torch._utils._rebuild_tensor_v2` with a storage, which is a persistent id that names
 the entry of the archive with the elements. No call is made: the few that are known are recognized by name, and what is
-not known stays a `Record`.
+not known stays a `PickledObject`.
 """
 
 import pickle
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.pickles import InertUnpickler, Record, check_length, decode_with
+from shardkeep.foreign.pickles import InertUnpickler, PickledObject, check_length, decode_with
 from shardkeep.foreign.strided import CONJUGATED, NEGATED, check_flags, span_of
 from shardkeep.model.arrays import DType, dtype_from_name, is_possible
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -47,7 +47,7 @@ _OF_A_CLASS = ("torch._tensor:_rebuild_from_type_v2", "torch._tensor:_rebuild_fr
 _MOST_WRAPPED = 20  # levels of calls around a tensor
 
 
-@record
+@fast_dataclass
 class Storage:
     """The elements of one or more tensors: an entry of the archive.
 
@@ -66,7 +66,7 @@ class Storage:
     count: int
 
 
-@record
+@fast_dataclass
 class Tensor:
     """A tensor: which elements of a storage, in the storage's order. Numbers count elements.
 
@@ -115,15 +115,15 @@ class Entries(dict[object, object]):
     def __setstate__(self, state: object) -> None: ...
 
 
-class StandIn(Record):
+class StandIn(PickledObject):
     """Stands for an object that is not known, and keeps what is put into it."""
 
-    def __new__(cls, *args: Any, **named: Any) -> "StandIn":
+    def __new__(cls, *args: object, **named: object) -> "StandIn":
         made = cast("StandIn", super().__new__(cls, *args, **named))
         made.items = []
         return made
 
-    items: list[Any]
+    items: list[object]
 
     def __setitem__(self, key: object, value: object) -> None:
         self.items.append((key, value))
@@ -158,14 +158,14 @@ class _Encode:
 
 
 class _TorchUnpickler(InertUnpickler):
-    record = StandIn
+    stand_in = StandIn
 
     def __init__(self, data: bytes, archive: int) -> None:
         super().__init__(data)
         self._archive = archive
         self._encode = _Encode(len(data))
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         module = _RENAMED.get(module, module)
         if (module, name) == ("_codecs", "encode"):
             return self._encode
@@ -181,7 +181,9 @@ class _TorchUnpickler(InertUnpickler):
         if len(parts) < 5 or parts[0] != "storage":
             raise pickle.UnpicklingError("a persistent id does not name a storage")
         _, kind, key, _, count = parts[:5]
-        if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(key, str) and _is_count(count)):
+        if not (
+            isinstance(kind, type) and issubclass(kind, PickledObject) and isinstance(key, str) and _is_count(count)
+        ):
             raise pickle.UnpicklingError("a storage is not described as torch does")
         dtype = _STORAGES.get(kind.name)
         return Storage(
@@ -203,14 +205,14 @@ def decode_torch(data: bytes, where: str, archive: int = 0) -> object:
 
 def is_tensor(value: object) -> bool:
     """Whether a decoded value is a call that gives a tensor."""
-    return isinstance(value, Record) and value.class_name() in (*_TENSORS, *_WRAPPERS, *_OF_A_CLASS)
+    return isinstance(value, PickledObject) and value.class_name() in (*_TENSORS, *_WRAPPERS, *_OF_A_CLASS)
 
 
 def tensor_of(value: object, where: str) -> Tensor | None:
     """The tensor that a decoded value stands for; None if it is no tensor. `IntegrityError` for an impossible one."""
     try:
         for _ in range(_MOST_WRAPPED):
-            if not isinstance(value, Record):
+            if not isinstance(value, PickledObject):
                 return None
             name, args = value.class_name(), value.args
             if name in _OF_A_CLASS:  # (function, class, arguments, state)
@@ -232,15 +234,15 @@ def dtype_named(name: str) -> DType | None:
     return dtype_from_name(name) if name in _DTYPES else None
 
 
-def _tensor(name: str, args: Sequence[Any]) -> Tensor:
-    storage, offset, shape, strides = args[:4]
-    if not isinstance(storage, Storage) or not _is_count(offset):
-        raise TypeError("it has no storage, or no offset")
-    shape, strides = as_counts(shape), as_counts(strides)
-    metadata: Any = args[6] if len(args) > 6 else None
+def _tensor(name: str, args: Sequence[object]) -> Tensor:
+    storage = args[0]
+    if not isinstance(storage, Storage):
+        raise TypeError("it has no storage")
+    (offset,), shape, strides = as_counts(args[1:2]), as_counts(args[2]), as_counts(args[3])
+    metadata = args[6] if len(args) > 6 else None
     dtype, type_name = storage.dtype, storage.type_name
     if name.endswith("_v3"):
-        type_name = args[6].name
+        type_name = str(getattr(args[6], "name", ""))
         dtype = dtype_named(type_name)
         metadata = args[7] if len(args) > 7 else None
     elif storage.type_name == _UNTYPED:
@@ -266,7 +268,7 @@ def nbytes_of(storage: Storage) -> int:
 
 def as_counts(values: object) -> tuple[int, ...]:
     """A shape or strides: a tuple of numbers, or a `torch.Size` of one."""
-    if isinstance(values, Record) and values.class_name() == "torch:Size":
+    if isinstance(values, PickledObject) and values.class_name() == "torch:Size":
         (values,) = values.args
     if not isinstance(values, tuple | list) or not all(map(_is_count, cast("list[object]", values))):
         raise TypeError("a shape is not a tuple of numbers")

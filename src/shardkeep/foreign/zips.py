@@ -14,7 +14,7 @@ from shardkeep.foreign.flat import ByteSource
 from shardkeep.foreign.windows import Window
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import digest
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 STORED, DEFLATED = 0, 8  # methods
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
@@ -26,7 +26,7 @@ _BEST_RATIO = 1040  # what deflate can make of one byte is a little less
 _ENCRYPTED, _UTF8 = 0x1, 0x800  # flags
 
 
-@record
+@fast_dataclass
 class ZipEntry:
     """A file in an archive.
 
@@ -47,7 +47,7 @@ class ZipEntry:
     start: int
 
 
-@record
+@fast_dataclass
 class ZipDirectory:
     """What an archive holds: its entries in the order of the archive, and a digest of what it says about them."""
 
