@@ -88,6 +88,7 @@ class ReaderTests:
         manifest = shardkeep.inspect(made)
         (tree,) = manifest.trees.values()
         assert tree.format == "foreign"
+        assert manifest.source == tree.source == self.name
         found = {leaf.key.replace("/", "."): (leaf.dtype, leaf.shape) for leaf in tree.leaves}
         assert found == {key: (array.dtype.name, array.shape) for key, array in arrays().items()}
         assert manifest.nbytes == sum(array.nbytes for array in arrays().values())
@@ -178,6 +179,80 @@ class ReaderTests:
         assert "s3cret" not in str(raised.value)
 
 
+class FileReaderTests(ReaderTests):
+    """A kind that is one file, which may lie beside others. `write` returns the path of the file."""
+
+    def data_files(self, path: Path) -> list[Path]:
+        return [path]
+
+    def documents(self, path: Path) -> list[Path]:
+        return [path]
+
+    def point_outside(self, path: Path, outside: Path) -> None:
+        raise AssertionError
+
+    def test_nothing_outside_is_read(self, made: Path, tmp_path: Path) -> None:
+        """A single file may be a link to anywhere, as in a Hugging Face cache; a broken one is an error."""
+        moved = made.rename(tmp_path / "blob")
+        made.symlink_to(moved)
+        assert shardkeep.verify(made).ok
+        moved.unlink()
+        with pytest.raises(shardkeep.ShardkeepError):
+            shardkeep.load(made)
+
+    def test_its_folder_is_loaded_as_the_file_if_there_is_no_other(self, made: Path) -> None:
+        expected = shardkeep.load(made)
+        (made.parent / "notes.txt").write_text("of someone")
+        assert_same(shardkeep.load(made.parent), expected)
+        assert shardkeep.verify(made.parent).ok
+        assert shardkeep.latest(made.parent) == str(made.parent)
+        assert shardkeep.latest(made) == str(made)
+        (made.parent / f"other-{made.name}").write_bytes(made.read_bytes())
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="no checkpoint at|holds several checkpoints"):
+            shardkeep.load(made.parent)
+        assert_same(shardkeep.load(made), expected)
+        newest = shardkeep.latest(made.parent)
+        assert newest is not None
+        assert_same(shardkeep.load(newest), expected)
+
+    def test_checkpoints_of_ours_beside_it_come_first(self, made: Path) -> None:
+        """It may be notes of a program that saves with shardkeep."""
+        (made.parent / "deeper").mkdir()
+        made = made.rename(made.parent / "deeper" / made.name)
+        run = made.parents[1]
+        shardkeep.save(run / "step_1", {"x": 1}, step=1)
+        os.utime(made)
+        assert shardkeep.latest(run) == str(run / "step_1")
+        made = made.rename(run / made.name)
+        os.utime(made)
+        assert shardkeep.latest(run) == str(run / "step_1")
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="the newest, .*step_1"):
+            shardkeep.load(run)
+
+    def test_it_is_only_read(self, made: Path) -> None:
+        before = made.read_bytes()
+        with pytest.raises(shardkeep.NotADirectoryPathError, match="is a file"):
+            shardkeep.save(made, {"x": 1}, overwrite=True)
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="another program; nothing was deleted"):
+            shardkeep.delete(made)
+        assert main(["clean", "--yes", str(made.parent)]) == 0
+        shardkeep.save(made.parent, {"x": 1})
+        assert shardkeep.load(made.parent) == {"x": 1}
+        assert made.read_bytes() == before
+        assert_same(shardkeep.load(made, include="^b$"), {"b": jax.numpy.asarray(arrays()["b"])})
+
+    def test_commands_and_runs_take_it(self, made: Path, tmp_path: Path) -> None:
+        assert main(["convert", str(made), str(tmp_path / "ours")]) == 0
+        assert main(["diff", str(made), str(tmp_path / "ours")]) == 0
+        assert main(["stats", str(made)]) == 0
+        assert main(["inspect", str(made)]) == 0
+        assert main(["verify", str(made)]) == 0
+        with shardkeep.Run(tmp_path / "new") as run:
+            state, step = run.resume(jax.tree.map(np.zeros_like, nested(arrays())), init_from=made)
+        assert step == 0
+        assert_same(jax.tree.map(np.asarray, ordered(state)), ordered(nested(arrays())))
+
+
 class DirectoryReaderTests(ReaderTests):
     """A kind that fills a directory, in which trees of ours can be saved too."""
 
@@ -187,6 +262,8 @@ class DirectoryReaderTests(ReaderTests):
         assert_same(shardkeep.load(made, prefix="ours"), {"x": np.arange(3)})
         assert_same(shardkeep.load(made, prefix=""), before)
         assert shardkeep.verify(made).unchecked == len(arrays())
+        assert shardkeep.inspect(made).tree("").source == self.name
+        assert shardkeep.inspect(made).source == f"{self.name}, shardkeep"
 
     def test_overwriting_it_removes_its_files(self, made: Path) -> None:
         files = self.data_files(made)

@@ -198,9 +198,6 @@ def _write_flax(path: Path) -> None:
         ("flax_model.msgpack", _write_flax, "a Flax msgpack checkpoint"),
         ("checkpoint_100", _write_flax, "a Flax msgpack checkpoint"),
         ("model.eqx", Path.touch, "an Equinox checkpoint (.eqx)"),
-        ("model.pt", Path.touch, "a PyTorch checkpoint"),
-        ("weights.pth", Path.touch, "a PyTorch checkpoint"),
-        ("pytorch_model-00001-of-00002.bin", Path.touch, "a PyTorch checkpoint"),
     ],
 )
 def test_files_of_other_libraries_are_called_by_their_names(
@@ -214,8 +211,14 @@ def test_files_of_other_libraries_are_called_by_their_names(
 
 
 def test_other_names_say_nothing() -> None:
-    assert name_foreign([".metadata", "__0_0.distcp"]) == "a PyTorch distributed checkpoint"
-    for names in ([], ["notes.txt", "config.json"], ["data.bin"], ["pytreedef.json"], ["array_store"], ["d"]):
+    for names in (
+        [],
+        ["model.pt", "notes.txt", "config.json"],
+        ["data.bin"],
+        ["pytreedef.json"],
+        ["array_store"],
+        ["d"],
+    ):
         assert name_foreign(names) is None
 
 

@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 
 import shardkeep
-from foreign.conformance import DirectoryReaderTests, ReaderTests
+from foreign.conformance import DirectoryReaderTests, FileReaderTests, ReaderTests
+from foreign.lines import LinesReader, encode_lines
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign import registry
 from shardkeep.layouts.zarr import zarr_dtype
@@ -22,6 +23,7 @@ from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.model.manifest import DataFile, Manifest, Tree
 from shardkeep.model.tree import flatten, nest
 from shardkeep.stores.base import Store
+from support import assert_same
 
 PLAIN = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "complex64")
 
@@ -185,6 +187,22 @@ class NpyReader:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "READERS", [*registry.READERS, NpyReader()])
+    monkeypatch.setattr(registry, "FILE_READERS", [*registry.FILE_READERS, LinesReader()])
+
+
+@pytest.mark.usefixtures("registered")
+class TestFileFromOutsideThePackage(FileReaderTests):
+    name = "lines"
+    dtypes = (*PLAIN, "bfloat16", "float8_e4m3fn")
+
+    def write(self, path: Path, arrays: dict[str, np.ndarray]) -> Path:
+        (path / "w.lines").write_bytes(encode_lines(arrays))
+        return path / "w.lines"
+
+    def test_a_usual_name_stands_for_the_folder(self, made: Path) -> None:
+        (made.parent / "model.lines").write_bytes(made.read_bytes())
+        (made.parent / "logs").mkdir()
+        assert_same(shardkeep.load(made.parent), shardkeep.load(made))
 
 
 @pytest.mark.usefixtures("registered")

@@ -31,7 +31,9 @@ class TestPaths:
 
     def test_a_file_that_is_no_checkpoint(self, tmp_path: Path) -> None:
         (tmp_path / "x.txt").write_text("hello")
-        with pytest.raises(shardkeep.CheckpointNotFoundError, match="it is not a safetensors file"):
+        with pytest.raises(
+            shardkeep.CheckpointNotFoundError, match="it is not the file of a checkpoint that shardkeep can read"
+        ):
             shardkeep.load(tmp_path / "x.txt")
         with pytest.raises((shardkeep.CheckpointNotFoundError, NotADirectoryError), match=r"x\.txt"):
             shardkeep.load(tmp_path / "x.txt" / "below")

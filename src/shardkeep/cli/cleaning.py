@@ -15,6 +15,7 @@ from shardkeep.stores.location import Location, location
 from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import clean_up, leave, left_overs
 from shardkeep.targets.directory import Directory
+from shardkeep.targets.files import ForeignFile
 
 _LOCK_SECONDS = 20.0  # a person waits for the command, and a commit takes seconds
 _SHOWN = 20  # files that are listed
@@ -44,7 +45,9 @@ class _LeftOver:
 def clean(path: str, output: Output, yes: bool, dry_run: bool) -> int:
     """Show what dead saves left at and below a path, and remove it; 1 if something remains."""
     runs = _Runs()
-    looked = [_look(found, runs) for found in survey(path) if found.target is not None]
+    # Nothing is saved to another program's file, so nothing is left of saves to it.
+    places = [(found, found.target) for found in survey(path)]
+    looked = [_look(found, at, runs) for found, at in places if at is not None and not isinstance(at, ForeignFile)]
     found = [one for one in looked if one.saves or one.files or one.problem]
     removable = [one for one in found if one.problem is None]
     if not output.as_json:
@@ -69,10 +72,9 @@ def _confirm(found: Sequence[_LeftOver]) -> bool:
     return ask(f"Remove {counted(files, 'file')} ({human(sum(one.size for one in found))})?")
 
 
-def _look(found: SurveyEntry, runs: "_Runs") -> _LeftOver:
+def _look(found: SurveyEntry, target: Target, runs: "_Runs") -> _LeftOver:
     """What the next save would remove there. Changes nothing."""
-    assert found.target is not None
-    target, store = found.target, found.target.store
+    store = target.store
     left = _LeftOver(found.name, target)
     if not store.children(store.control):
         return left

@@ -10,7 +10,7 @@ from shardkeep.converting.blocks import choose_trees, compile_include, matches, 
 from shardkeep.converting.survey import moment_of, natural
 from shardkeep.model.document import encode_origin
 from shardkeep.model.leaves import ForeignArray, NumpyArray, StoredArray, StoredLeaf
-from shardkeep.model.manifest import Tree
+from shardkeep.model.manifest import OURS, Tree
 from shardkeep.model.metadata import untagged
 from shardkeep.model.tree import name_leaf
 
@@ -68,12 +68,17 @@ def _show_tree(prefix: str, tree: Tree, rows: list[_Row], output: Output) -> Non
         else ""
     )
     size = f"{counted(len(tree.leaves), 'leaf', 'leaves')}, {human(tree.nbytes)} in {counted(len(tree.files), 'file')}"
-    output.line(f"{output.paint(name_prefix(prefix), 'cyan')}: {format_of(tree)}, {size}{when}")
+    output.line(f"{output.paint(name_prefix(prefix), 'cyan')}: {_format(tree)}, {size}{when}")
     if tree.metadata:
         output.line("  metadata:")
         for key, value in tree.metadata.items():
             output.line(f"    {plain(str(key))}: {plain(json.dumps(untagged(value), ensure_ascii=False))}")
     output.table([_cells(row) for row in rows], right=(2,), indent="  ")
+
+
+def _format(tree: Tree) -> str:
+    """How a tree is stored; of another program's, which kind of checkpoint it is."""
+    return format_of(tree) if tree.source == OURS else f"{format_of(tree)} ({tree.source})"
 
 
 def _cells(row: _Row) -> list[Cell]:
@@ -154,6 +159,7 @@ def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, 
             {
                 "prefix": prefix,
                 "format": tree.format,
+                "source": tree.source,
                 "compression": tree.compression,
                 "created": tree.created or None,
                 "save_id": tree.save_id,

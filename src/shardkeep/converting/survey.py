@@ -15,7 +15,7 @@ from shardkeep.errors import (
     NewerFormatError,
     ShardkeepError,
 )
-from shardkeep.foreign.registry import is_recognized, name_reader
+from shardkeep.foreign.registry import checkpoint_files, is_recognized
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.stores.base import CONTROL, Store
@@ -24,6 +24,7 @@ from shardkeep.stores.location import Location, location, store_at
 from shardkeep.targets.base import Target
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
+from shardkeep.targets.files import ForeignFile
 from shardkeep.targets.running import recorded_names, unfinished_saves
 
 CheckpointState = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
@@ -39,7 +40,7 @@ class SurveyEntry:
     name: str
     state: CheckpointState
     kind: str  # directory, exchange, safetensors (another program's), or the name of a foreign reader
-    target: Target | None = None
+    target: Target | ForeignFile | None = None
     manifest: Manifest | None = None
     problem: str | None = None
     absent: bool = False  # it looked like a checkpoint, but is not one
@@ -105,11 +106,13 @@ def survey(path: str, without: Collection[str] = ()) -> list[SurveyEntry]:
 def _survey_one(where: Location, store: Store) -> list[SurveyEntry]:
     """The checkpoint at a path that is not a directory with files: a file, the stem of several files, or nothing."""
     target = find(where)
-    if not isinstance(target, Exchange):
+    if isinstance(target, Exchange):
+        where = where.with_name(target.single)
+    elif not isinstance(target, ForeignFile):
         if isinstance(store, LocalStore) and store.identity("") is None:
             raise CheckpointNotFoundError(f"{where} does not exist")
         return []
-    found = look(where.with_name(target.single), target.single)
+    found = look(where, where.name)
     if found.state == "unreadable":
         raise CheckpointNotFoundError(found.problem or "")
     return [found]
@@ -148,6 +151,8 @@ class _Walk:
             trees = found.manifest.trees.values() if found.manifest else ()
             taken |= {name.partition("/")[0] for tree in trees for name in tree.names}
         yield from _exchange_files(where, name, [n for n in inside if n not in taken])
+        for file in checkpoint_files([n for n in inside if n not in taken]):
+            yield look(where / file, f"{name}/{file}" if name else file)
         yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
 
     def _below(
@@ -187,15 +192,14 @@ def _exchange_files(where: Location, name: str, inside: list[str]) -> Iterator[S
 
 def look(where: Location, name: str, unindexed: bool = False) -> SurveyEntry:
     """The checkpoint at one place. A problem with it is a state, not an error."""
-    target: Target | None = None
+    target: Target | ForeignFile | None = None
     manifest: Manifest | None = None
     kind = "exchange" if where.name.endswith(SUFFIX) else "directory"
     try:
         target = find(where)
         manifest = target.read()
         if all(tree.format == "foreign" for tree in manifest.trees.values()):
-            exchange = isinstance(target, Exchange)
-            kind = "safetensors" if exchange else name_reader(target.store.children(""), manifest)
+            kind = manifest.source
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
         absent = isinstance(error, CheckpointNotFoundError)
@@ -203,7 +207,7 @@ def look(where: Location, name: str, unindexed: bool = False) -> SurveyEntry:
     return SurveyEntry(str(where), name, "unindexed" if unindexed else "complete", kind, target, manifest)
 
 
-def _state(error: Exception, target: Target | None) -> CheckpointState:
+def _state(error: Exception, target: Target | ForeignFile | None) -> CheckpointState:
     if isinstance(error, IncompleteCheckpointError):
         return _unfinished(target)
     if isinstance(error, NewerFormatError):
@@ -218,7 +222,7 @@ def _check_files(store: Store, manifest: Manifest) -> None:
         raise IntegrityError(damage)
 
 
-def _unfinished(target: Target | None) -> CheckpointState:
+def _unfinished(target: Target | ForeignFile | None) -> CheckpointState:
     """Whether a save is still at work there."""
     running = target is not None and any(save.is_running for save in unfinished_saves(target.store))
     return "saving" if running else "unfinished"

@@ -1,12 +1,13 @@
 """What shardkeep asks of a reader of other programs' checkpoints, and of documents that it writes for them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import StoredArray
-from shardkeep.model.manifest import Manifest
+from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
 
@@ -43,7 +44,7 @@ class ForeignReader(Protocol):
 
     @property
     def name(self) -> str:
-        """What `shardkeep ls` calls such a checkpoint."""
+        """What such a checkpoint is called: the `source` of its trees, which `shardkeep ls` shows as its kind."""
         ...
 
     @property
@@ -72,6 +73,64 @@ class ForeignReader(Protocol):
 
     def open(self, store: Store, leaf: StoredArray) -> ArrayReader:
         """One of its arrays. `IntegrityError` if its own description is missing or damaged."""
+        ...
+
+
+class FileReader(Protocol):
+    """A kind of checkpoint that another program writes as one file, or as several files with names of one pattern.
+
+    Files of any other kind may lie beside it. What it says of arrays is as in a `ForeignReader`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What such a checkpoint is called: the `source` of its trees, which `shardkeep ls` shows as its kind."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The kind of its arrays in manifests that have the origin `ForeignArray`."""
+        ...
+
+    @property
+    def main(self) -> Collection[str]:
+        """Names of files that a folder stands for, even if it holds others of this kind (`pytorch_model.bin`)."""
+        ...
+
+    def among(self, names: Collection[str]) -> Sequence[str]:
+        """Those of the names in a directory that are checkpoints of this kind, as far as names tell.
+
+        Several files that are one checkpoint are named by one of them, which is what `detect` is given then.
+        """
+        ...
+
+    def detect(self, store: Store, name: str) -> Manifest | None:
+        """The checkpoint in a file, as a manifest of a tree with the format "foreign"; None if it is of another kind.
+
+        Everything in it is checked, as by a `ForeignReader`. The file exists, and may have any name and any content:
+        look at the name or at the first bytes before reading more.
+
+        Args:
+            store: The directory of the file, or the bucket prefix.
+            name: The name of the file in it, which need not be one that `among` gives.
+
+        Raises:
+            CheckpointNotFoundError: It is of this kind, in a form that cannot be read. Say which, and what to do.
+            IntegrityError: It is of this kind, but damaged.
+        """
+        ...
+
+    def open(self, store: Store, leaf: StoredArray) -> ArrayReader:
+        """One of its arrays that have no pieces. `IntegrityError` if its own description is missing or damaged."""
+        ...
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A reader of files that have checksums of their own, which `verify` compares instead of only reading them."""
+
+    def checks(self, store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]]:
+        """Tasks that together read the files of a tree. Each raises `IntegrityError` for what is damaged."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Pickled tree structures of JAX, decoded without running anything they contain.
+"""Pickles of other programs, decoded without running anything they contain.
 
 Every class or function that a pickle names becomes an inert `PickledObject`: nothing is imported, looked up or called.
 The result consists of plain values, with such objects in place of everything else.
@@ -47,10 +47,11 @@ class PickledObject:
         return f"{cls.module}:{cls.name}"
 
 
-class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
+class InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
     """The pure Python unpickler, because its opcodes can be guarded; the C one hashes and allocates unchecked."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # pyright: ignore[reportPrivateUsage]
+    stand_in = PickledObject  # what stands for an object
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -61,10 +62,14 @@ class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         if known is None:
             if len(self._classes) >= _MOST_CLASSES:
                 raise pickle.UnpicklingError("it names too many classes")
-            known = self._classes[module, name] = type(
-                "PickledObject", (PickledObject,), {"module": module, "name": name}
-            )
+            named = {"module": module, "name": name}
+            known = self._classes[module, name] = type("PickledObject", (self.stand_in,), named)
         return known
+
+    @staticmethod
+    def is_key(value: object) -> bool:
+        """Whether a value may be a key of a dict."""
+        return _is_key(value)
 
     def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("persistent ids are not supported")
@@ -75,10 +80,10 @@ class _InertUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
 
 def _guarded(opcode: bytes, keys: slice) -> Any:
     """An opcode that hashes these values of the stack, guarded so that it runs only if hashing them is quick."""
-    load = _InertUnpickler.dispatch[opcode[0]]
+    load = InertUnpickler.dispatch[opcode[0]]
 
     def guarded(unpickler: Any) -> None:
-        if not all(_is_key(value) for value in unpickler.stack[keys]):
+        if not all(unpickler.is_key(value) for value in unpickler.stack[keys]):
             raise pickle.UnpicklingError("a key is not a plain value")
         load(unpickler)
 
@@ -91,7 +96,7 @@ def _load_bytearray(unpickler: Any) -> None:
     unpickler.append(bytearray(unpickler.read(length)))
 
 
-_InertUnpickler.dispatch |= {
+InertUnpickler.dispatch |= {
     pickle.SETITEM[0]: _guarded(pickle.SETITEM, slice(-2, -1)),
     pickle.SETITEMS[0]: _guarded(pickle.SETITEMS, slice(None, None, 2)),
     pickle.DICT[0]: _guarded(pickle.DICT, slice(None, None, 2)),
@@ -118,12 +123,22 @@ def _is_key(value: object) -> bool:
 
 def decode_pickle(data: bytes, where: str) -> Any:
     """The plain values and inert records in a pickle. `where` names the file in errors."""
-    if len(data) > _LIMIT:
+    check_length(len(data), where)
+    return decode_with(InertUnpickler(data), where)
+
+
+def check_length(length: int, where: str) -> None:
+    """`IntegrityError` for a pickle that is longer than any structure of a tree."""
+    if length > _LIMIT:
         raise IntegrityError(
-            f"{where}: a pickled structure has {len(data):,} bytes, more than the limit of {_LIMIT:,}", file=where
+            f"{where}: a pickled structure has {length:,} bytes, more than the limit of {_LIMIT:,}", file=where
         )
+
+
+def decode_with(unpickler: InertUnpickler, where: str) -> Any:
+    """The values that an unpickler gives. Whatever is wrong with the pickle is an `IntegrityError`."""
     try:
-        return _InertUnpickler(data).load()
+        return unpickler.load()
     except (
         pickle.UnpicklingError,
         ValueError,

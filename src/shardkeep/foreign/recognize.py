@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable
 
 _DATA_FILE = re.compile(r"[0-9a-f]{32}-[0-9]{5}\.safetensors")
-_TORCH = (".pt", ".pth", ".distcp")
-_TORCH_BIN = re.compile(r"(pytorch_model|adapter_model|optimizer|training_args|model).*\.bin")
 _FLAX_LEGACY = re.compile(r"checkpoint_[0-9]+")
 _ORBAX = {"_CHECKPOINT_METADATA", "_METADATA"}
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
@@ -55,10 +53,6 @@ def _jax(here: set[str]) -> str | None:
 
 
 def _other(here: set[str]) -> str | None:
-    if ".metadata" in here and any(name.endswith(".distcp") for name in here):
-        return "a PyTorch distributed checkpoint"
-    if any(name.endswith(_TORCH) or _TORCH_BIN.fullmatch(name) for name in here):
-        return "a PyTorch checkpoint"
     if any(name.endswith(".msgpack") or _FLAX_LEGACY.fullmatch(name) for name in here):
         return "a Flax msgpack checkpoint"
     if any(name.endswith(".eqx") for name in here):

@@ -1,18 +1,24 @@
 """Which programs' checkpoints are read, and which programs find documents for them beside our manifest.
 
-To read another kind of checkpoint, write a module in this package with a `ForeignReader`, and list it here.
+To read another kind of checkpoint, write a module in this package with a `ForeignReader` (a kind that fills a
+directory) or a `FileReader` (a kind that is one file or a set of files), and list it here.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.base import ArrayReader, Companions, ForeignReader
+from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader, ForeignReader
+from shardkeep.foreign.dcp import DcpReader
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
+from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
-from shardkeep.model.manifest import Manifest
+from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
-READERS: list[ForeignReader] = [EformerReader()]
+READERS: list[ForeignReader] = [DcpReader(), EformerReader()]
+FILE_READERS: list[FileReader] = [TorchReader()]
 COMPANIONS: list[Companions] = [EformerIndex()]
 
 
@@ -23,8 +29,46 @@ def detect(store: Store, names: Collection[str]) -> Manifest | None:
         store: The directory or bucket prefix.
         names: What is directly in it.
     """
-    found = (reader.detect(store, names) for reader in READERS)
-    return next((manifest for manifest in found if manifest is not None), None)
+    for reader in READERS:
+        found = reader.detect(store, names)
+        if found is not None:
+            return _said_by(reader, found)
+    return None
+
+
+def detect_file(store: Store, name: str) -> Manifest | None:
+    """Another program's checkpoint in a file, or in files of which one is given; None if it cannot be read."""
+    for reader in FILE_READERS:
+        found = reader.detect(store, name)
+        if found is not None:
+            return _said_by(reader, found)
+    return None
+
+
+def checks_of(store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]] | None:
+    """Tasks that compare a tree's files with the checksums that their format has; None if it has none.
+
+    Each raises `IntegrityError` for what is damaged. Together they read all that `load` would.
+    """
+    found = (reader for reader in FILE_READERS if reader.name == tree.source and isinstance(reader, Checked))
+    reader = next(found, None)
+    return None if reader is None else reader.checks(store, tree)
+
+
+def _said_by(reader: ForeignReader | FileReader, found: Manifest) -> Manifest:
+    """A manifest that says which reader described its trees."""
+    return replace(found, trees={p: replace(tree, source=reader.name) for p, tree in found.trees.items()})
+
+
+def checkpoint_files(names: Collection[str]) -> list[str]:
+    """Those of the names in a directory that are, by themselves, other programs' checkpoints."""
+    found = [name for reader in FILE_READERS for name in reader.among(names)]
+    return list(dict.fromkeys(found))
+
+
+def main_files(names: Collection[str]) -> list[str]:
+    """Those of the names in a directory that the directory stands for, whatever other files it holds."""
+    return list(dict.fromkeys(name for reader in FILE_READERS for name in reader.main if name in names))
 
 
 def is_recognized(names: Collection[str]) -> bool:
@@ -32,16 +76,9 @@ def is_recognized(names: Collection[str]) -> bool:
     return any(reader.recognizes(names) for reader in READERS)
 
 
-def name_reader(names: Collection[str], manifest: Manifest) -> str:
-    """What a checkpoint is called in listings, if all of its trees are another program's."""
-    kinds = {leaf.kind for tree in manifest.trees.values() for leaf in tree.arrays}
-    known = (reader.name for reader in READERS if reader.kind in kinds or reader.recognizes(names))
-    return next(known, "foreign")
-
-
 def open_array(store: Store, leaf: StoredArray) -> ArrayReader:
     """The reader of an array that another program wrote. `IntegrityError` if its description is damaged."""
-    reader = next((reader for reader in READERS if reader.kind == leaf.kind), None)
+    reader = next((reader for reader in (*READERS, *FILE_READERS) if reader.kind == leaf.kind), None)
     if reader is None:
         raise IntegrityError(
             f"leaf {leaf.key!r} is an array of another program, of the kind {leaf.kind!r}, which this version of "

@@ -34,7 +34,7 @@ def tree_of_safetensors(
     stored = tuple(_leaf(leaf.path, leaf.value, *found[leaf.value], files, notes, where) for leaf in leaves)
     metadata = dict(headers[0][0]) if headers else {}
     identity = digest(json.dumps([[f.name, f.size, f.header_digest] for f in files]).encode())
-    return Tree(identity, "foreign", skeleton, stored, tuple(files), metadata, created="")
+    return Tree(identity, "foreign", skeleton, stored, tuple(files), metadata, created="", source="safetensors")
 
 
 def _leaf(

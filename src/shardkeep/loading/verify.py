@@ -1,6 +1,7 @@
 """Checking every stored byte without loading it."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from shardkeep.catalog import find, open_checkpoint
 from shardkeep.errors import IntegrityError, damage_of
-from shardkeep.foreign.registry import open_array
+from shardkeep.foreign.registry import checks_of, open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.model.digests import BLOCK, block_count, digest
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
@@ -20,7 +21,7 @@ from shardkeep.runtime.progress import NO_BAR, Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, location, path_text
-from shardkeep.targets.base import Target
+from shardkeep.targets.base import Source
 from shardkeep.targets.steady import TRIES, Attempt
 
 _SHOWN = 5  # leaves named for a file that is missing or truncated
@@ -93,7 +94,7 @@ def _verify(
     )
 
 
-def _document_of(target: Target) -> str:
+def _document_of(target: Source) -> str:
     """The document of a checkpoint that cannot be opened: the first that is there."""
     for name in target.documents:
         with suppress(OSError):  # a loop of symbolic links, for example
@@ -135,6 +136,9 @@ class _Check:
         crew.run(self._tasks())
 
     def _tasks(self) -> list[Task]:
+        checks = checks_of(self._reader.store, self._tree) if not self._incomplete else None
+        if checks is not None:
+            return [partial(self._check_own, check) for check in checks]
         tasks: list[Task] = []
         small: list[tuple[StoredArray, Piece]] = []
         for leaf in self._tree.arrays:
@@ -169,6 +173,14 @@ class _Check:
                 raise IntegrityError(problem, file=where, span=(0, header.size))
         except (IntegrityError, OSError, EOFError) as error:
             self._report(None, where, error)
+
+    def _check_own(self, check: Callable[[Progress], None]) -> None:
+        """A file with checksums of the other program's."""
+        try:
+            check(self._progress)
+        except (IntegrityError, OSError) as error:
+            found = damage_of(error, None, self._tree.files[0].name)
+            self._report(found.leaf, found.file or self._reader.store.url, found)
 
     def _check_foreign(self, leaf: StoredArray, directory: str) -> None:
         """An array of another program has no digests, but its chunks must be there and have their sizes."""

@@ -31,7 +31,7 @@ from shardkeep.model.leaves import (
     StoredLeaf,
     StoredValue,
 )
-from shardkeep.model.manifest import DataFile, Manifest, Tree, check_prefix
+from shardkeep.model.manifest import OURS, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.model.naming import clean_name
 from shardkeep.model.perprocess import PerProcessRows
@@ -48,6 +48,8 @@ _START = b'{"shardkeep":'
 _ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
 _MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
 _HEX32 = re.compile(r"[0-9a-f]{32}")
+_SOURCE = re.compile(r"[a-z0-9][a-z0-9 ._-]{0,39}")  # a word or two for a table
+_FIRST_SOURCE = "eformer"  # of a foreign tree without a source: documents had none while no other kind could be read
 
 
 # What the parts of a document hold. Those of a file are taken to be like this, and checked field by field: whatever is
@@ -86,6 +88,7 @@ class _TreeRecord(TypedDict):
     indexed: bool
     published: NotRequired[bool]
     step: NotRequired[int]
+    source: NotRequired[str]
     metadata: Json
     structure: Json
     files: list[_FileRecord]
@@ -115,6 +118,7 @@ def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
                 "indexed": tree.indexed,
                 **({"published": True} if tree.published else {}),
                 **({} if tree.step is None else {"step": tree.step}),
+                **({} if tree.source == OURS else {"source": tree.source}),
                 "metadata": encode_metadata(dict(tree.metadata)) if tree.metadata else {},
                 "structure": to_json(tree.skeleton.root),
                 "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
@@ -291,7 +295,17 @@ def _decode_tree(data: _TreeRecord) -> Tree:
         indexed=data["indexed"],
         published=published,
         step=data.get("step"),
+        source=_source(data),
     )
+
+
+def _source(data: _TreeRecord) -> str:
+    """What wrote a tree."""
+    default = OURS if data["format"] != "foreign" else _FIRST_SOURCE
+    source = data.get("source", default)
+    if not isinstance(source, str) or not _SOURCE.fullmatch(source):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError("source is not the name of a kind of checkpoint")
+    return source
 
 
 def _decode_file(data: _FileRecord) -> DataFile:

@@ -17,6 +17,7 @@ from shardkeep.model.tree import Skeleton, flatten, nest
 from shardkeep.model.values import is_unicode
 
 MANIFEST = "manifest.json"
+OURS = "shardkeep"  # the source of trees that shardkeep saved
 
 
 @fast_dataclass
@@ -42,6 +43,7 @@ class Tree:
         nbytes: The size of its arrays, uncompressed.
         save_id: The id of the save that wrote it.
         step: The training step that was passed to `save`; None if there was none.
+        source: What wrote it: "shardkeep", or the kind of the other program's checkpoint, for example "orbax".
 
     Anything else is internal and may change.
 
@@ -63,6 +65,7 @@ class Tree:
     indexed: bool = True  # whether indexes for other programs may list it
     published: bool = False  # whether its files also have clean names, without the save's id, for other programs
     step: int | None = None  # the training step, if the save recorded one
+    source: str = OURS  # what wrote it: shardkeep, or the kind of another program's checkpoint
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +88,7 @@ class Tree:
         return {file.name for file in self.files}.union(self.clean_names)
 
     def __dir__(self) -> list[str]:
-        return ["compression", "created", "format", "leaves", "metadata", "nbytes", "save_id", "step"]
+        return ["compression", "created", "format", "leaves", "metadata", "nbytes", "save_id", "source", "step"]
 
     def __repr__(self) -> str:
         return "\n".join([f"<Tree: {_title(self)}>", *rows_of(self.leaves)])
@@ -103,8 +106,8 @@ class Manifest:
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros((2, 3), np.float32), "step": 1}, metadata={"loss": 0.5})
     >>> manifest = shardkeep.inspect(tmp / "step_1")
-    >>> manifest.prefixes, list(manifest.leaves), manifest.nbytes, manifest.metadata
-    ([''], ['w', 'step'], 24, {'loss': 0.5})
+    >>> manifest.prefixes, list(manifest.leaves), manifest.nbytes, manifest.metadata, manifest.source
+    ([''], ['w', 'step'], 24, {'loss': 0.5}, 'shardkeep')
     """
 
     path: str
@@ -137,6 +140,14 @@ class Manifest:
         if "" in self.trees or len(self.trees) == 1:
             return self.tree().step
         return max((tree.step for tree in self.trees.values() if tree.step is not None), default=None)
+
+    @property
+    def source(self) -> str:
+        """Which kind of checkpoint it is: "shardkeep", or that of another program, for example "orbax" or "eformer".
+
+        If trees of several kinds are in one directory, all kinds, separated by commas.
+        """
+        return ", ".join(dict.fromkeys(tree.source for tree in self.trees.values())) or OURS
 
     @property
     def nbytes(self) -> int:

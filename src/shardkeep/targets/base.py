@@ -1,4 +1,4 @@
-"""What a save asks of the place that it commits to: a Target."""
+"""What a load asks of the place that it reads, a Source, and a save of the place that it commits to, a Target."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -8,8 +8,8 @@ from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.stores.base import Store
 
 
-class Target(Protocol):
-    """A place for a checkpoint and the documents that commit it: a directory with a manifest, or exchange files."""
+class Source(Protocol):
+    """A place from which a checkpoint is read, and the documents that say what it holds."""
 
     @property
     def store(self) -> Store: ...
@@ -17,11 +17,6 @@ class Target(Protocol):
     @property
     def where(self) -> str:
         """The path or URL, for messages."""
-        ...
-
-    @property
-    def layout(self) -> Layout:
-        """How the files of new trees are laid out."""
         ...
 
     @property
@@ -34,17 +29,26 @@ class Target(Protocol):
         """The names of files written for other programs, which are removed together with the checkpoint."""
         ...
 
-    @property
-    def keeps_control(self) -> bool:
-        """Whether the control directory stays when no save is running."""
-        ...
-
     def read_if_any(self) -> Manifest | None:
         """What is committed; None if nothing is. `IntegrityError` if it is damaged."""
         ...
 
     def read(self) -> Manifest:
         """What is committed; otherwise an error that says what is there instead."""
+        ...
+
+
+class Target(Source, Protocol):
+    """A place for a checkpoint and the documents that commit it: a directory with a manifest, or exchange files."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the files of new trees are laid out."""
+        ...
+
+    @property
+    def keeps_control(self) -> bool:
+        """Whether the control directory stays when no save is running."""
         ...
 
     def read_to_replace(self, overwrite: bool) -> Manifest | None:

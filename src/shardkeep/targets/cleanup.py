@@ -13,7 +13,8 @@ from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteC
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import LOCK_SECONDS, Held, Store
-from shardkeep.targets.base import Target
+from shardkeep.targets.base import Source, Target
+from shardkeep.targets.files import ForeignFile
 from shardkeep.targets.running import DELETE, now, record_lines, recorded_names
 
 log = logging.getLogger("shardkeep")
@@ -114,11 +115,14 @@ def _condemn(store: Store, record_name: str) -> None:
         pass  # the save has ended
 
 
-def delete(target: Target) -> None:
+def delete(target: Target | ForeignFile) -> None:
     """Remove a checkpoint, first the document that commits it. Files that shardkeep did not write stay.
 
     In a bucket, only this frees names that are used again: those of the document and of the claims.
     """
+    if isinstance(target, ForeignFile):
+        target.read()
+        raise _not_ours(target)
     store = target.store
     try:
         trees: Mapping[str, Tree] = target.read().trees
@@ -129,7 +133,7 @@ def delete(target: Target) -> None:
             raise
         trees = {}  # a document that says that nothing is committed is removed too
     if trees and all(tree.format == "foreign" for tree in trees.values()):
-        raise CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
+        raise _not_ours(target)
     with store.lock(), Scope(f"deleting {target.where}") as scope:
         manifest = clean_up(target, target.read_if_any())
         if store.children(store.saves):
@@ -143,6 +147,10 @@ def delete(target: Target) -> None:
         target.retire(names, manifest, None)
         held.remove()
         store.remove_control()
+
+
+def _not_ours(target: Source) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
 
 
 def leave(target: Target, waits: bool = True) -> None:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError, NewerFormatError
-from shardkeep.foreign.recognize import name_foreign
-from shardkeep.foreign.registry import is_recognized
+from shardkeep.foreign.registry import checkpoint_files, is_recognized
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import Location, exists, is_directory, store_at
-from shardkeep.targets.base import Target
+from shardkeep.targets.base import Source
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.directory import Directory
-from shardkeep.targets.exchange import INDEX_SUFFIX, SUFFIX, exchange_at, exchange_bases, exchange_in
+from shardkeep.targets.exchange import INDEX_SUFFIX, SUFFIX, Exchange, exchange_at, exchange_bases, exchange_in
+from shardkeep.targets.files import ForeignFile, file_at, file_in
 from shardkeep.targets.ordering import Saved, newest_first
 from shardkeep.targets.steady import TRIES, Attempt
 
@@ -28,8 +28,8 @@ _MOST_KEPT = 12  # manifests that are kept in memory while the newest checkpoint
 T = TypeVar("T")
 
 
-def find(place: Location) -> Target:
-    """What is at a place: a checkpoint directory, exchange files, or another program's safetensors files."""
+def find(place: Location) -> Directory | Exchange | ForeignFile:
+    """What is at a place: a checkpoint directory, exchange files, or another program's file."""
     store = store_at(place)
     inside = store.children("")
     if inside or (not place.is_url and is_directory(place)):
@@ -41,18 +41,15 @@ def find(place: Location) -> Target:
     endings = (SUFFIX, INDEX_SUFFIX)
     if place.name.endswith(endings) or any(exists(place.with_name(place.name + ending)) for ending in endings):
         return exchange_at(place)
-    if exists(place):
-        what = name_foreign([place.name])
-        known = f"it is {what}, which this version of shardkeep cannot read" if what else "it is not a safetensors file"
-        raise CheckpointNotFoundError(f"no checkpoint at {place}: {known}")
-    return Directory(store)
+    return file_at(place) if exists(place) else Directory(store)
 
 
-def _find_inside(place: Location, store: Store, inside: Sequence[str]) -> Target:
+def _find_inside(place: Location, store: Store, inside: Sequence[str]) -> Directory | Exchange | ForeignFile:
     """What is in a directory that has these names in it."""
     directory = Directory(store)
-    ours = CONTROL in inside or (MANIFEST in inside and directory.foreign_document(inside) is None)
-    return (None if ours else exchange_in(place, inside)) or directory
+    if CONTROL in inside or (MANIFEST in inside and directory.foreign_document(inside) is None):
+        return directory
+    return exchange_in(place, inside) or (None if is_recognized(inside) else file_in(place, store, inside)) or directory
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class FoundCheckpoint:
     `described`: whether the `.zarray` files of other programs' arrays were read to find out what it holds.
     """
 
-    target: Target
+    target: Source
     manifest: Manifest
     described: bool = True
 
@@ -95,7 +92,7 @@ def _look_at_documents(place: Location) -> FoundCheckpoint:
     return look(place, search=False)
 
 
-def _look_inside(target: Target, inside: Sequence[str]) -> FoundCheckpoint:
+def _look_inside(target: Source, inside: Sequence[str]) -> FoundCheckpoint:
     """The checkpoint of a target, if one of its documents is among the names in its directory."""
     documents = {*target.documents, *target.companions}
     if isinstance(target, Directory) and documents.isdisjoint(inside) and not is_recognized(inside):
@@ -142,13 +139,19 @@ def find_newest(place: Location, warn: Callable[..., None], most: float = math.i
         {file.name.partition("/")[0] for tree in owner.manifest.trees.values() for file in tree.files} if owner else ()
     )
     names = {name: name.removesuffix(SUFFIX) for name in directories if name not in taken and not name.startswith(".")}
-    exchange = {base + SUFFIX: base for base in exchange_bases([name for name in files if name not in taken])}
+    free = [name for name in files if name not in taken]
+    exchange = {base + SUFFIX: base for base in exchange_bases(free)}
     for name in newest_first(names | exchange, search.read):
         if search.is_complete(name):
             hugging_face = itself is not None and owner is None and name == f"model{SUFFIX}"
             return place if hugging_face else search.locate(name)
-    alone = owner is not None or not (directories or files)
-    return place if itself is not None and alone and search.is_complete("") else None
+    one_file = itself is not None and isinstance(itself.target, ForeignFile)
+    alone = owner is not None or one_file or not (directories or files)
+    if itself is not None and alone:
+        return place if search.is_complete("") else None
+    search.among_files = True
+    whole = {name: name.partition(".")[0] for name in checkpoint_files(free)}
+    return next((search.locate(n) for n in newest_first(names | whole, search.read) if search.is_complete(n)), None)
 
 
 class _Search:
@@ -159,6 +162,8 @@ class _Search:
         self.store = store_at(place)
         self._found: dict[str, FoundCheckpoint] = {}
         self._skipped: set[Location] = set()  # what the user was told about
+        # Files of other programs count only where nothing else is found: they may be notes beside checkpoints.
+        self.among_files = False
 
     def locate(self, name: str) -> Location:
         return self._place / name if name else self._place
@@ -181,6 +186,8 @@ class _Search:
         def read(name: str) -> None:
             self._keep(name, _look_at_documents)
             found = self._found.get(name)
+            if found is not None and isinstance(found.target, ForeignFile) is not self.among_files:
+                found = None
             told[name] = None if found is None else _saved(found)
             if len(names) > _MOST_KEPT:
                 self._found.pop(name, None)

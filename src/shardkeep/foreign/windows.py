@@ -1,0 +1,78 @@
+"""Other programs' files, opened for their parsers: small parts of large files, bounded, and with few requests."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from shardkeep.errors import MissingDataError, damage_of
+from shardkeep.foreign.flat import ByteSource
+from shardkeep.model.arrays import Array
+from shardkeep.stores.base import Store, StoredFile
+
+_AHEAD = 128 << 10  # bytes read at once: in a bucket a request costs as much as a megabyte, on a disk next to nothing
+
+
+class ByteFile(ByteSource, Protocol):
+    """Bytes of which it is known how many there are: a file, or a part of one."""
+
+    @property
+    def size(self) -> int: ...
+
+
+class Window:
+    """A file, of which one part at a time is in memory. What is asked for must be there before memory is taken for it.
+
+    Attributes:
+        size: The size of the file.
+    """
+
+    def __init__(self, file: ByteFile) -> None:
+        self.size = file.size
+        self._file = file
+        self._start, self._data = 0, b""
+
+    def read(self, offset: int, count: int) -> bytes:
+        """So many bytes at an offset; `ValueError` if they are not in the file."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise ValueError(f"it ends at byte {self.size:,}, and {count:,} bytes are needed from byte {offset:,} on")
+        skip = offset - self._start
+        if skip < 0 or skip + count > len(self._data):
+            memory = np.empty(min(max(count, _AHEAD), self.size - offset), np.uint8)
+            self._file.read_into(offset, memory)
+            self._start, self._data, skip = offset, memory.tobytes(), 0
+        return self._data[skip : skip + count]
+
+    def read_into(self, offset: int, buffer: Array) -> None:
+        """Fill `buffer` with the bytes at an offset; `ValueError` if there are not enough."""
+        buffer[:] = np.frombuffer(self.read(offset, buffer.size), np.uint8)
+
+
+class FilePart:
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: ByteFile, offset: int, length: int) -> None:
+        """Take a part. `ValueError` if it is not in the file."""
+        if offset < 0 or length < 0 or offset + length > file.size:
+            raise ValueError(f"it ends at byte {file.size:,}, and {length:,} bytes are needed from {offset:,} on")
+        self.size = length
+        self._file, self._offset = file, offset
+
+    def read_into(self, offset: int, buffer: Array) -> None:
+        if offset + buffer.size > self.size:
+            raise ValueError(f"it ends at byte {self.size:,} of this part")
+        self._file.read_into(self._offset + offset, buffer)
+
+
+@contextmanager
+def opened(store: Store, name: str, key: str) -> Generator[StoredFile]:
+    """A file that is read for a leaf. What is wrong with it is an `IntegrityError` that names the file and the leaf."""
+    where = store.locate(name)
+    try:
+        with store.open(name) as file:
+            yield file
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingDataError(f"{where} is missing", leaf=key, file=where) from None
+    except (ValueError, EOFError, MemoryError) as error:
+        raise damage_of(error, key, where) from error
