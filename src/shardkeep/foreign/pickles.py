@@ -135,7 +135,7 @@ def check_length(length: int, where: str) -> None:
         )
 
 
-def decode_with(unpickler: InertUnpickler, where: str) -> Any:
+def decode_with(unpickler: InertUnpickler, where: str) -> object:
     """The values that an unpickler gives. Whatever is wrong with the pickle is an `IntegrityError`."""
     try:
         return unpickler.load()
