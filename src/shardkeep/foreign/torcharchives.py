@@ -60,19 +60,20 @@ class TorchArchive:
         return StridedPlace(file, entry.start, entry.size, stored, tensor.offset, tensor.strides, flags)
 
 
-def read_archive(file: ByteFile, where: str, number: int = 0) -> TorchArchive | None:
+def read_archive(file: ByteFile, where: str, number: int = 0, requests: int | None = None) -> TorchArchive | None:
     """The archive in a file; None if it is no zip archive, or one of another program.
 
     Args:
         file: The file.
         where: Its name, for errors.
         number: The number of the archive, if it is one of several.
+        requests: How many requests are made at the same time, if the file is in a bucket.
 
     Raises:
         CheckpointNotFoundError: It is something else that torch writes, which cannot be read.
         ValueError: It is a zip archive, but a damaged one.
     """
-    window = Window(file)
+    window = Window(file, requests)
     if window.read(0, min(len(_ZIP), window.size)) != _ZIP:
         return None
     directory = read_directory(window)

@@ -1,7 +1,8 @@
 """Other programs' files, opened for their parsers: small parts of large files, bounded, and with few requests."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -9,8 +10,11 @@ import numpy as np
 from shardkeep.errors import MissingDataError, damage_of
 from shardkeep.foreign.flat import ByteSource
 from shardkeep.model.arrays import Array
+from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import Store, StoredFile
 
+_NEAR = 4 << 10  # bytes between two parts on a disk that take less time than another read
+_LONGEST = 1 << 20  # bytes of a read of several parts
 _AHEAD = 128 << 10  # bytes read at once: in a bucket a request costs as much as a megabyte, on a disk next to nothing
 
 
@@ -28,8 +32,15 @@ class Window:
         size: The size of the file.
     """
 
-    def __init__(self, file: ByteFile) -> None:
+    def __init__(self, file: ByteFile, requests: int | None = None) -> None:
+        """Look at a file.
+
+        Args:
+            file: The file.
+            requests: How many parts are read at the same time, where each takes a request to a bucket.
+        """
         self.size = file.size
+        self._requests = requests
         self._file = file
         self._start, self._data = 0, b""
 
@@ -44,9 +55,41 @@ class Window:
             self._start, self._data, skip = offset, memory.tobytes(), 0
         return self._data[skip : skip + count]
 
+    def read_each(self, parts: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of the file, given by offset and count in order of offsets. Those near each other are read in one."""
+        near = _AHEAD if self._requests else _NEAR
+        runs: list[list[tuple[int, int]]] = []
+        for offset, count in parts:
+            if offset < 0 or count < 0 or offset + count > self.size:
+                raise ValueError(f"it ends at byte {self.size:,}, and byte {offset + count:,} is needed")
+            near_enough = bool(runs) and 0 <= offset - sum(runs[-1][-1]) <= near
+            if not near_enough or offset + count - runs[-1][0][0] > _LONGEST:
+                runs.append([])
+            runs[-1].append((offset, count))
+        found: list[list[bytes]] = [[] for _ in runs]
+
+        def read(number: int) -> None:
+            run = runs[number]
+            start = run[0][0]
+            memory = np.empty(sum(run[-1]) - start, np.uint8)
+            self._file.read_into(start, memory)
+            found[number] = [memory[at - start : at - start + count].tobytes() for at, count in run]
+
+        if self._requests:
+            run_tasks([partial(read, number) for number in range(len(runs))], self._requests)
+        else:
+            for number in range(len(runs)):
+                read(number)
+        return [part for run in found for part in run]
+
     def read_into(self, offset: int, buffer: Array) -> None:
         """Fill `buffer` with the bytes at an offset; `ValueError` if there are not enough."""
         buffer[:] = np.frombuffer(self.read(offset, buffer.size), np.uint8)
+
+
+def requests_of(store: Store) -> int | None:
+    """How many requests to make to a store at the same time; None where a read is no request."""
+    return store.traits.concurrency if store.traits.costly_requests else None
 
 
 class FilePart:

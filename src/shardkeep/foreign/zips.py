@@ -73,8 +73,10 @@ def read_directory(window: Window) -> ZipDirectory:
         raise ValueError(f"its directory has {size - at:,} bytes after the last entry")
     entries: list[ZipEntry] = []
     free = 0  # the first byte that belongs to no entry yet
-    for entry, raw in sorted(found, key=lambda each: each[0].start):
-        data = _data_start(window, entry, raw)
+    found.sort(key=lambda each: each[0].start)
+    headers = window.read_each([(entry.start, 30 + len(raw)) for entry, raw in found])
+    for (entry, raw), header in zip(found, headers, strict=True):
+        data = _data_start(header, entry, raw)
         if entry.start < free or data + entry.stored > start:
             raise ValueError(f"the entry {entry.name[:80]!r} overlaps with another one, or is not complete")
         free = data + entry.stored
@@ -145,11 +147,10 @@ def _long_numbers(extra: bytes, numbers: Sequence[int]) -> list[int]:
     return list(numbers)
 
 
-def _data_start(window: Window, entry: ZipEntry, raw: bytes) -> int:
+def _data_start(header: bytes, entry: ZipEntry, raw: bytes) -> int:
     """Where the bytes of an entry begin: after its header, which must say the same as the directory."""
-    header = window.read(entry.start, 30)
     method, name_length, extra_length = struct.unpack_from("<H16x2H", header, 8)
-    if header[:4] != _LOCAL or method != entry.method or window.read(entry.start + 30, name_length) != raw:
+    if header[:4] != _LOCAL or method != entry.method or name_length != len(raw) or header[30:] != raw:
         raise ValueError(f"the header of the entry {entry.name[:80]!r} is damaged")
     return entry.start + 30 + name_length + extra_length
 
