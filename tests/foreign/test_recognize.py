@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.serialization
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -183,20 +182,9 @@ def test_an_orbax_checkpoint_in_a_bucket_is_called_by_its_name(place: Place) -> 
             shardkeep.load(f"{place.url}/{name}")
 
 
-def _write_npz(path: Path) -> None:
-    np.savez(path, w=np.ones(3))
-
-
-def _write_flax(path: Path) -> None:
-    path.write_bytes(flax.serialization.to_bytes({"w": jnp.ones(3)}))
-
-
 @pytest.mark.parametrize(
     ("name", "write", "called"),
     [
-        ("state.npz", _write_npz, "a NumPy archive (.npz)"),
-        ("flax_model.msgpack", _write_flax, "a Flax msgpack checkpoint"),
-        ("checkpoint_100", _write_flax, "a Flax msgpack checkpoint"),
         ("model.eqx", Path.touch, "an Equinox checkpoint (.eqx)"),
     ],
 )

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 
 _DATA_FILE = re.compile(r"[0-9a-f]{32}-[0-9]{5}\.safetensors")
-_FLAX_LEGACY = re.compile(r"checkpoint_[0-9]+")
 _ORBAX = {"_CHECKPOINT_METADATA", "_METADATA"}
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 
@@ -53,10 +52,6 @@ def _jax(here: set[str]) -> str | None:
 
 
 def _other(here: set[str]) -> str | None:
-    if any(name.endswith(".msgpack") or _FLAX_LEGACY.fullmatch(name) for name in here):
-        return "a Flax msgpack checkpoint"
     if any(name.endswith(".eqx") for name in here):
         return "an Equinox checkpoint (.eqx)"
-    if any(name.endswith(".npz") for name in here):
-        return "a NumPy archive (.npz)"
     return None

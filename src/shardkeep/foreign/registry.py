@@ -11,6 +11,8 @@ from shardkeep.errors import IntegrityError
 from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader, ForeignReader
 from shardkeep.foreign.dcp import DcpReader
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
+from shardkeep.foreign.flax import FlaxReader
+from shardkeep.foreign.numpy import NumpyReader
 from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import Manifest, Tree
@@ -18,7 +20,7 @@ from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
 READERS: list[ForeignReader] = [DcpReader(), EformerReader()]
-FILE_READERS: list[FileReader] = [TorchReader()]
+FILE_READERS: list[FileReader] = [FlaxReader(), NumpyReader(), TorchReader()]
 COMPANIONS: list[Companions] = [EformerIndex()]
 
 
