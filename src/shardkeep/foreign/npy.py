@@ -93,7 +93,10 @@ def _parse_fields(text: str) -> dict[str, str | bool | tuple[int, ...]]:
         if field["other"] is not None:
             raise UnreadableError("it is a structured array, whose elements have several fields; only numbers are read")
         if field["shape"] is not None:
-            found[field["name"]] = tuple(int(n.strip(" \nL")) for n in field["shape"].split(",") if n.strip())
+            numbers = [n.strip(" \nL") for n in field["shape"].split(",") if n.strip()]
+            if not all(n.isdecimal() and len(n) < 20 for n in numbers):
+                raise ValueError("its header describes an impossible array")
+            found[field["name"]] = tuple(map(int, numbers))
         else:
             found[field["name"]] = field["text"] if field["truth"] is None else field["truth"] == "True"
         at = field.end()
