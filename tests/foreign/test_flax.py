@@ -160,6 +160,15 @@ class TestCheckpointsDirectory:
         ):
             shardkeep.load(run)
 
+    def test_directories_with_such_names_are_not_taken_for_its_files(self, tmp_path: Path, capsys: Any) -> None:
+        """Newer versions of Flax write Orbax's directories under the same names; here they are of ours."""
+        run = _legacy(tmp_path, [7])
+        shardkeep.save(run / "checkpoint_8", {"step": 8})
+        assert main(["ls", str(run)]) == 0
+        listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+        assert sorted(listed) == ["checkpoint_7", "checkpoint_8"]
+        assert shardkeep.latest(run) == str(run / "checkpoint_8")
+
     def test_a_file_with_another_prefix_is_read_when_it_is_named(self, tmp_path: Path) -> None:
         run = _legacy(tmp_path, [7], prefix="model_")
         assert shardkeep.load(run / "model_7")["step"] == 7

@@ -115,7 +115,7 @@ class TestZarrWithoutIndex(TestEformer):
 
 
 class NpyArray:
-    """An array in a `.npy` file."""
+    """An array in a `.one` file: a `.npy` file with another name."""
 
     def __init__(self, store: Store, leaf: StoredArray) -> None:
         assert isinstance(leaf.origin, ForeignArray)
@@ -149,20 +149,25 @@ class NpyArray:
         return found
 
 
-class NpyReader:
-    """Directories of `.npy` files: what a contributor writes to read one more kind of checkpoint."""
+def _save(path: Path, array: np.ndarray) -> None:
+    with open(path, "wb") as file:
+        np.save(file, array)
 
-    name: str = "npy"
-    kind: str = "npy"
+
+class NpyReader:
+    """Directories of `.one` files: what a contributor writes to read one more kind of checkpoint."""
+
+    name: str = "one"
+    kind: str = "one"
 
     def recognizes(self, names: Collection[str]) -> bool:
-        return any(name.endswith(".npy") for name in names)
+        return any(name.endswith(".one") for name in names)
 
     def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
-        files = sorted(name for name in names if name.endswith(".npy"))
+        files = sorted(name for name in names if name.endswith(".one"))
         if not files:
             return None
-        skeleton, found = flatten(nest([((name.removesuffix(".npy"),), name) for name in files]))
+        skeleton, found = flatten(nest([((name.removesuffix(".one"),), name) for name in files]))
         leaves = tuple(
             StoredArray(leaf.path, self._describe(store, leaf.value), (), ForeignArray(leaf.value, self.kind))
             for leaf in found
@@ -207,29 +212,29 @@ class TestFileFromOutsideThePackage(FileReaderTests):
 
 @pytest.mark.usefixtures("registered")
 class TestFromOutsideThePackage(DirectoryReaderTests):
-    name = "npy"
+    name = "one"
     dtypes = PLAIN
 
     def write(self, path: Path, arrays: dict[str, np.ndarray]) -> Path:
         for key, array in arrays.items():
-            np.save(path / f"{key}.npy", array)
+            _save(path / f"{key}.one", array)
         return path
 
     def data_files(self, path: Path) -> list[Path]:
-        return sorted(path.glob("*.npy"))
+        return sorted(path.glob("*.one"))
 
     def documents(self, path: Path) -> list[Path]:
-        return [path / "b.npy"]
+        return [path / "b.one"]
 
     def point_outside(self, path: Path, outside: Path) -> None:
-        os.link(path / "b.npy", outside.with_name("other"))
-        (path / "b.npy").unlink()
-        (path / "b.npy").symlink_to(outside.with_name("other"))
+        os.link(path / "b.one", outside.with_name("other"))
+        (path / "b.one").unlink()
+        (path / "b.one").symlink_to(outside.with_name("other"))
 
     def test_damage_is_an_error_that_names_the_file_or_the_leaf(self, made: Path) -> None:
-        file = made / "b.npy"
+        file = made / "b.one"
         os.truncate(file, file.stat().st_size - 1)
-        with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'b': .*b\.npy is damaged"):
+        with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'b': .*b\.one is damaged"):
             shardkeep.load(made)
         assert not shardkeep.exists(made)
         (problem,) = shardkeep.verify(made).problems
@@ -237,24 +242,24 @@ class TestFromOutsideThePackage(DirectoryReaderTests):
 
     def test_latest_finds_it_among_others(self, made: Path) -> None:
         shardkeep.save(made.parent / "old", {"x": 1}, step=1)
-        os.utime(made / "b.npy")
+        os.utime(made / "b.one")
         assert shardkeep.latest(made.parent) == str(made)
 
 
 def test_an_array_that_no_reader_reads_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a checkpoint looks to a program that does not have the reader that another one had."""
-    np.save(tmp_path / "w.npy", np.arange(3))
+    _save(tmp_path / "w.one", np.arange(3))
     with monkeypatch.context() as patched:
         patched.setattr(registry, "READERS", [NpyReader()])
         shardkeep.save(tmp_path, {"x": 1}, prefix="ours")
     assert shardkeep.load(tmp_path, prefix="ours") == {"x": 1}
-    with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'w' is an array of another program, of the kind 'npy'"):
+    with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'w' is an array of another program, of the kind 'one'"):
         shardkeep.load(tmp_path, prefix="")
     assert not shardkeep.verify(tmp_path).ok
 
 
 def test_the_first_reader_that_finds_something_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "w.npy", np.arange(3))
+    _save(tmp_path / "w.one", np.arange(3))
     with pytest.raises(shardkeep.CheckpointNotFoundError, match="no checkpoint at"):
         shardkeep.inspect(tmp_path)
     monkeypatch.setattr(registry, "READERS", [*registry.READERS, NpyReader(), NpyReader()])

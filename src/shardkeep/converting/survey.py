@@ -151,7 +151,7 @@ class _Walk:
             trees = found.manifest.trees.values() if found.manifest else ()
             taken |= {name.partition("/")[0] for tree in trees for name in tree.names}
         yield from _exchange_files(where, name, [n for n in inside if n not in taken])
-        for file in checkpoint_files([n for n in inside if n not in taken]):
+        for file in _files_of_others(store, [n for n in inside if n not in taken]):
             yield look(where / file, f"{name}/{file}" if name else file)
         yield from self._below(where, name, [n for n in inside if n not in taken], depth, above | {identity})
 
@@ -177,6 +177,13 @@ class _Walk:
             self.has_arrays = before
         else:
             self.has_arrays = before or bool(bare)
+
+
+def _files_of_others(store: Store, inside: list[str]) -> list[str]:
+    """The files that are other programs' checkpoints. Directories can have such names too."""
+    named = checkpoint_files(inside)
+    files = set(store.entries()[1]) if named else set[str]()
+    return [name for name in named if name in files]
 
 
 def _exchange_files(where: Location, name: str, inside: list[str]) -> Iterator[SurveyEntry]:
