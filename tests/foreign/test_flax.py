@@ -272,7 +272,7 @@ def test_a_folder_of_hugging_face_stands_for_its_flax_weights(tmp_path: Path) ->
     assert_same(shardkeep.load(tmp_path, include="^b$"), {"b": jnp.asarray(arrays()["b"])})
 
 
-@pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("*/*")), ids=lambda p: f"{p.parent.name}-{p.name}")
+@pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("*/*[!y]")), ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_what_older_versions_of_flax_wrote_is_read_as_flax_reads_it(fixture: Path) -> None:
     expected = flax.serialization.msgpack_restore(fixture.read_bytes())
     like = jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "shape") and x.shape else x, expected)
