@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf check demo bench faults faults-peers soak
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras check demo bench faults faults-peers soak
 .PHONY: bench-quick bench-step bench-buckets bench-devices format clean
 
 setup: $(STAMP)
@@ -86,6 +86,18 @@ $(HF_STAMP): pyproject.toml
 	$(HF)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers>=5,<6' -e .
 	touch $(HF_STAMP)
 
+# Real Keras 3 beside this package: what it writes is loaded. `FIXTURES=1` writes the files in tests/fixtures/keras anew.
+KERAS := .venv-keras
+KERAS_STAMP := $(KERAS)/.installed
+
+test-keras: $(KERAS_STAMP)
+	KERAS_BACKEND=jax $(KERAS)/bin/python tests/keras/run.py $(if $(FIXTURES),--fixtures)
+
+$(KERAS_STAMP): pyproject.toml
+	test -x $(KERAS)/bin/python || $(PYTHON) -m venv $(KERAS)
+	$(KERAS)/bin/python -m pip install --quiet --disable-pip-version-check 'keras>=3' -e '.[keras]'
+	touch $(KERAS_STAMP)
+
 check: setup
 	$(BIN)/ruff check src tests faults bench examples
 	$(BIN)/ruff format --check src tests faults bench examples
@@ -139,4 +151,4 @@ faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,6 @@ which Flax cuts in chunks of that size, are put together here.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
 from shardkeep.foreign.flat import read_region
@@ -59,7 +58,7 @@ def _is_named(name: str) -> bool:
     return _STEP.fullmatch(name) is not None or (name.endswith(".msgpack") and not name.startswith("."))
 
 
-def _tree(found: Any, name: str, size: int, where: str) -> Tree:
+def _tree(found: object, name: str, size: int, where: str) -> Tree:
     skeleton, leaves = flatten(found)
     for leaf in leaves:
         if isinstance(leaf.value, str) and leaf.value.startswith(_ELSEWHERE):
@@ -74,7 +73,7 @@ def _tree(found: Any, name: str, size: int, where: str) -> Tree:
     return Tree(identity, "foreign", skeleton, stored, (DataFile(name, size),), {}, created="", step=number)
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     return (value.spec.shape, value.spec.dtype.name, value.runs) if isinstance(value, FoundArray) else value
 
 

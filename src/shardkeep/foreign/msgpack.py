@@ -6,7 +6,7 @@ arrays, complex numbers and NumPy scalars.
 
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ _DEEPEST = 100  # levels of containers; Python's stack has about a thousand fram
 _NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # Flax's extension types
 _CHUNKED = "__msgpack_chunked_array__"  # marks a dict that stands for an array above 1 GiB
 _Value = TypeVar("_Value")
-_Unpack = Callable[["Scanner", int], Any]
+_Unpack = Callable[["Scanner", int], object]
 
 
 @record
@@ -38,7 +38,7 @@ class FoundArray:
     start: int
 
 
-def scan(window: Window, start: int = 0) -> tuple[Any, int]:
+def scan(window: Window, start: int = 0) -> tuple[object, int]:
     """The value that begins at an offset, with a `FoundArray` for each array in it, and where it ends.
 
     `ValueError` for what Flax does not write, or cannot be read safely.
@@ -65,7 +65,7 @@ class Scanner:
         self._values = self._named = 0
         self._in_extension = False
 
-    def value(self, depth: int, named: int) -> Any:
+    def value(self, depth: int, named: int) -> object:
         """The next value. `named` is the number of characters in the names on the way to it."""
         start = self.at
         self._values += 1
@@ -85,7 +85,7 @@ class Scanner:
             raise ValueError(f"the names of its leaves have more than {_MOST_NAMED:,} characters")
         return self._leaf(tag, start)
 
-    def _leaf(self, tag: int, start: int) -> Any:
+    def _leaf(self, tag: int, start: int) -> object:
         if tag < 0x80 or tag >= 0xE0:
             return tag if tag < 0x80 else tag - 0x100
         if tag < 0xC0:
@@ -115,13 +115,13 @@ class Scanner:
     def _text(self, length: int) -> str:
         return self._take(length).decode()
 
-    def _list(self, count: int, depth: int, named: int) -> list[Any]:
+    def _list(self, count: int, depth: int, named: int) -> list[object]:
         self._expect(count)
         return [self.value(depth + 1, named + 4) for _ in range(count)]
 
-    def _dict(self, count: int, depth: int, named: int, start: int) -> Any:
+    def _dict(self, count: int, depth: int, named: int, start: int) -> object:
         self._expect(2 * count)
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for _ in range(count):
             key = self.value(depth + 1, 0)
             if not isinstance(key, str):
@@ -136,7 +136,7 @@ class Scanner:
         if count > self._window.size - self.at:
             raise ValueError(f"before byte {self.at:,} it announces {count:,} values, more than the file has bytes")
 
-    def _extension(self, length: int, start: int) -> Any:
+    def _extension(self, length: int, start: int) -> object:
         kind = self._take(1)[0]
         end = self.at + length
         if kind not in _EXTENSIONS:
@@ -202,7 +202,7 @@ def _dtype(name: str) -> DType:
         raise ValueError(f"it holds an array of dtype {name[:80]!r}, which is not one of numbers") from None
 
 
-def _join_chunks(stored: dict[str, Any], start: int) -> FoundArray:
+def _join_chunks(stored: dict[str, object], start: int) -> FoundArray:
     """The array that Flax has cut in chunks: flat arrays, in order."""
     shape = _all_of(int, _in_order(stored.get("shape")))
     chunks = _all_of(FoundArray, _in_order(stored.get("chunks")))

@@ -5,7 +5,6 @@ pickles. NumPy has no names for bfloat16 and float8_e5m2, and writes `V2` and `f
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -69,7 +68,7 @@ class _Found:
 def _single(window: Window, name: str) -> Tree:
     """The tree of a `.npy` file, which is an array."""
     entry = _whole(window.size)
-    value, described = _describe(window, entry, name)
+    value, described = _describe(window, entry, f"{name}@")
     if isinstance(value, _Found) and value.spec == described.spec and not described.fortran:
         value = _Found(value.spec, value.place, described.start)
     if described.is_unnamed:
@@ -81,7 +80,7 @@ def _single(window: Window, name: str) -> Tree:
 def _archive(window: Window, name: str) -> Tree:
     """The tree of a `.npz` file."""
     directory = read_directory(window)
-    found: list[tuple[tuple[str, ...], Any]] = []
+    found: list[tuple[tuple[str, ...], object]] = []
     unnamed: list[str] = []
     text = 0
     for entry in directory.entries:
@@ -105,7 +104,7 @@ def _archive(window: Window, name: str) -> Tree:
     return _tree(nest(found), DataFile(name, window.size), directory.identity)
 
 
-def _describe(window: Window, entry: ZipEntry, place: str) -> tuple[Any, NpyArray]:
+def _describe(window: Window, entry: ZipEntry, place: str) -> tuple[object, NpyArray]:
     """What is in an entry: an array, or strings in lists as deep as the array has axes; and its header."""
     source = EntryBytes(window, entry)
     described = _parse(source, entry.size)
@@ -136,7 +135,7 @@ def _parse(source: ByteSource, size: int) -> NpyArray:
     return parse_npy(read, size)
 
 
-def _tree(value: Any, file: DataFile, identity: str) -> Tree:
+def _tree(value: object, file: DataFile, identity: str) -> Tree:
     skeleton, leaves = flatten(value)
     return Tree(identity, "foreign", skeleton, tuple(map(_leaf, leaves)), (file,), {}, created="")
 
@@ -182,7 +181,7 @@ class NumpyArray:
         """Read its header. `IntegrityError` if that is damaged, or describes another array."""
         assert isinstance(leaf.origin, ForeignArray)
         self._store, self._leaf = store, leaf
-        self._name, _, place = leaf.origin.directory.partition("@")
+        self._name, _, place = leaf.origin.directory.rpartition("@")
         with opened(store, self._name, leaf.key) as file:
             self._size = file.size
             entry = _entry_at(place) if place else _whole(file.size)

@@ -12,6 +12,7 @@ from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader,
 from shardkeep.foreign.dcp import DcpReader
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
 from shardkeep.foreign.flax import FlaxReader
+from shardkeep.foreign.keras import KerasReader
 from shardkeep.foreign.numpy import NumpyReader
 from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
@@ -20,7 +21,7 @@ from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
 READERS: list[ForeignReader] = [DcpReader(), EformerReader()]
-FILE_READERS: list[FileReader] = [FlaxReader(), NumpyReader(), TorchReader()]
+FILE_READERS: list[FileReader] = [FlaxReader(), KerasReader(), NumpyReader(), TorchReader()]
 COMPANIONS: list[Companions] = [EformerIndex()]
 
 

@@ -160,6 +160,7 @@ class EntryBytes:
 
     def __init__(self, archive: ByteSource, entry: ZipEntry) -> None:
         self._file, self._entry = archive, entry
+        self.start, self.size = entry.start, entry.size
         self._begin()
 
     def _begin(self) -> None:

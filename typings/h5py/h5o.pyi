@@ -1,0 +1,4 @@
+class _Place:
+    addr: int
+
+def get_info(id: object) -> _Place: ...
