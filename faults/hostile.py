@@ -146,7 +146,9 @@ def cases() -> list[Case]:
     with tempfile.TemporaryDirectory() as room:
         own = _own(Path(room))
         foreign = _foreign(Path(room))
-    return [*own, *foreign, *_eformer()]
+    from faults.hostile_files import file_cases  # which uses what is here
+
+    return [*own, *foreign, *_eformer(), *file_cases()]
 
 
 def _tree() -> Any:

@@ -1,11 +1,10 @@
-"""Weights of Keras 3: as h5py writes them here, and as Keras wrote them (tests/fixtures/keras, `make test-keras`)."""
+"""Weights of Keras 3: as h5py writes them, and as Keras wrote them (tests/fixtures/keras, `make test-keras`)."""
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import h5py
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -19,10 +18,8 @@ from shardkeep.model.arrays import Region
 from shardkeep.stores.local.store import LocalStore
 from support import assert_same, pattern
 
-h5py = pytest.importorskip("h5py", reason="it reads HDF5")
-
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "keras"
-PLAIN = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "complex64")
+PLAIN = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32")
 
 
 class TestWeights(FileReaderTests):
@@ -41,6 +38,8 @@ class TestCompressedWeights(TestWeights):
 class TestNewestHdf5(TestWeights):
     """With the newest version of the format, which is another one for groups and descriptions."""
 
+    dtypes = ("bool", "int8", "uint16", "float16", "float32", "bfloat16")  # of more than eight members it has a heap
+
     def write(self, path: Path, arrays: dict[str, np.ndarray]) -> Path:
         return write_weights(path / "m.weights.h5", arrays, libver="latest")
 
@@ -57,7 +56,7 @@ class TestArchive(TestWeights):
 
 
 class TestCompressedWeightsInAnArchive(TestArchive):
-    options = {"compression": "lzf", "chunks": True}
+    options = {"compression": "gzip", "chunks": True}
 
 
 def write_weights(path: Path, arrays: dict[str, np.ndarray], libver: Any = None, **options: Any) -> Path:
@@ -73,10 +72,10 @@ def write_weights(path: Path, arrays: dict[str, np.ndarray], libver: Any = None,
     return path
 
 
-def test_arrays_in_one_run_are_read_without_h5py(tmp_path: Path) -> None:
+def test_arrays_in_one_run_are_pieces_of_the_file(tmp_path: Path) -> None:
     leaves = shardkeep.inspect(write_weights(tmp_path / "a.weights.h5", arrays())).leaves
     assert {key: leaf.kind for key, leaf in leaves.items()} == {
-        "b": "jax", "empty": "keras", "layers/0/w": "jax", "layers/1/w": "jax", "scalar": "jax",
+        "b": "jax", "empty": "jax", "layers/0/w": "jax", "layers/1/w": "jax", "scalar": "jax",
     }  # fmt: skip
 
 
@@ -112,7 +111,10 @@ def test_damage_in_a_chunk_is_found(damaged: str, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[chunk.byte_offset + 20] ^= 1
     path.write_bytes(content)
-    with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'w': .*a\.weights\.h5.*libhdf5 cannot read it"):
+    with pytest.raises(
+        shardkeep.IntegrityError,
+        match=r"leaf 'w': .*a\.weights\.h5.*chunk at \(0, 0\) (does not match|cannot be|is cut)",
+    ):
         shardkeep.load(path)
     (problem,) = shardkeep.verify(path).problems
     assert problem.leaf == "w"
@@ -152,7 +154,7 @@ def test_nothing_outside_the_file_is_read(how: str, tmp_path: Path) -> None:
         _linked(file, how, outside)
     (tmp_path / "renamed").write_bytes((tmp_path / "a.weights.h5").read_bytes())
     for name in ("a.weights.h5", "renamed"):
-        with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"'w' (is a link|has its data in other files)"):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"'w'.*(is a link|has its data in other files)"):
             shardkeep.load(tmp_path / name)
 
 
@@ -191,12 +193,12 @@ def _deep(file: Any) -> None:
 @pytest.mark.parametrize(
     ("write", "says"),
     [
-        (_text, "not one of JAX's dtypes"),
-        (_compound, "not one of JAX's dtypes"),
-        (_reference, "not one of JAX's dtypes"),
-        (_opaque, "not one of JAX's dtypes"),
+        (_text, "not numbers of JAX's"),
+        (_compound, "not numbers of JAX's"),
+        (_reference, "not numbers of JAX's"),
+        (_opaque, "not numbers of JAX's"),
         (_null, "without a shape"),
-        (_plugin, "compressed with filter 32015"),
+        (_plugin, "compressed with HDF5's filter 32015"),
         (_deep, "more than 50 levels"),
     ],
 )
@@ -211,7 +213,7 @@ def test_groups_in_a_circle_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.weights.h5", "w") as file:
         file["g/w"] = np.zeros(3)
         file["g/again"] = file["g"]
-    with pytest.raises(shardkeep.IntegrityError, match=r"the group 'g/again' is there twice"):
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"has two names, or is part of itself"):
         shardkeep.load(tmp_path / "a.weights.h5")
 
 
@@ -220,7 +222,7 @@ def test_arrays_that_were_never_written_are_damage(tmp_path: Path) -> None:
     for options in ({}, {"chunks": (1 << 10,)}):
         with h5py.File(tmp_path / "a.weights.h5", "w") as file:
             file.create_dataset("w", (1 << 40,), "f4", **options)
-        with pytest.raises(shardkeep.IntegrityError, match=r"a\.weights\.h5 .*'w' has 0 "):
+        with pytest.raises(shardkeep.IntegrityError, match=r"a\.weights\.h5 .*'w': it (does not have|has 0 of)"):
             shardkeep.load(tmp_path / "a.weights.h5")
 
 
@@ -234,18 +236,6 @@ def test_archives_that_are_not_those_of_keras_3_are_refused(tmp_path: Path) -> N
             archive.write(inside, name)
         with pytest.raises(shardkeep.CheckpointNotFoundError, match=rf"m\.keras: .*{says}"):
             shardkeep.load(tmp_path / "m.keras")
-
-
-def test_without_h5py_the_error_says_what_to_install(tmp_path: Path) -> None:
-    path = write_weights(tmp_path / "a.weights.h5", arrays())
-    code = (
-        "import sys; sys.modules['h5py'] = None\n"
-        "import shardkeep\n"
-        f"try: shardkeep.load({str(path)!r})\n"
-        "except shardkeep.CheckpointNotFoundError as error: print(error)\n"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "a.weights.h5: it is an HDF5 file, which needs h5py: pip install 'shardkeep[keras]'" in printed
 
 
 def test_weights_in_a_bucket_are_read_by_ranges(place: Place, tmp_path: Path) -> None:

@@ -18,6 +18,16 @@ class ByteSource(Protocol):
         ...
 
 
+class After:
+    """The bytes after a header, or after others; a `ByteSource`."""
+
+    def __init__(self, source: ByteSource, start: int) -> None:
+        self._source, self._start = source, start
+
+    def read_into(self, offset: int, buffer: Array) -> None:
+        self._source.read_into(self._start + offset, buffer)
+
+
 def read_region(source: ByteSource, spec: ArraySpec, region: Region, fortran: bool = False) -> Array:
     """A region of an array as a new array in C order. Of the source, parts are read in order of their offsets.
 
@@ -30,11 +40,11 @@ def read_region(source: ByteSource, spec: ArraySpec, region: Region, fortran: bo
     if fortran:
         turned = ArraySpec(spec.shape[::-1], spec.dtype)
         found = read_region(source, turned, Region(region.start[::-1], region.shape[::-1]))
-        return _native(np.ascontiguousarray(found.transpose()).reshape(region.shape))
+        return native(np.ascontiguousarray(found.transpose()).reshape(region.shape))
     found = np.empty(region.shape, spec.dtype)
     if found.size:
         _fill(source, 0, spec.shape, region, found)
-    return _native(found)
+    return native(found)
 
 
 def _fill(source: ByteSource, offset: int, shape: tuple[int, ...], region: Region, into: Array) -> None:
@@ -57,6 +67,6 @@ def _fill(source: ByteSource, offset: int, shape: tuple[int, ...], region: Regio
         part[...] = block[(slice(None), *inner.slices)]
 
 
-def _native(array: Array) -> Array:
+def native(array: Array) -> Array:
     """The same numbers in the byte order of this machine."""
     return array if array.dtype.isnative else array.byteswap(inplace=True).view(array.dtype.newbyteorder("="))

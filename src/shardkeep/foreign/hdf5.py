@@ -1,40 +1,68 @@
-"""HDF5 files as trees of arrays, read with h5py: of an array that lies in one run, only where its bytes are.
+"""HDF5 files as h5py and Keras write them: where their arrays are, without libhdf5, which hangs on some hostile files.
 
-libhdf5 is asked for nothing that leads out of the file (external links and storage, virtual datasets), runs code that
-is not its own (filters from plugins) or takes more memory than the bytes in the file justify.
+The format is described in https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html. What is read: groups
+whose names are in one place, and arrays of numbers in one run, or in chunks that a B-tree lists. All else, such as
+links, is refused by name. Nothing is looked at outside the file, and every structure only once.
 """
 
-import io
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
-from shardkeep.errors import CheckpointNotFoundError
-from shardkeep.foreign.windows import ByteFile
-from shardkeep.model.arrays import NUMPY_NAMES, Array, ArraySpec, Region, dtype_from_name, is_possible
+from shardkeep.foreign.hdf5types import (
+    NOWHERE,
+    Layout,
+    Message,
+    UnreadableError,
+    fletcher32,
+    lookup3,
+    parse_dtype,
+    parse_filters,
+    parse_layout,
+    parse_link,
+    parse_shape,
+    parse_text_attribute,
+)
+from shardkeep.foreign.windows import Window
+from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_from_name, is_possible
 from shardkeep.model.records import record
 from shardkeep.model.tree import Path
 
-if TYPE_CHECKING:
-    import h5py  # which is optional
-    from _typeshed import WriteableBuffer
-
 MAGIC = b"\x89HDF\r\n\x1a\n"
-_BLOCK = 64 << 10  # bytes read at once: what describes the arrays of a model is often in one or two of them
-_MOST_BLOCKS = 64  # that are kept: 4 MiB
-_DEEPEST = 50  # levels of groups
-_MOST_GROUPS = 1 << 18  # groups and datasets
-_FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}  # those in h5py itself; others are plugins
+_DEEPEST = 50  # levels of groups, or of a B-tree
+_MOST = 1 << 18  # structures in a file: groups, arrays, nodes of trees, chunks; each takes up to a kilobyte of memory
+_MOST_NAMED = 64 << 20  # characters in the paths of all arrays, which repeat the names of what they are in
+_LONGEST = 1 << 20  # bytes of a header, a node or a name
+_LARGEST_CHUNK = 1 << 30  # bytes: a chunk is decompressed as a whole
 _BEST_RATIO = 1040  # what deflate can make of one byte is a little less
-_LARGEST_CHUNK = 1 << 30  # bytes: libhdf5 decompresses a chunk as a whole
-_CHUNKED = 2  # H5D_CHUNKED
+_DEFLATE, _SHUFFLE, _FLETCHER = 1, 2, 3  # filters; others are plugins
+# The kinds of messages that are looked at.
+_SPACE, _LINKS, _TYPE, _LINK, _ELSEWHERE, _LAYOUT, _FILTERS, _ATTRIBUTE, _MORE, _TABLE = (
+    1,
+    2,
+    3,
+    6,
+    7,
+    8,
+    11,
+    12,
+    16,
+    17,
+)
 
 
-class UnreadableError(ValueError):
-    """The file is not damaged, but holds something that is not read."""
+@record
+class Chunk:
+    """A stored part of an array: where it begins in the array, its bytes in the file, and which filters it skipped."""
+
+    start: tuple[int, ...]
+    offset: int
+    length: int
+    skipped: int
 
 
 @record
@@ -42,195 +70,322 @@ class FoundDataset:
     """An array in a file.
 
     Attributes:
-        spec: Its shape and dtype, in the byte order of this machine.
-        path: The names of the groups that it is in, and its own.
-        offset: Where its bytes lie, if they lie there in C order and in this machine's byte order.
-        chunks: The shape of the parts that are read as a whole.
+        spec: Its shape and dtype, in the byte order in which it is stored.
+        offset: Where its bytes begin, if they lie in one run.
+        header: Where its header is.
+        chunk: The shape of its chunks; None if it lies in one run.
+        chunks: Its chunks.
+        filters: What each chunk went through, in that order.
     """
 
     spec: ArraySpec
-    path: Path
-    offset: int | None
-    chunks: tuple[int, ...]
+    offset: int
+    header: int
+    chunk: tuple[int, ...] | None = None
+    chunks: tuple[Chunk, ...] = ()
+    filters: tuple[int, ...] = ()
 
 
-@contextmanager
-def open_hdf5(file: ByteFile, where: str) -> Generator["Opened"]:
-    """An HDF5 file. Whatever libhdf5 finds wrong with it is a `ValueError`.
+class Hdf5:
+    """An HDF5 file that is read. Its methods raise `ValueError` for damage, `UnreadableError` for what is not read."""
 
-    Raises:
-        CheckpointNotFoundError: h5py is not installed.
-    """
-    try:
-        import h5py
-    except ImportError:
-        raise CheckpointNotFoundError(
-            f"no checkpoint that can be read at {where}: it is an HDF5 file, which needs h5py: pip install "
-            "'shardkeep[keras]'"
-        ) from None
-    try:
-        with h5py.File(_Stream(file), "r") as opened:
-            yield Opened(opened)
-    except (OSError, RuntimeError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
-        if isinstance(error, CheckpointNotFoundError):
-            raise
-        raise ValueError(f"libhdf5 cannot read it: {error}") from error
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._seen: set[int] = set()
+        self._named = 0
 
-
-class Opened:
-    """An HDF5 file that is open."""
-
-    def __init__(self, file: "h5py.File") -> None:
-        self._file = file
-
-    def find(self) -> list[FoundDataset]:
-        """Its datasets. Groups without any are left out. `UnreadableError` for what is not read."""
-        import h5py
-
-        found: list[FoundDataset] = []
-        seen: set[int] = set()
-
-        def walk(group: h5py.Group, path: Path) -> None:
-            seen.add(h5py.h5o.get_info(group.id).addr)
-            if len(path) > _DEEPEST or len(seen) + len(found) > _MOST_GROUPS:
-                raise UnreadableError(f"it has more than {_DEEPEST} levels of groups, or more than {_MOST_GROUPS:,}")
-            for name in group:
-                inner = (*path, name)
-                if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                    raise UnreadableError(f"{_shown(inner)} is a link, perhaps to another file; links are not followed")
-                child = group[name]
-                if isinstance(child, h5py.Dataset):
-                    found.append(_describe(child, inner))
-                elif isinstance(child, h5py.Group):
-                    if h5py.h5o.get_info(child.id).addr in seen:
-                        raise ValueError(f"the group {_shown(inner)} is there twice")
-                    walk(child, inner)
-
-        walk(self._file, ())
+    def find(self) -> list[tuple[Path, FoundDataset]]:
+        """The arrays in the file, with the names of the groups that they are in, and their own."""
+        try:
+            found = list(self._walk(self._root(), ()))
+        except (struct.error, IndexError) as error:
+            raise ValueError(f"one of its structures is cut short ({error})") from error
+        if sum(sum(c.length for c in d.chunks) if d.chunk else d.spec.nbytes for _, d in found) > self._window.size:
+            raise ValueError("its arrays overlap")
         return found
 
-    def read(self, path: Path, spec: ArraySpec, region: Region) -> Array:
-        """A region of a dataset, which must have this spec."""
-        dataset = self._dataset(path, spec)
-        if not region.size:
-            return np.empty(region.shape, spec.dtype)
-        data = cast(Array, dataset[region.slices])
-        data = data.view(spec.dtype) if dataset.dtype.kind == "V" else data
-        return np.array(data, spec.dtype, order="C", copy=True).reshape(region.shape)
+    def dataset(self, header: int) -> FoundDataset:
+        """The array with this header."""
+        try:
+            return self._dataset(header, self._messages(header))
+        except (struct.error, IndexError) as error:
+            raise ValueError(f"the header at byte {header:,} is cut short ({error})") from error
 
-    def describe(self, path: Path, spec: ArraySpec) -> FoundDataset:
-        """A dataset, which must have this spec."""
-        return _describe(self._dataset(path, spec), path)
+    def _read(self, offset: int, count: int) -> bytes:
+        if count > _LONGEST:
+            raise ValueError(f"it has a structure of {count:,} bytes at byte {offset:,}")
+        return self._window.read(offset, count)
 
-    def _dataset(self, path: Path, spec: ArraySpec) -> "h5py.Dataset":
-        import h5py
+    def _visit(self, address: int) -> None:
+        if address in self._seen:
+            raise UnreadableError(f"what is at byte {address:,} has two names, or is part of itself")
+        self._seen.add(address)
+        if len(self._seen) > _MOST:
+            raise UnreadableError(f"it has more than {_MOST:,} groups and arrays")
 
-        group: h5py.Group = self._file
-        for name in path[:-1]:
-            child = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-            if not isinstance(child, h5py.Group):
-                raise ValueError(f"{_shown(path)} is not there")
-            group = child
-        dataset = group[path[-1]] if path and isinstance(group.get(path[-1], getlink=True), h5py.HardLink) else None
-        if not isinstance(dataset, h5py.Dataset) or _describe(dataset, path).spec != spec:
-            raise ValueError(f"{_shown(path)} is another array")
-        return dataset
+    def _root(self) -> int:
+        """The address of the header of the root group."""
+        start = self._read(0, 12)
+        version = start[8]
+        if start[:8] != MAGIC or version > 3:
+            raise ValueError("it does not begin as an HDF5 file does")
+        if version < 2:
+            widths, at = self._read(13, 2), 24 if version == 0 else 28
+            base, root = struct.unpack_from("<Q", self._read(at, 8))[0], struct.unpack("<Q", self._read(at + 40, 8))[0]
+        else:
+            widths = start[9:11]
+            base, _, _, root, checksum = struct.unpack("<4QL", self._read(12, 36))
+            if checksum != lookup3(self._read(0, 44)):
+                raise ValueError("its first bytes do not match their checksum")
+        if widths != b"\x08\x08" or base:
+            raise UnreadableError("it has a user block, or addresses of another width than 8 bytes")
+        return root
 
+    def _walk(self, header: int, path: Path) -> Iterator[tuple[Path, FoundDataset]]:
+        """The arrays below a group, or the array that has this header."""
+        self._visit(header)
+        messages = self._messages(header)
+        kinds = {message.kind for message in messages}
+        try:
+            if _LAYOUT in kinds:
+                self._named += sum(map(len, path))
+                if self._named > _MOST_NAMED:
+                    raise UnreadableError(f"the paths of its arrays have more than {_MOST_NAMED:,} characters")
+                yield path, self._dataset(header, messages)
+                return
+            children = list(self._children(messages))
+        except ValueError as error:
+            _name(error, path)
+        if not kinds & {_TABLE, _LINKS, _LINK}:
+            raise UnreadableError(f"{_shown(path)} is neither a group nor an array")
+        if len(path) >= _DEEPEST:
+            raise UnreadableError(f"it has more than {_DEEPEST} levels of groups")
+        if len({name for name, _ in children}) < len(children):
+            raise ValueError(f"two members of the group {_shown(path)} have the same name")
+        for name, address in children:
+            yield from self._walk(address, (*path, name))
 
-def _describe(dataset: "h5py.Dataset", path: Path) -> FoundDataset:
-    """A dataset, if everything about it is such that it can be read safely."""
-    name, shape = _shown(path), dataset.shape
-    if dataset.is_virtual or dataset.external:
-        raise UnreadableError(f"{name} has its data in other files, which are not read")
-    if shape is None:
-        raise UnreadableError(f"{name} is an empty dataset without a shape")
-    stored = dataset.dtype
-    dtype = stored.newbyteorder("=")
-    if stored.kind == "V" and stored.names is None and stored.itemsize == 2 and _text(dataset, "dtype") == "bfloat16":
-        dtype = dtype_from_name("bfloat16")  # as Keras writes it
-    elif dtype.name not in NUMPY_NAMES:
-        raise UnreadableError(f"{name} holds {stored}, which is not one of JAX's dtypes")
-    spec = ArraySpec(tuple(shape), dtype)
-    if not is_possible(shape, dtype.itemsize):
-        raise ValueError(f"{name} has the impossible shape {shape}")
-    if dataset.id.get_create_plist().get_layout() == _CHUNKED:
-        return FoundDataset(spec, path, None, _check_chunks(dataset, spec, name))
-    if spec.nbytes and dataset.id.get_storage_size() != spec.nbytes:
-        raise ValueError(f"{name} has {dataset.id.get_storage_size():,} bytes of its {spec.nbytes:,}")
-    offset = dataset.id.get_offset()
-    plain = stored.kind == "V" or (stored.isnative and stored.kind in "iuf")
-    return FoundDataset(spec, path, offset if plain and spec.nbytes else None, (1, *shape[1:]) if shape else ())
+    def _messages(self, header: int) -> list[Message]:
+        """The messages in the header of an object."""
+        newer = self._read(header, 4) == b"OHDR"
+        found: list[Message] = []
+        flags = 0
+        if newer:
+            flags = self._read(header + 5, 1)[0]
+            at = header + 6 + (16 if flags & 32 else 0) + (4 if flags & 16 else 0)
+            width = 1 << (flags & 3)
+            size = int.from_bytes(self._read(at, width), "little")
+            self._compare(header, at + width + size - header)
+            blocks = [(at + width, size)]
+        else:
+            version, size = struct.unpack("<B7xL", self._read(header, 12))
+            if version != 1:
+                raise ValueError(f"there is no header at byte {header:,}")
+            blocks = [(header + 16, size)]
+        for offset, size in blocks:  # which grows
+            data = self._read(offset, size)
+            for message in _split(data, offset, newer, flags):
+                if message.kind != _MORE:
+                    found.append(message)
+                    continue
+                start, length = struct.unpack_from("<2Q", message.data)
+                self._visit(start)
+                if newer:
+                    self._compare(start, length - 4, b"OCHK")
+                blocks.append((start + 4, length - 8) if newer else (start, length))
+        return found
 
+    def _compare(self, start: int, length: int, begins: bytes = b"") -> None:
+        """Compare a structure with the checksum after it."""
+        data = self._read(start, length + 4)
+        if not data.startswith(begins) or lookup3(data[:-4]) != struct.unpack("<L", data[-4:])[0]:
+            raise ValueError(f"the structure at byte {start:,} does not match its checksum")
 
-def _check_chunks(dataset: "h5py.Dataset", spec: ArraySpec, name: str) -> tuple[int, ...]:
-    """The shape of a dataset's chunks, all of which are there."""
-    chunks = dataset.chunks or ()
-    made = dataset.id.get_create_plist()
-    filters = [made.get_filter(number)[0] for number in range(made.get_nfilters())]
-    unknown = [str(number) for number in filters if number not in _FILTERS]
-    if unknown:
-        known = ", ".join(_FILTERS.values())
-        raise UnreadableError(f"{name} is compressed with filter {unknown[0]}; those that are read are {known}")
-    if len(chunks) != len(spec.shape) or 0 in chunks:
-        raise ValueError(f"{name} has impossible chunks")
-    count = math.prod(-(-n // c) for n, c in zip(spec.shape, chunks, strict=True))
-    one, there = math.prod(chunks) * spec.dtype.itemsize, dataset.id.get_storage_size()
-    if dataset.id.get_num_chunks() != count:
-        raise ValueError(f"{name} has {dataset.id.get_num_chunks():,} of its {count:,} chunks")
-    if one > _LARGEST_CHUNK or one * count > there * (_BEST_RATIO if filters else 1):
-        raise ValueError(f"{name} has chunks of {one:,} bytes, which cannot be in {there:,}")
-    return tuple(chunks)
+    def _children(self, messages: Sequence[Message]) -> Iterator[tuple[str, int]]:
+        """The names of the members of a group, and the addresses of their headers."""
+        for message in messages:
+            if message.kind == _TABLE:
+                tree, heap = struct.unpack_from("<2Q", message.data)
+                sign, size, _, names = struct.unpack("<4s4xQQQ", self._read(heap, 32))
+                if sign != b"HEAP":
+                    raise ValueError(f"there is no heap of names at byte {heap:,}")
+                for leaf in self._leaves(tree, 0, 8):
+                    yield from self._symbols(leaf[1], names, size)
+            elif message.kind == _LINK:
+                yield parse_link(message.data)
+            elif message.kind == _LINKS:
+                (heap,) = struct.unpack_from("<Q", message.data, 10 if message.data[1] & 1 else 2)
+                if heap != NOWHERE:
+                    raise UnreadableError(
+                        "it is a group whose names are in a heap of HDF5 1.8; write it without libver"
+                    )
 
-
-def _text(dataset: "h5py.Dataset", name: str) -> object:
-    return dataset.attrs.get(name)
-
-
-def _shown(path: Sequence[str]) -> str:
-    return repr("/".join(path)[:200])
-
-
-class _Stream(io.RawIOBase):
-    """A file for libhdf5, which reads it in very small parts."""
-
-    def __init__(self, file: ByteFile) -> None:
-        self._file, self._at = file, 0
-        self._blocks: dict[int, Array] = {}
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._file.size)[whence]
-        return self._at
-
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        into = np.frombuffer(memoryview(buffer), np.uint8)
-        count = max(min(into.size, self._file.size - self._at), 0)
-        done = 0
-        while done < count:
-            skip = self._at % _BLOCK
-            if skip == 0 and count - done >= _BLOCK:
-                length = (count - done) // _BLOCK * _BLOCK
-                self._file.read_into(self._at, into[done : done + length])
+    def _leaves(self, node: int, kind: int, key: int, level: int | None = None) -> Iterator[tuple[bytes, int]]:
+        """What a B-tree lists: keys of so many bytes, and addresses."""
+        self._visit(node)
+        sign, found, depth, count = struct.unpack("<4sBBH", self._read(node, 8))
+        if sign != b"TREE" or found != kind or depth > _DEEPEST or (level is not None and depth != level):
+            raise ValueError(f"there is no node of its B-tree at byte {node:,}")
+        data = self._read(node + 24, count * (key + 8))
+        for at in range(0, len(data), key + 8):
+            (address,) = struct.unpack_from("<Q", data, at + key)
+            if depth:
+                yield from self._leaves(address, kind, key, depth - 1)
             else:
-                part = self._block(self._at // _BLOCK)[skip : skip + count - done]
-                into[done : done + part.size] = part
-                length = part.size
-            done, self._at = done + length, self._at + length
-        return done
+                yield data[at : at + key], address
 
-    def _block(self, number: int) -> Array:
-        if number not in self._blocks:
-            if len(self._blocks) >= _MOST_BLOCKS:
-                del self._blocks[next(iter(self._blocks))]
-            block = np.empty(min(_BLOCK, self._file.size - number * _BLOCK), np.uint8)
-            self._file.read_into(number * _BLOCK, block)
-            self._blocks[number] = block
-        return self._blocks[number]
+    def _symbols(self, node: int, names: int, size: int) -> Iterator[tuple[str, int]]:
+        self._visit(node)
+        sign, count = struct.unpack("<4s2xH", self._read(node, 8))
+        data = self._read(node + 8, 40 * count)
+        if sign != b"SNOD":
+            raise ValueError(f"there is no list of names at byte {node:,}")
+        for at in range(0, len(data), 40):
+            offset, header, cached = struct.unpack_from("<QQL", data, at)
+            text, end, _ = self._read(names + offset, max(min(size - offset, 4096), 0)).partition(b"\0")
+            if not end:
+                raise ValueError(f"the name at byte {names + offset:,} has no end")
+            name = text.decode()
+            if cached == 2 or header == NOWHERE:
+                raise UnreadableError(f"{name!r} is a link, perhaps to another file; links are not followed")
+            yield name, header
+
+    def _dataset(self, header: int, messages: Sequence[Message]) -> FoundDataset:
+        """The array that a header describes, if everything about it is such that it can be read."""
+        by_kind = {message.kind: message for message in messages}
+        if _ELSEWHERE in by_kind:
+            raise UnreadableError("it has its data in other files, which are not read")
+        if not {_SPACE, _TYPE, _LAYOUT} <= by_kind.keys():
+            raise ValueError("its header is not complete")
+        shape, dtype = parse_shape(by_kind[_SPACE].data), parse_dtype(by_kind[_TYPE].data)
+        spec = ArraySpec(shape, self._opaque(messages) if dtype is None else dtype)
+        if not is_possible(shape, spec.dtype.itemsize):
+            raise ValueError(f"it has the impossible shape {shape}")
+        layout = parse_layout(by_kind[_LAYOUT])
+        if layout.chunk is not None:
+            filters = parse_filters(by_kind[_FILTERS].data) if _FILTERS in by_kind else ()
+            return self._chunked(FoundDataset(spec, 0, header, layout.chunk, (), filters), layout)
+        if spec.nbytes and (layout.nbytes != spec.nbytes or layout.offset + spec.nbytes > self._window.size):
+            raise ValueError(f"it does not have its {spec.nbytes:,} bytes: it was never written, or is damaged")
+        return FoundDataset(spec, layout.offset if spec.nbytes else 0, header)
+
+    def _opaque(self, messages: Sequence[Message]) -> DType:
+        """The dtype of elements of two raw bytes: Keras notes in an attribute that they are bfloat16."""
+        for message in messages:
+            text = parse_text_attribute(message.data, "dtype") if message.kind == _ATTRIBUTE else None
+            if (self._text(*text) if isinstance(text, tuple) else text) == b"bfloat16":
+                return dtype_from_name("bfloat16")
+        raise UnreadableError("it holds raw bytes, which are not numbers of JAX's")
+
+    def _text(self, length: int, heap: int, number: int) -> bytes:
+        """A text in a heap that objects share."""
+        sign, size = struct.unpack("<4s4xQ", self._read(heap, 16))
+        data = self._read(heap, size)
+        at = 16
+        while sign == b"GCOL" and at + 16 <= len(data):
+            found, nbytes = struct.unpack_from("<H6xQ", data, at)
+            if found == number:
+                return data[at + 16 : at + 16 + min(length, nbytes)]
+            if found == 0:
+                break
+            at += 16 + -(-nbytes // 8) * 8
+        raise ValueError(f"the text {number} in the heap at byte {heap:,} is not there")
+
+    def _chunked(self, found: FoundDataset, layout: Layout) -> FoundDataset:
+        """The array with its chunks, all of which must be there."""
+        spec, shape = found.spec, found.chunk or ()
+        unknown = [number for number in found.filters if number not in (_DEFLATE, _SHUFFLE, _FLETCHER)]
+        if unknown:
+            raise UnreadableError(f"it is compressed with HDF5's filter {unknown[0]}; deflate is read")
+        one = math.prod(shape) * spec.dtype.itemsize
+        if len(shape) != len(spec.shape) or 0 in shape or one > _LARGEST_CHUNK:
+            raise ValueError(f"it has impossible chunks of shape {shape}")
+        count = math.prod(-(-n // c) for n, c in zip(spec.shape, shape, strict=True))
+        chunks: dict[tuple[int, ...], Chunk] = {}
+        if layout.offset != NOWHERE:
+            for key, address in self._leaves(layout.offset, 1, 16 + 8 * len(shape)):
+                length, skipped, *start = struct.unpack(f"<2L{len(shape)}Q8x", key)
+                chunk = Chunk(tuple(start), address, length, skipped)
+                if any(a % c or a >= n for a, c, n in zip(chunk.start, shape, spec.shape, strict=True)):
+                    raise ValueError(f"it has a chunk at {chunk.start}, which is outside")
+                if address + length > self._window.size or one > length * (_BEST_RATIO if found.filters else 1):
+                    raise ValueError(f"its chunk at {chunk.start} is not complete")
+                chunks[chunk.start] = chunk
+                if len(chunks) > _MOST:
+                    raise UnreadableError(f"it has more than {_MOST:,} chunks")
+        if len(chunks) != count:
+            raise ValueError(f"it has {len(chunks):,} of its {count:,} chunks")
+        return FoundDataset(spec, 0, found.header, found.chunk, tuple(chunks.values()), found.filters)
+
+
+def read_chunks(window: Window, found: FoundDataset, region: Region) -> Array:
+    """A region of an array in chunks, as a new array in the byte order in which it is stored."""
+    into = np.empty(region.shape, found.spec.dtype)
+    shape = found.chunk or ()
+    for chunk in found.chunks:
+        common = Region(chunk.start, shape).intersect(region)
+        if common is not None:
+            whole = _decode(window.read(chunk.offset, chunk.length), found, chunk)
+            part = common.within(Region(chunk.start, shape))
+            into[common.within(region).slices] = whole.reshape(shape)[part.slices]
+    return into
+
+
+def _decode(data: bytes, found: FoundDataset, chunk: Chunk) -> Array:
+    """The elements of a chunk."""
+    dtype = found.spec.dtype
+    nbytes = math.prod(found.chunk or ()) * dtype.itemsize
+    for place in reversed(range(len(found.filters))):
+        number = found.filters[place]
+        if chunk.skipped >> place & 1:
+            continue
+        if number == _FLETCHER:
+            data, stored = data[:-4], data[-4:]
+            if fletcher32(data).to_bytes(4, "little") != stored:
+                raise ValueError(f"the chunk at {chunk.start} does not match its checksum")
+        elif number == _DEFLATE:
+            data = _inflate(data, nbytes + 4, chunk)  # a checksum may be in it
+        elif dtype.itemsize > 1:
+            planes = np.frombuffer(data[: nbytes // dtype.itemsize * dtype.itemsize], np.uint8)
+            data = planes.reshape(dtype.itemsize, -1).T.tobytes() if planes.size == nbytes else b""
+    if len(data) != nbytes:
+        raise ValueError(f"the chunk at {chunk.start} has another size than {nbytes:,} bytes")
+    return np.frombuffer(data, dtype)
+
+
+def _inflate(data: bytes, most: int, chunk: Chunk) -> bytes:
+    decoder = zlib.decompressobj()
+    try:
+        found = decoder.decompress(data, most)
+    except zlib.error as error:
+        raise ValueError(f"the chunk at {chunk.start} cannot be decompressed: {error}") from None
+    if not decoder.eof:
+        raise ValueError(f"the chunk at {chunk.start} is cut short, or too long")
+    return found
+
+
+def _split(data: bytes, offset: int, newer: bool, flags: int) -> Iterator[Message]:
+    """The messages in a part of a header."""
+    head = (6 if flags & 4 else 4) if newer else 8
+    at = 0
+    while at + head <= len(data):
+        if newer:
+            kind, size, told = struct.unpack_from("<BHB", data, at)
+        else:
+            kind, size, told = struct.unpack_from("<HHB", data, at)
+        at += head
+        if at + size > len(data):
+            raise ValueError(f"a header is damaged at byte {offset + at:,}")
+        if told & 2 and kind in (_SPACE, _TYPE, _LAYOUT, _FILTERS):
+            raise UnreadableError("it shares its description with others, which is not read")
+        yield Message(kind, data[at : at + size], offset + at)
+        at += size
+
+
+def _name(error: ValueError, path: Path) -> NoReturn:
+    """Raise an error again that says which object it is about."""
+    raise type(error)(f"{_shown(path)}: {error}") if type(error) in (ValueError, UnreadableError) else error
+
+
+def _shown(path: Path) -> str:
+    return repr("/".join(path)[:200])

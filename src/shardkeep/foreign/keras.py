@@ -3,19 +3,17 @@
 Of a `.keras` archive only the weights are read: the model in `config.json` names classes and functions of programs.
 """
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import cast
-from urllib.parse import quote, unquote
-
-import numpy as np
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, damage_of
-from shardkeep.foreign.hdf5 import MAGIC, FoundDataset, Opened, UnreadableError, open_hdf5
+from shardkeep.foreign.flat import After, native, read_region
+from shardkeep.foreign.hdf5 import MAGIC, FoundDataset, Hdf5, read_chunks
+from shardkeep.foreign.hdf5types import UnreadableError
 from shardkeep.foreign.windows import Window, opened
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipEntry, read_directory
-from shardkeep.model.arrays import Array, Region
+from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.digests import digest
 from shardkeep.model.leaves import UNSHARDED, ForeignArray, Piece, StoredArray
 from shardkeep.model.manifest import DataFile, Manifest, Tree
@@ -45,8 +43,7 @@ class KerasReader:
                 return None
             try:
                 part = _weights(file, name)
-                with open_hdf5(part, where) as hdf5:
-                    tree = _tree(hdf5.find(), DataFile(name, file.size), part.start)
+                tree = _tree(Hdf5(Window(part)).find(), DataFile(name, file.size), part.start)
             except UnreadableError as error:
                 raise CheckpointNotFoundError(f"no checkpoint that can be read at {where}: {error}") from error
             except (ValueError, EOFError) as error:
@@ -89,65 +86,68 @@ def _weights(file: StoredFile, name: str) -> EntryBytes:
     return EntryBytes(file, entries[_INSIDE])
 
 
-def _tree(found: Sequence[FoundDataset], file: DataFile, start: int) -> Tree:
-    """The tree of some datasets: nested dicts of their names. `start` is where the HDF5 file begins in the file."""
+def _tree(found: Sequence[tuple[Path, FoundDataset]], file: DataFile, start: int) -> Tree:
+    """The tree of some arrays: nested dicts of their names. `start` is where the HDF5 file begins in the file."""
     root: dict[str, object] = {}
-    for dataset in found:
+    for names, dataset in found:
         inside = root
-        for group in dataset.path[:-1]:
+        for group in names[:-1]:
             inside = cast("dict[str, object]", inside.setdefault(group, {}))
-        inside[dataset.path[-1]] = dataset
+        inside[names[-1]] = dataset
     skeleton, leaves = flatten(root)
     stored = tuple(_leaf(cast(FoundDataset, leaf.value), leaf.path, file.name, start) for leaf in leaves)
-    identity = digest(repr((file.size, [(d.path, d.spec.shape, d.spec.dtype.name, d.offset) for d in found])).encode())
+    identity = digest(repr((file.size, found)).encode())
     return Tree(identity, "foreign", skeleton, stored, (file,), {}, created="")
 
 
 def _leaf(found: FoundDataset, path: Path, name: str, start: int) -> StoredArray:
-    if found.offset is None:
-        return StoredArray(
-            path, found.spec, (), ForeignArray(f"{name}@{quote('/'.join(found.path))}", KerasReader.kind)
-        )
-    piece = Piece(Region.whole(found.spec.shape), 0, start + found.offset, found.spec.nbytes, None)
-    return StoredArray(path, found.spec, (piece,), UNSHARDED)
+    spec = _native(found.spec)
+    if found.chunk is not None or found.spec != spec:
+        return StoredArray(path, spec, (), ForeignArray(f"{name}@{found.header}", KerasReader.kind))
+    piece = Piece(Region.whole(spec.shape), 0, start + found.offset, spec.nbytes, None)
+    return StoredArray(path, spec, (piece,), UNSHARDED)
+
+
+def _native(spec: ArraySpec) -> ArraySpec:
+    return ArraySpec(spec.shape, spec.dtype.newbyteorder("="))
 
 
 class KerasArray:
-    """Reads an array that does not lie in one run of the file; an `ArrayReader`. libhdf5 compares its checksums."""
+    """Reads an array in chunks, or in another byte order; an `ArrayReader`. Checksums of chunks are compared."""
 
     def __init__(self, store: Store, leaf: StoredArray) -> None:
         """Read its description. `IntegrityError` if that is damaged, or describes another array."""
         assert isinstance(leaf.origin, ForeignArray)
         self._store, self._leaf = store, leaf
         self._name, _, place = leaf.origin.directory.rpartition("@")
-        self._path: Path = tuple(unquote(place).split("/"))
-        with self._opened() as hdf5:
-            self._chunks = hdf5.describe(self._path, leaf.spec).chunks
+        with opened(store, self._name, leaf.key) as file:
+            self._size = file.size
+            if not place.isdecimal() or len(place) > 18:
+                raise ValueError(f"{place[:80]!r} is not the place of an array")
+            self._found = Hdf5(Window(_weights(file, self._name))).dataset(int(place))
+            if _native(self._found.spec) != leaf.spec:
+                raise ValueError(f"there is another array at byte {place}")
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        return self._chunks
+        shape = tuple(max(n, 1) for n in self._leaf.spec.shape)
+        return self._found.chunk or (1, *shape[1:])[: len(shape)]
 
     def read(self, region: Region) -> Array:
-        with self._opened() as hdf5:
-            return hdf5.read(self._path, self._leaf.spec, region)
+        found = self._found
+        with opened(self._store, self._name, self._leaf.key) as file:
+            part = _weights(file, self._name)
+            if found.chunk is None:
+                return read_region(After(part, found.offset), found.spec, region)
+            return native(read_chunks(Window(part), found, region))
 
     def check(self) -> None:
-        spec = self._leaf.spec
-        with self._opened() as hdf5:
-            for start in np.ndindex(*(-(-n // c) for n, c in zip(spec.shape, self._chunks, strict=True))):
-                at = tuple(i * c for i, c in zip(start, self._chunks, strict=True))
-                part = tuple(min(c, n - a) for a, c, n in zip(at, self._chunks, spec.shape, strict=True))
-                hdf5.read(self._path, spec, Region(at, part))
+        with opened(self._store, self._name, self._leaf.key) as file:
+            window = Window(_weights(file, self._name))
+            for chunk in self._found.chunks:
+                read_chunks(window, self._found, Region(chunk.start, (1,) * len(chunk.start)))
 
     def find_damage(self, sizes: Mapping[str, int]) -> str | None:
         if sizes.get(self._name) == self._size:
             return None
         return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} does not have its size"
-
-    @contextmanager
-    def _opened(self) -> Generator[Opened]:
-        with opened(self._store, self._name, self._leaf.key) as file:
-            self._size = file.size
-            with open_hdf5(_weights(file, self._name), self._store.locate(self._name)) as hdf5:
-                yield hdf5

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
-from shardkeep.foreign.flat import ByteSource, read_region
+from shardkeep.foreign.flat import After, ByteSource, read_region
 from shardkeep.foreign.npy import MAGIC, NpyArray, UnreadableError, parse_npy
 from shardkeep.foreign.windows import Window, opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry, read_directory
@@ -207,7 +207,7 @@ class NumpyArray:
         with opened(self._store, self._name, self._leaf.key) as file:
             entry = EntryBytes(file, self._entry)
             entry.read_into(0, np.empty(described.start, np.uint8))  # the CRC is that of the header too
-            return read_region(_After(entry, described.start), described.spec, region, described.fortran)
+            return read_region(After(entry, described.start), described.spec, region, described.fortran)
 
     def check(self) -> None:
         with opened(self._store, self._name, self._leaf.key) as file:
@@ -217,13 +217,3 @@ class NumpyArray:
         if sizes.get(self._name) == self._size:
             return None
         return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} does not have its size"
-
-
-class _After:
-    """The bytes after a header; a `ByteSource`."""
-
-    def __init__(self, source: ByteSource, start: int) -> None:
-        self._source, self._start = source, start
-
-    def read_into(self, offset: int, buffer: Array) -> None:
-        self._source.read_into(self._start + offset, buffer)

@@ -17,6 +17,8 @@ _NEAR = 4 << 10  # bytes between two parts on a disk that take less time than an
 _LONGEST = 1 << 20  # bytes of a read of several parts
 _AHEAD = 128 << 10  # bytes read at once: in a bucket a request costs as much as a megabyte, on a disk next to nothing
 
+_MOST_KEPT = 8  # parts that are kept, for descriptions that lead back and forth: 1 MiB
+
 
 class ByteFile(ByteSource, Protocol):
     """Bytes of which it is known how many there are: a file, or a part of one."""
@@ -26,7 +28,7 @@ class ByteFile(ByteSource, Protocol):
 
 
 class Window:
-    """A file, of which one part at a time is in memory. What is asked for must be there before memory is taken for it.
+    """A file, of which a few parts are in memory. What is asked for must be there before memory is taken for it.
 
     Attributes:
         size: The size of the file.
@@ -42,18 +44,22 @@ class Window:
         self.size = file.size
         self._requests = requests
         self._file = file
-        self._start, self._data = 0, b""
+        self._kept: list[tuple[int, bytes]] = []  # offsets and bytes, the last that was read at the end
 
     def read(self, offset: int, count: int) -> bytes:
         """So many bytes at an offset; `ValueError` if they are not in the file."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise ValueError(f"it ends at byte {self.size:,}, and {count:,} bytes are needed from byte {offset:,} on")
-        skip = offset - self._start
-        if skip < 0 or skip + count > len(self._data):
-            memory = np.empty(min(max(count, _AHEAD), self.size - offset), np.uint8)
-            self._file.read_into(offset, memory)
-            self._start, self._data, skip = offset, memory.tobytes(), 0
-        return self._data[skip : skip + count]
+        for number, (start, data) in enumerate(self._kept):
+            if start <= offset and offset + count <= start + len(data):
+                self._kept.append(self._kept.pop(number))
+                return data[offset - start : offset - start + count]
+        memory = np.empty(min(max(count, _AHEAD), self.size - offset), np.uint8)
+        self._file.read_into(offset, memory)
+        data = memory.tobytes()
+        if count <= _AHEAD:
+            self._kept = [*self._kept[1 - _MOST_KEPT :], (offset, data)]
+        return data[:count]
 
     def read_each(self, parts: Sequence[tuple[int, int]]) -> list[bytes]:
         """Parts of the file, given by offset and count in order of offsets. Those near each other are read in one."""
