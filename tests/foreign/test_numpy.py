@@ -327,7 +327,7 @@ def test_what_a_manifest_says_about_a_place_is_checked(tmp_path: Path) -> None:
     np.savez(path, w=np.ones((2, 3)), v=np.zeros(5, np.int8))
     (leaf,) = (leaf for leaf in shardkeep.inspect(path).trees[""].arrays if leaf.key == "w")
     (other,) = (leaf for leaf in shardkeep.inspect(path).trees[""].arrays if leaf.key == "v")
-    places = ["s.npz", "s.npz@", "s.npz@1", "s.npz@0,1,1,0,0", "s.npz@0,99999,99999,0,0", "s.npz@0,9,9,7,0", "x.npz"]
+    places = ["s.npz@", "s.npz@1", "s.npz@0,1,1,0,0", "s.npz@0,99999,99999,0,0", "s.npz@0,9,9,7,0", "x.npz@"]
     for directory in [*places, other.origin.directory]:  # type: ignore[union-attr]
         changed = replace(leaf, origin=replace(leaf.origin, directory=directory))  # type: ignore[type-var]
         with pytest.raises(shardkeep.IntegrityError, match=r"leaf 'w': .*[sx]\.npz"):

@@ -29,7 +29,7 @@ from shardkeep.foreign.hdf5types import (
 )
 from shardkeep.foreign.windows import Window
 from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_from_name, is_possible
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.tree import Path
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -55,7 +55,7 @@ _SPACE, _LINKS, _TYPE, _LINK, _ELSEWHERE, _LAYOUT, _FILTERS, _ATTRIBUTE, _MORE, 
 )
 
 
-@record
+@fast_dataclass
 class Chunk:
     """A stored part of an array: where it begins in the array, its bytes in the file, and which filters it skipped."""
 
@@ -65,7 +65,7 @@ class Chunk:
     skipped: int
 
 
-@record
+@fast_dataclass
 class FoundDataset:
     """An array in a file.
 

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 
 from shardkeep.model.arrays import DType, dtype_from_name
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 NOWHERE = 0xFFFFFFFFFFFFFFFF  # an address that is not set
 _MASK = 0xFFFFFFFF  # checksums have 32 bits
@@ -22,7 +22,7 @@ class UnreadableError(ValueError):
     """The file is not damaged, but holds something that is not read."""
 
 
-@record
+@fast_dataclass
 class Message:
     """A message in the header of an object: its kind, what it says, and where that is in the file."""
 
@@ -31,7 +31,7 @@ class Message:
     at: int
 
 
-@record
+@fast_dataclass
 class Layout:
     """Where the bytes of an array are: in one run, or in chunks of a shape, whose tree is at the offset."""
 

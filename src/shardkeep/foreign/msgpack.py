@@ -12,7 +12,7 @@ import numpy as np
 
 from shardkeep.foreign.windows import Window
 from shardkeep.model.arrays import ArraySpec, DType, dtype_from_name, is_possible
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 _MOST_VALUES = 1 << 20  # arrays, values and containers in one file: a byte can be one, and takes 200 bytes of memory
 _MOST_NAMED = 64 << 20  # characters in the keys of all leaves, which repeat the names of what they are in
@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 _Unpack = Callable[["Scanner", int], object]
 
 
-@record
+@fast_dataclass
 class FoundArray:
     """An array in a file, as its C-order bytes.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, DType, dtype_from_name, is_possible
-from shardkeep.model.records import record
+from shardkeep.model.fastclass import fast_dataclass
 
 MAGIC = b"\x93NUMPY"
 _LONGEST = 64 << 10  # bytes of a header: NumPy refuses more than 10,000
@@ -28,7 +28,7 @@ class UnreadableError(ValueError):
     """The array is not damaged, but of a kind that is not read."""
 
 
-@record
+@fast_dataclass
 class NpyArray:
     """What a header says.
 

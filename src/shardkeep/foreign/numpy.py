@@ -15,9 +15,9 @@ from shardkeep.foreign.windows import Window, opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry, read_directory
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.digests import digest
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import UNSHARDED, ForeignArray, Piece, StoredArray, StoredLeaf, StoredValue
 from shardkeep.model.manifest import DataFile, Manifest, Tree
-from shardkeep.model.records import record
 from shardkeep.model.tree import Leaf, flatten, mention_once, nest
 from shardkeep.stores.base import Store
 
@@ -56,7 +56,7 @@ class NumpyReader:
         return NumpyArray(store, leaf)
 
 
-@record
+@fast_dataclass
 class _Found:
     """An array that was found: as it is in the file at `offset`, or read by a `NumpyArray` at `place`."""
 

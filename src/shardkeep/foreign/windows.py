@@ -16,7 +16,6 @@ from shardkeep.stores.base import Store, StoredFile
 _NEAR = 4 << 10  # bytes between two parts on a disk that take less time than another read
 _LONGEST = 1 << 20  # bytes of a read of several parts
 _AHEAD = 128 << 10  # bytes read at once: in a bucket a request costs as much as a megabyte, on a disk next to nothing
-
 _MOST_KEPT = 8  # parts that are kept, for descriptions that lead back and forth: 1 MiB
 
 
@@ -44,15 +43,14 @@ class Window:
         self.size = file.size
         self._requests = requests
         self._file = file
-        self._kept: list[tuple[int, bytes]] = []  # offsets and bytes, the last that was read at the end
+        self._kept: list[tuple[int, bytes]] = []  # offsets and bytes, the newest last
 
     def read(self, offset: int, count: int) -> bytes:
         """So many bytes at an offset; `ValueError` if they are not in the file."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise ValueError(f"it ends at byte {self.size:,}, and {count:,} bytes are needed from byte {offset:,} on")
-        for number, (start, data) in enumerate(self._kept):
+        for start, data in reversed(self._kept):
             if start <= offset and offset + count <= start + len(data):
-                self._kept.append(self._kept.pop(number))
                 return data[offset - start : offset - start + count]
         memory = np.empty(min(max(count, _AHEAD), self.size - offset), np.uint8)
         self._file.read_into(offset, memory)
