@@ -76,7 +76,7 @@ def test_the_directory_of_a_large_archive_has_numbers_of_64_bits(monkeypatch: py
     """As of one with more than 65,535 entries, or more than 4 GiB."""
     monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
-    data = archive()
+    data = archive(zip64=True)
     assert b"PK\x06\x06" in data
     assert contents(data) == CONTENT
 
