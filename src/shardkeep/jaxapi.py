@@ -271,6 +271,13 @@ def private_part(part: "jax.Array") -> "jax.Array":
     return jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
 
 
+def can_lay_out_narrow() -> bool:
+    """Whether arrays with elements of less than a byte can have any layout: before 0.8.2 JAX corrupts memory then."""
+    import jax
+
+    return jax.__version_info__ >= (0, 8, 2)
+
+
 def drop_host_copies() -> None:
     """Have JAX let go of host copies whose transfers are over.
 

@@ -18,7 +18,7 @@ import shardkeep
 from buckets.fixtures import Place, _alone, place  # noqa: F401
 from shardkeep.cli.main import main
 from shardkeep.eformer.manager import AsyncCheckpointManager
-from shardkeep.foreign.recognize import name_foreign
+from shardkeep.foreign.recognize import are_our_data, has_our_data, name_foreign
 from shardkeep.model.document import is_foreign_manifest
 from support import FORMATS, save_as
 
@@ -216,3 +216,11 @@ def test_our_own_checkpoints_have_no_other_name(kind: str, tmp_path: Path) -> No
     names = [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")]
     assert name_foreign(names) is None
     assert shardkeep.exists(path)
+
+
+def test_data_of_ours_is_told_from_what_other_programs_write() -> None:
+    ours = [f"{'0' * 32}-00000.safetensors", f"{'f' * 32}-00012.safetensors"]
+    assert has_our_data([*ours, "model.safetensors"])
+    assert not has_our_data(["model.safetensors", "w"])
+    assert are_our_data(ours)
+    assert not are_our_data([*ours, "w"])

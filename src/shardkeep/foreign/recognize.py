@@ -13,6 +13,11 @@ def has_our_data(names: Iterable[str]) -> bool:
     return any(_DATA_FILE.fullmatch(name) for name in names)
 
 
+def are_our_data(names: Iterable[str]) -> bool:
+    """Whether all names in a directory are those of data files that only shardkeep writes."""
+    return all(_DATA_FILE.fullmatch(name) for name in names)
+
+
 def name_foreign(names: Iterable[str], directory: str = "") -> str | None:
     """What another library's checkpoint is called, from the names in its directory; None if they do not tell.
 

@@ -300,8 +300,7 @@ def read_leaves(
         compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
     mapped = store.traits.costly_requests or (request.mmap and store.mappable)
     reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
-    total = sum(w.stored.nbytes for w in wanted)
-    bar = Bar(f"loading {store.url}", total) if request.verbose else NO_BAR
+    bar = Bar(f"loading {store.url}", sum(w.stored.nbytes for w in wanted)) if request.verbose else NO_BAR
     values: list[Any] = []
     with Scope(f"loading {store.url}") as scope, bar as progress:
         claim = scope.add(Claim(budget, scope))

@@ -16,8 +16,17 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from shardkeep.jaxapi import device_put, has_x64, jit, private_part, refuse_without_jax, transfers_allowed
-from shardkeep.model.arrays import NUMPY_NAMES, WIDE, Array, DType, carrier_of, is_integer
+from shardkeep.errors import ShardingError
+from shardkeep.jaxapi import (
+    can_lay_out_narrow,
+    device_put,
+    has_x64,
+    jit,
+    private_part,
+    refuse_without_jax,
+    transfers_allowed,
+)
+from shardkeep.model.arrays import NARROW, NUMPY_NAMES, WIDE, Array, DType, carrier_of, is_integer
 from shardkeep.processes.collectives import gather_array
 from shardkeep.saving.snapshot import is_prng_dtype
 
@@ -60,6 +69,11 @@ def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
     found = cast(Any, x).format.layout
     if found is not None and found.major_to_minor == layout.major_to_minor and layout.tiling in (None, found.tiling):
         return x
+    if np.dtype(x.dtype) in NARROW and not can_lay_out_narrow():
+        raise ShardingError(
+            f"an array of {x.dtype} with the layout {layout} was asked for, and JAX {jax.__version__} corrupts memory "
+            "when it makes one; use JAX 0.8.2 or later, or leave out the layout"
+        )
     carrier = carrier_of(np.dtype(x.dtype))
     with transfers_allowed():
         return _lay_out(carrier, Format(layout, x.sharding))(x)

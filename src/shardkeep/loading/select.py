@@ -132,10 +132,9 @@ class NumpyStruct(jax.ShapeDtypeStruct):
 
 def choose(tree: Tree, request: LoadRequest) -> Choice:
     """The leaves to load, those of a template with its shardings."""
-    return (_choose_by_name if request.template is None else _choose_by_template)(tree, request)
+    if request.template is not None:
+        return _choose_by_template(tree, request)
 
-
-def _choose_by_name(tree: Tree, request: LoadRequest) -> Choice:
     def want(leaf: StoredLeaf) -> Wanted:
         if leaf.processes is not None:
             return Wanted(leaf, as_numpy=True)

@@ -36,6 +36,8 @@ _EXTENDED: dict[str, DType] = {
     for name in dir(ml_dtypes)
     if isinstance(kind := getattr(ml_dtypes, name), type) and issubclass(kind, np.generic)
 }
+# Elements of these have less than a byte.
+NARROW = frozenset(kind for name, kind in _EXTENDED.items() if name.startswith(("int", "uint", "float4", "float6")))
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
 

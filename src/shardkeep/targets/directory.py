@@ -14,7 +14,7 @@ from shardkeep.errors import (
     IncompleteCheckpointError,
     IntegrityError,
 )
-from shardkeep.foreign.recognize import has_our_data, name_foreign
+from shardkeep.foreign.recognize import are_our_data, has_our_data, name_foreign
 from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
 from shardkeep.layouts.plan import Layout, SavePlan, TreePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
@@ -55,7 +55,8 @@ class Directory:
         if found is not None and found.trees:
             return found
         inside = self.store.children("")
-        return detect(self.store, inside) if not {MANIFEST, self.store.control}.issuperset(inside) else None
+        others = [name for name in inside if name not in (MANIFEST, self.store.control)]
+        return detect(self.store, inside) if others and not are_our_data(others) else None
 
     read_again = read_if_any
 
