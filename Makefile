@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras check demo bench faults faults-peers soak
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax check demo bench faults faults-peers soak
 .PHONY: bench-quick bench-step bench-buckets bench-devices format clean
 
 setup: $(STAMP)
@@ -76,7 +76,24 @@ $(EASYDEL_STAMP): pyproject.toml
 
 # Real transformers beside this package: each reads what the other writes. It needs its own environment (it brings torch).
 HF := .venv-hf
+ORBAX := .venv-orbax
+ORBAX_OLDEST := .venv-orbax-oldest
 HF_STAMP := $(HF)/.installed
+
+# Orbax 0.5.8 is the oldest that saves sharded arrays with a JAX that is supported.
+test-orbax: $(ORBAX)/.installed $(ORBAX_OLDEST)/.installed
+	$(ORBAX_OLDEST)/bin/python tests/orbax/run.py
+	$(ORBAX)/bin/python tests/orbax/run.py
+
+$(ORBAX)/.installed: pyproject.toml
+	test -x $(ORBAX)/bin/python || $(PYTHON) -m venv $(ORBAX)
+	$(ORBAX)/bin/python -m pip install --quiet --disable-pip-version-check 'orbax-checkpoint==0.12.8' flatbuffers -e .
+	touch $@
+
+$(ORBAX_OLDEST)/.installed: pyproject.toml
+	test -x $(ORBAX_OLDEST)/bin/python || $(PYTHON) -m venv $(ORBAX_OLDEST)
+	$(ORBAX_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check 'orbax-checkpoint==0.5.8' 'jax==0.8.0' 'jaxlib==0.8.0' flatbuffers -e .
+	touch $@
 
 test-hf: $(HF_STAMP)
 	$(HF)/bin/python tests/huggingface/run.py
@@ -151,4 +168,4 @@ faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(ORBAX) $(ORBAX_OLDEST) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

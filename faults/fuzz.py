@@ -23,7 +23,8 @@ from typing import Any
 
 import shardkeep
 from faults.guard import Guard, limit_memory, most_memory
-from faults.hostile import Case, Escape, cases
+from faults.hostile import cases
+from faults.hostile_cases import Case, Escape
 from faults.mutate import Scanned, mutate_bytes, mutate_json, scan
 from faults.parallel import CORES, Hang, spread, within
 from faults.result import Result

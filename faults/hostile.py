@@ -4,11 +4,9 @@ so that seals and lengths are right and the reader gets to see what is inside.
 
 import base64
 import json
-import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,126 +17,19 @@ import safetensors.numpy
 import zstandard
 
 import shardkeep
-from faults.mutate import NASTY, PICKLED
+from faults.hostile_cases import Case, Files, MemoryStore, files_in
+from faults.hostile_chunks import chunk_cases
+from faults.hostile_files import file_cases
+from faults.mutate import PICKLED
 from shardkeep.foreign import eformer, zarr
 from shardkeep.foreign.pickles import decode_pickle, plain_value
 from shardkeep.foreign.zarr import describe
-from shardkeep.loading.blocks import BlockReader
 from shardkeep.model.digests import digest, seal
 from shardkeep.model.perprocess import PerProcessRows
-from shardkeep.runtime.hostmemory import aligned_empty
-from shardkeep.stores.local.store import LocalStore
-from shardkeep.targets.directory import Directory
-from shardkeep.targets.exchange import Exchange
 from support import Dense, Keyed, Point
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "eformer"
-Files = dict[str, bytes]
 _ZEROS = b"0" * 32
-
-
-class Escape(BaseException):
-    """A name that leaves the checkpoint was asked for."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A small checkpoint; `start` is the part of it that changes, `close` makes files of a changed one."""
-
-    name: str
-    files: Files
-    start: bytes
-    close: Callable[[bytes], Files]
-    words: Sequence[bytes] = tuple(NASTY)
-    is_json: bool = True
-    target: str = ""  # what is loaded, inside; "" for the directory
-    parse: Callable[[bytes], object] | None = None  # what reads just this part
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether it is one of eFormer's, of which there are many."""
-        return ": " in self.name
-
-    def read(self, text: bytes) -> None:
-        """All that a load does before data are read, in memory; chunks that are compressed are unpacked."""
-        if self.parse is not None:
-            self.parse(text)
-            return
-        store = MemoryStore({**self.files, **self.close(text)})
-        target: Any = Exchange(store, "model") if self.target else Directory(store)  # type: ignore[arg-type]
-        manifest = target.read()
-        for tree in manifest.trees.values():
-            if len(text) % 4 == 0:  # it takes longer than all the rest
-                tree.skeleton.rebuild([0] * len(tree.leaves))
-            reader = BlockReader(store, tree.files, tree.compression, verify=False)  # type: ignore[arg-type]
-            for leaf in tree.arrays:
-                for piece in leaf.pieces:
-                    if piece.stored is not None and piece.length < 1 << 20:
-                        reader.read(leaf.key, piece, (0, 0), aligned_empty(piece.length))
-
-
-class MemoryStore:
-    """The reading half of a Store over a dict. It refuses what a file system would, and tells who wants to leave."""
-
-    def __init__(self, files: Files) -> None:
-        self.url, self.control, self.saves = "memory", ".shardkeep", ".shardkeep/saves"
-        self.mappable, self.traits = False, LocalStore.traits
-        self._files = files
-
-    def locate(self, name: str) -> str:
-        return f"memory/{name}"
-
-    def _checked(self, name: str) -> str:
-        if b"\0" in os.fsencode(name):
-            raise ValueError("embedded null byte")
-        if name.startswith("/") or ".." in name.split("/"):
-            raise Escape(name)
-        return name
-
-    def read(self, name: str) -> bytes:
-        try:
-            return self._files[self._checked(name)]
-        except KeyError:
-            raise FileNotFoundError(name) from None
-
-    def size(self, name: str) -> int | None:
-        found = self._files.get(self._checked(name))
-        return None if found is None else len(found)
-
-    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        return {name: self.size(name) for name in names}
-
-    identity = size
-
-    def open(self, name: str) -> "_MemoryFile":
-        return _MemoryFile(self.read(name))
-
-    def children(self, name: str) -> list[str]:
-        start = f"{self._checked(name)}/" if name else ""
-        return sorted({n[len(start) :].split("/")[0] for n in self._files if n.startswith(start)})
-
-    def find_directories_with(self, name: str) -> list[str]:
-        return sorted(os.path.dirname(n) for n in self._files if os.path.basename(n) == name)
-
-
-class _MemoryFile:
-    def __init__(self, data: bytes) -> None:
-        self._data, self.size = data, len(data)
-
-    def read_into(self, offset: int, buffer: Any) -> None:
-        part = self._data[offset : offset + buffer.size]
-        if len(part) < buffer.size:
-            raise EOFError("it ends before that")
-        buffer[:] = np.frombuffer(part, np.uint8)
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> "_MemoryFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def cases() -> list[Case]:
@@ -146,9 +37,7 @@ def cases() -> list[Case]:
     with tempfile.TemporaryDirectory() as room:
         own = _own(Path(room))
         foreign = _foreign(Path(room))
-    from faults.hostile_files import file_cases  # which uses what is here
-
-    return [*own, *foreign, *_eformer(), *file_cases()]
+    return [*own, *foreign, *_eformer(), *chunk_cases(), *file_cases()]
 
 
 def _tree() -> Any:
@@ -162,26 +51,20 @@ def _tree() -> Any:
     }
 
 
-def _files(room: Path) -> Files:
-    return {
-        str(p.relative_to(room)): p.read_bytes() for p in room.rglob("*") if p.is_file() and ".shardkeep" not in str(p)
-    }
-
-
 def _own(room: Path) -> Iterator[Case]:
     zarr = {"format": "zarr", "compression": "zstd"}
     for name, arguments in {"safetensors": {}, "zstd": zarr}.items():
         shardkeep.save(room / name, _tree(), metadata={"a": [1, None]}, **arguments)  # type: ignore[arg-type]
         shardkeep.save(room / name, {"w": jnp.ones(3)}, prefix="a.b", **arguments)  # type: ignore[arg-type]
-        files = _files(room / name)
+        files = files_in(room / name)
         yield Case(f"manifest, {name}", files, files["manifest.json"], lambda t: {"manifest.json": reseal(t)})
     shardkeep.save(room / "chunk", {"w": np.arange(500, dtype=np.uint16)}, **zarr)  # type: ignore[arg-type]
-    files = _files(room / "chunk")
+    files = files_in(room / "chunk")
     yield Case("zstd chunk", files, files["w/0"], _with_chunk(files), _frames(), is_json=False)
     yield _per_process(room)
 
     shardkeep.save(room / "single" / "model.safetensors", _tree())
-    files = _files(room / "single")
+    files = files_in(room / "single")
     whole = files["model.safetensors"]
     length = 8 + struct.unpack("<Q", whole[:8])[0]
     header, data = whole[8:length].rstrip(), whole[length:]
@@ -198,7 +81,7 @@ def _own(room: Path) -> Iterator[Case]:
     yield Case("exchange manifest", files, inner.encode(), embed, target="model.safetensors")
 
     shardkeep.save(room / "several" / "model.safetensors", _tree(), max_shard_size=16)
-    files = _files(room / "several")
+    files = files_in(room / "several")
     name = "model.safetensors.index.json"
     index = files[name]
     within = json.loads(index)["metadata"]["shardkeep"]
@@ -214,7 +97,7 @@ def _per_process(room: Path) -> Case:
     """A value that differs between processes: its JSON changes, its digests are right."""
     inside = {"a": np.arange(3, dtype=">i2"), "b": b"xyz", ("k", 1): [1, 2.5, None, (True, "s", 1j)], 0: np.float32(1)}
     shardkeep.save(room / "value", {"p": shardkeep.PerProcess(inside)}, format="zarr")
-    files = _files(room / "value")
+    files = files_in(room / "value")
     (length,) = struct.unpack("<Q", files["p/0.0"][:8])
     data = files["p/0.0"][8 + length :]
     manifest = json.loads(files["manifest.json"])
@@ -244,7 +127,7 @@ def _foreign(room: Path) -> Iterator[Case]:
     (room / "hf").mkdir()
     tensors = {"a.b": np.ones((2, 4), np.float32), "c": np.arange(5, dtype=np.int8), "d": np.zeros((0, 2), np.float16)}
     safetensors.numpy.save_file(tensors, room / "hf" / "model.safetensors", metadata={"format": "pt", "dtypes": "{}"})
-    files = _files(room / "hf")
+    files = files_in(room / "hf")
     whole = files["model.safetensors"]
     length = 8 + struct.unpack("<Q", whole[:8])[0]
     header, data = whole[8:length], whole[length:]
@@ -263,13 +146,13 @@ def _foreign(room: Path) -> Iterator[Case]:
 
 def _eformer() -> Iterator[Case]:
     for fixture in ("ts_plain", "ts_two_prefixes", "index_v1_0", "index_v2_0", "pytree_builtins", "pytree_optax"):
-        files = _files(FIXTURES / fixture / "ckpt")
+        files = files_in(FIXTURES / fixture / "ckpt")
         for name in sorted(files):
             if name.endswith("_index.json") or (name.endswith(".json") and fixture in ("ts_plain", "pytree_builtins")):
                 yield Case(f"{fixture}: {name}", files, files[name], lambda t, n=name: {n: t})
             if name.endswith("_structure.json"):
                 yield from _pickles(fixture, name, files)
-    files = _files(FIXTURES / "ts_plain" / "ckpt")
+    files = files_in(FIXTURES / "ts_plain" / "ckpt")
     yield Case(
         "zarr description",
         files,

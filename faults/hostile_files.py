@@ -12,7 +12,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from faults.hostile import Case, Files, MemoryStore
+from faults.hostile_cases import Case, Files, MemoryStore
 from shardkeep.foreign.registry import checks_of, detect_file, open_array
 from shardkeep.model.arrays import Region
 from shardkeep.model.leaves import ForeignArray

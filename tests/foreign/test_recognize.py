@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -136,50 +135,25 @@ def test_a_foreign_manifest_in_a_bucket_is_left_alone(place: Place) -> None:
     assert place.names() == {"run/manifest.json": len(FOREIGN["web app"])}
 
 
-JAX = "a checkpoint of jax.experimental.array_serialization.pytree_serialization"
-CHECKPOINTS = {
-    "orbax/one_tree": "an Orbax checkpoint",
-    "orbax/v1": "an Orbax checkpoint (v1)",
-    "orbax/v1/state": "an Orbax checkpoint",
-    "orbax/manager": "the checkpoints of an Orbax CheckpointManager",
-    "orbax/manager/0": "an Orbax checkpoint",
-    "jax/pytree": JAX,
-}
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_checkpoint_of_another_library_is_called_by_its_name(name: str) -> None:
-    """Written by Orbax and by JAX."""
-    told = f"the directory holds {CHECKPOINTS[name]}, which this version of shardkeep cannot read"
-    for action in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
-        with pytest.raises(shardkeep.CheckpointNotFoundError, match=f"{name}: {re.escape(told)}"):
-            action(FIXTURES / name)
-    assert not shardkeep.exists(FIXTURES / name)
-    assert shardkeep.latest(FIXTURES / name) is None
-
-
-def test_what_jax_writes_is_called_by_its_name(tmp_path: Path) -> None:
-    pytest.importorskip("flatbuffers", reason="JAX needs it to write these")
-    from jax.experimental.array_serialization import pytree_serialization
-
-    pytree_serialization.save({"w": jnp.ones((2, 3)), "b": [jnp.zeros(3)]}, tmp_path / "run")
-    with pytest.raises(shardkeep.CheckpointNotFoundError, match=re.escape(JAX)):
-        shardkeep.load(tmp_path / "run")
-
-
 def test_an_unfinished_orbax_checkpoint_is_called_so(tmp_path: Path) -> None:
     for name in ("7.orbax-checkpoint-tmp-1731800000", "7.orbax-checkpoint-tmp"):
-        shutil.copytree(FIXTURES / "orbax" / "one_tree", tmp_path / "run" / name)
-        with pytest.raises(shardkeep.CheckpointNotFoundError, match="an unfinished Orbax checkpoint"):
+        shutil.copytree(FIXTURES / "orbax" / "std_default" / "ckpt", tmp_path / "run" / name)
+        with pytest.raises(shardkeep.errors.IncompleteCheckpointError, match="is an unfinished Orbax checkpoint"):
             shardkeep.load(tmp_path / "run" / name)
-    assert name_foreign(["7.orbax-checkpoint-tmp"]) == "an unfinished Orbax checkpoint"
+    with pytest.raises(
+        shardkeep.CheckpointNotFoundError, match="the directory holds only unfinished Orbax checkpoints"
+    ):
+        shardkeep.load(tmp_path / "run")
+    assert shardkeep.latest(tmp_path / "run") is None
 
 
-def test_an_orbax_checkpoint_in_a_bucket_is_called_by_its_name(place: Place) -> None:
-    for name in ("one_tree", "manager"):
-        place.upload(FIXTURES / "orbax" / name, name)
-        with pytest.raises(shardkeep.CheckpointNotFoundError, match=re.escape(CHECKPOINTS[f"orbax/{name}"])):
-            shardkeep.load(f"{place.url}/{name}")
+def test_a_manager_without_a_complete_step_is_called_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "_ROOT_METADATA").write_text("{}")
+    with pytest.raises(
+        shardkeep.CheckpointNotFoundError, match="holds no complete step of its Orbax CheckpointManager"
+    ):
+        shardkeep.load(tmp_path)
 
 
 @pytest.mark.parametrize(

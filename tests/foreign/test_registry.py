@@ -89,6 +89,8 @@ class TestEformer(DirectoryReaderTests):
 
 
 class TestZarrWithoutIndex(TestEformer):
+    name = "zarr"
+
     def write(self, path: Path, arrays: dict[str, np.ndarray]) -> Path:
         super().write(path, arrays)
         (path / "tensorstore_index.json").unlink()

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep.foreign.zarr import ZarrArray, ZarrReader, describe, file_names
+from shardkeep.foreign.grids import Grid
+from shardkeep.foreign.zarr import ZarrReader, describe, file_names
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.stores.local.store import LocalStore
@@ -159,7 +160,7 @@ def test_the_chunks_of_a_region_are_those_that_meet_it(data: st.DataObject) -> N
     numbers = np.empty(shape, object)
     for index in np.ndindex(*shape):
         numbers[index] = "/".join(str(i // c) for i, c in zip(index, chunks, strict=True)) or "0"
-    array = ZarrArray(ArraySpec(shape, np.dtype("u1")), chunks, None, "/")
+    array = Grid(ArraySpec(shape, np.dtype("u1")), chunks, None, "/")
     found = array.chunk_names(region)
     assert len(set(found)) == len(found)
     assert set(found) == set(numbers[region.slices].ravel().tolist() if shape else ["0"])

@@ -203,7 +203,7 @@ def _unread_arrays(pair: _Pair, values: bool | None) -> tuple[StoredArray, Store
         elif encode(a.value) != encode(b.value):
             pair.reasons.append("values")
         return None
-    if not _same_kind(a.origin, b.origin):
+    if not _same_kind(a.was, b.was):
         pair.reasons.append("kind")
         return None
     if _lengths(a) != _lengths(b):  # of the values of processes: their number, or what they saved

@@ -102,7 +102,7 @@ def _stored(leaf: StoredArray) -> str:
         spec = ", ".join("+".join(axes) if isinstance(axes, tuple) else str(axes) for axes in leaf.sharding.spec)
         mesh = " ".join(f"{axis}={size}" for axis, size in leaf.sharding.mesh)
         said.append(plain(f"P({spec}) on {mesh}"))
-    if isinstance(leaf.origin, NumpyArray | ForeignArray):
+    if isinstance(leaf.was, NumpyArray | ForeignArray):
         said.append(leaf.kind)
     return ", ".join(said)
 
@@ -186,5 +186,5 @@ def describe_leaf(leaf: StoredLeaf) -> dict[str, object]:
     digests = bool(leaf.pieces) and all(piece.digests is not None for piece in leaf.pieces)
     body |= {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape), "bytes": leaf.nbytes, "digests": digests}
     body["pieces"] = [{"start": list(p.region.start), "shape": list(p.region.shape)} for p in leaf.pieces]
-    body["sharding"] = encode_origin(leaf.origin).get("sharding")
+    body["sharding"] = encode_origin(leaf.was).get("sharding")
     return body

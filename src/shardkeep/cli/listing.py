@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_number, name_prefix, plain
 from shardkeep.converting.survey import SurveyEntry, look, survey
-from shardkeep.model.manifest import Tree
+from shardkeep.model.manifest import OURS, Tree
 from shardkeep.model.metadata import untagged
 from shardkeep.runs.rules import encode_rules
 from shardkeep.runs.steps import Step
-from shardkeep.runs.viewing import RunView, is_run
+from shardkeep.runs.viewing import RunView, has_steps_of_others, is_run
 from shardkeep.stores.location import Location, is_directory, location
 
 _STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unindexed": "yellow", "abandoned": "dim"}
@@ -18,7 +18,7 @@ _STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unind
 def ls(path: str, output: Output) -> int:
     """List the steps of a run, or the checkpoints at and below a path, each with its state."""
     place = location(path)
-    if is_directory(place) and is_run(place):
+    if is_directory(place) and (is_run(place) or has_steps_of_others(place)):
         return _ls_run(place, path, output)
     found = survey(path)
     if output.as_json:
@@ -43,9 +43,10 @@ def _ls_run(place: Location, path: str, output: Output) -> int:
         output.document({**about, "checkpoints": [_document(one) for one in found]})
         return 0
     titles = ("STEP", "AGE", "SIZE", "STATE", "METRICS", "KEPT")
-    head: list[Cell] = [(title, "bold") for title in titles]
+    foreign = any(row.kind != OURS for row in rows)
+    head: list[Cell] = [(title, "bold") for title in ((*titles, "KIND") if foreign else titles)]
     if rows:
-        output.table([head, *(row.cells() for row in rows)], right=(0, 1, 2))
+        output.table([head, *([*row.cells(), *([row.kind] if foreign else [])] for row in rows)], right=(0, 1, 2))
     else:
         output.line(f"no steps in {plain(path)}")
     for row in rows:
@@ -67,6 +68,7 @@ class _Listed:
     step: Step
     state: str  # as for other checkpoints, or abandoned or deleting
     problem: str | None
+    kind: str
 
     def cells(self) -> list[Cell]:
         step = self.step
@@ -86,6 +88,7 @@ class _Listed:
             "step": step.number,
             "name": self.name,
             "path": step.path,
+            "kind": self.kind,
             "state": self.state,
             "complete": self.state == "complete",
             "created": step.time.isoformat(timespec="seconds") if step.time else None,
@@ -102,9 +105,9 @@ def _listed(name: str, step: Step) -> _Listed:
     """A step with its state. On a disk, the sizes of its files are compared too."""
     place = location(step.path)
     if not step.is_usable or place.is_url:
-        return _Listed(name, step, "complete" if step.is_usable else step.state, step.reason or None)
+        return _Listed(name, step, "complete" if step.is_usable else step.state, step.reason or None, step.source)
     found = look(place, name)
-    return _Listed(name, step, found.state, found.problem)
+    return _Listed(name, step, found.state, found.problem, step.source)
 
 
 def _show(found: Sequence[SurveyEntry], output: Output) -> None:

@@ -69,8 +69,8 @@ def recorded_leaf(leaf: StoredLeaf, spec: ArraySpec | None) -> StoredLeaf:
         return leaf
     origin = leaf.origin
     if isinstance(origin, ForeignArray):
-        origin = UNSHARDED
-    elif isinstance(origin, NumpyArray) and spec != leaf.spec:
+        origin = origin.was or UNSHARDED
+    if isinstance(origin, NumpyArray) and spec != leaf.spec:
         origin = NATIVE  # a cast array has the machine's own byte order
     return StoredArray(leaf.path, spec, (), origin)
 

@@ -15,7 +15,7 @@ from shardkeep.errors import (
     NewerFormatError,
     ShardkeepError,
 )
-from shardkeep.foreign.registry import checkpoint_files, is_recognized
+from shardkeep.foreign.registry import checkpoint_files, is_recognized, is_recognized_below
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.stores.base import CONTROL, Store
@@ -142,7 +142,8 @@ class _Walk:
             self.has_arrays = True
             return
         taken = set(self.without) if depth == 0 else set[str]()
-        if not {MANIFEST, CONTROL}.isdisjoint(inside) or is_recognized(inside):
+        ours = not {MANIFEST, CONTROL}.isdisjoint(inside)
+        if ours or is_recognized(inside) or is_recognized_below(store, inside):
             found = look(where, name or ".")
             if not found.absent:
                 yield found

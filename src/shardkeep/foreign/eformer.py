@@ -12,10 +12,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NotRequired, TypedDict, cast
 
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError
 from shardkeep.foreign.base import CompanionIndex
+from shardkeep.foreign.documents import ORBAX
 from shardkeep.foreign.pickles import PickledObject, decode_pickle, is_plain_within, plain_value
 from shardkeep.foreign.zarr import KIND, ZarrReader, describe, file_names, has_zarr_arrays
 from shardkeep.layouts.zarr import ZARRAY, zarr_dtype
@@ -113,10 +115,15 @@ def _discover(store: Store) -> Manifest | None:
         return None
     above = {name[:i] for name in found for i, c in enumerate(name) if c == "/"}
     # Arrays in a subdirectory with a checkpoint of its own, finished or not, do not belong to this one.
-    if any(not {MANIFEST, CONTROL, TENSORSTORE_INDEX}.isdisjoint(store.children(name)) for name in sorted(above)):
+    documents = {MANIFEST, CONTROL, TENSORSTORE_INDEX, *ORBAX}
+    if any(not documents.isdisjoint(store.children(name)) for name in sorted(above)):
         return None
     log.warning("%s has no %s; a search found %d zarr arrays", store.url, TENSORSTORE_INDEX, len(found))
-    return _manifest(store, {"": found}, digest("\n".join(found).encode()))
+    manifest = _manifest(store, {"": found}, digest("\n".join(found).encode()))
+    if store.size(CHECKPOINT_METADATA) is not None:
+        return manifest
+    # Any program may have written them: JAX's `GlobalAsyncCheckpointManager`, for example.
+    return replace(manifest, trees={prefix: replace(tree, source="zarr") for prefix, tree in manifest.trees.items()})
 
 
 def _manifest(store: Store, grouped: Mapping[str, list[str]], identity: str) -> Manifest:

@@ -10,17 +10,20 @@ from dataclasses import replace
 from shardkeep.errors import IntegrityError
 from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader, ForeignReader
 from shardkeep.foreign.dcp import DcpReader
+from shardkeep.foreign.documents import names_below
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
 from shardkeep.foreign.flax import FlaxReader
+from shardkeep.foreign.jaxarrays import JaxReader
 from shardkeep.foreign.keras import KerasReader
 from shardkeep.foreign.numpy import NumpyReader
+from shardkeep.foreign.orbax import OrbaxReader
 from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
-from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.model.manifest import OURS, Manifest, Tree
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
-READERS: list[ForeignReader] = [DcpReader(), EformerReader()]
+READERS: list[ForeignReader] = [OrbaxReader(), JaxReader(), DcpReader(), EformerReader()]
 FILE_READERS: list[FileReader] = [FlaxReader(), KerasReader(), NumpyReader(), TorchReader()]
 COMPANIONS: list[Companions] = [EformerIndex()]
 
@@ -59,8 +62,9 @@ def checks_of(store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]] 
 
 
 def _said_by(reader: ForeignReader | FileReader, found: Manifest) -> Manifest:
-    """A manifest that says which reader described its trees."""
-    return replace(found, trees={p: replace(tree, source=reader.name) for p, tree in found.trees.items()})
+    """A manifest that says which reader described its trees, unless it says so itself."""
+    named = {p: replace(t, source=reader.name) if t.source == OURS else t for p, t in found.trees.items()}
+    return replace(found, trees=named)
 
 
 def checkpoint_files(names: Collection[str]) -> list[str]:
@@ -79,12 +83,17 @@ def is_recognized(names: Collection[str]) -> bool:
     return any(reader.recognizes(names) for reader in READERS)
 
 
+def is_recognized_below(store: Store, names: Collection[str]) -> bool:
+    """Whether what is in the directories of a place tells so. Costs a listing of each, if there are few."""
+    return is_recognized(names_below(store, names))
+
+
 def open_array(store: Store, leaf: StoredArray) -> ArrayReader:
     """The reader of an array that another program wrote. `IntegrityError` if its description is damaged."""
-    reader = next((reader for reader in (*READERS, *FILE_READERS) if reader.kind == leaf.kind), None)
+    reader = next((reader for reader in (*READERS, *FILE_READERS) if reader.kind == leaf.origin.kind), None)
     if reader is None:
         raise IntegrityError(
-            f"leaf {leaf.key!r} is an array of another program, of the kind {leaf.kind!r}, which this version of "
-            "shardkeep cannot read"
+            f"leaf {leaf.key!r} is an array of another program, of the kind {leaf.origin.kind!r}, which this version "
+            "of shardkeep cannot read"
         )
     return reader.open(store, leaf)

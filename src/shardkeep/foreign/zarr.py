@@ -6,21 +6,18 @@ checked first: it must exist and have exactly the size that `.zarray` declares.
 
 import io
 import itertools
-import json
-import math
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zstandard
 
 from shardkeep.errors import IntegrityError, MissingDataError, missing_of
+from shardkeep.foreign.grids import Grid, parse_grid
 from shardkeep.layouts.zarr import ZARRAY
-from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_from_name, dtype_name, is_possible
-from shardkeep.model.document import no_duplicates
+from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import JsonObject
@@ -31,86 +28,15 @@ _MANY = 10_000  # above this number, chunks are listed instead of looked up one 
 _MOST = 1 << 20  # limit on the names in the listing of one array
 
 
-@dataclass(frozen=True, slots=True)
-class ZarrArray:
-    """The content of `.zarray`. It may declare more chunks than any disk holds: count them before naming them."""
-
-    spec: ArraySpec
-    chunks: tuple[int, ...]
-    compressor: str | None
-    separator: str
-
-    def spans(self, region: Region) -> list[range]:
-        """For each axis, the range of chunks that contain data of a region."""
-        if region.size == 0:
-            return [range(0)]
-        return [
-            range(a // c, -(-(a + n) // c)) for a, n, c in zip(region.start, region.shape, self.chunks, strict=True)
-        ]
-
-    def chunk_count(self, region: Region) -> int:
-        """The number of chunks that contain data of a region."""
-        return math.prod(len(span) for span in self.spans(region))
-
-    def each_chunk(self, region: Region) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The name and start of each chunk that contains data of a region."""
-        for index in _indices(self.spans(region)):
-            start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
-            yield self.separator.join(map(str, index)) or "0", start
-
-    def chunk_names(self, region: Region) -> list[str]:
-        """The names of the chunks that contain data of a region."""
-        return [name for name, _ in self.each_chunk(region)]
-
-    @property
-    def chunk_bytes(self) -> int:
-        return math.prod(self.chunks) * self.spec.dtype.itemsize
-
-
-def _indices(spans: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Like `itertools.product`, which would first store all numbers of all spans."""
-    if not spans:
-        yield ()
-        return
-    for number in spans[0]:
-        for rest in _indices(spans[1:]):
-            yield (number, *rest)
-
-
-def describe(store: Store, directory: str) -> ZarrArray:
+def describe(store: Store, directory: str) -> Grid:
     """The content of an array's `.zarray`, checked."""
     name = _join(directory, ZARRAY)
     where = store.locate(name)
     try:
-        data = json.loads(store.read(name), object_pairs_hook=no_duplicates)
-        shape, chunks = tuple(data["shape"]), tuple(data["chunks"])
-        dtype = _dtype(data["dtype"])
-        compressor = data["compressor"]["id"] if data.get("compressor") else None
-        separator = data.get("dimension_separator", ".")
+        document = store.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise MissingDataError(f"{where} is missing", file=where) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
-        # SyntaxError: np.dtype evaluates shapes in the text of a dtype
-        raise IntegrityError(f"{where} is not a valid .zarray file: {error}", file=where) from error
-    whole = [n for n in (*shape, *chunks) if type(n) is not int or n < 0]
-    if (
-        whole
-        or not is_possible(shape, dtype.itemsize)
-        or len(shape) != len(chunks)
-        or len(shape) > 32
-        or 0 in chunks
-        or separator not in (".", "/")
-    ):
-        raise IntegrityError(f"{where} describes an impossible array", file=where)
-    return ZarrArray(ArraySpec(shape, dtype), chunks, compressor, separator)
-
-
-def _dtype(name: object) -> DType:
-    if not isinstance(name, str):
-        raise TypeError("dtype is not a string")
-    if name[:1] in "<>|":
-        return dtype_from_name(dtype_name(np.dtype(name)))
-    return dtype_from_name(name)
+    return parse_grid(ZARRAY, document, where)
 
 
 def has_zarr_arrays(tree: Tree) -> bool:
@@ -228,7 +154,7 @@ class _TensorStoreArray:
             self._tensor = open_array(spec, read=True, context=context).result()
         return self._tensor
 
-    def read(self, array: ZarrArray, region: Region, chunks: Iterable[str]) -> Array:
+    def read(self, array: Grid, region: Region, chunks: Iterable[str]) -> Array:
         """Read a region, which lies in these chunks, into a new array."""
         tensor, dtype = self.open(), array.spec.dtype
         if self._memory is not None:
@@ -245,7 +171,7 @@ class _TensorStoreArray:
                 self._fetched.add(name)
 
 
-def _check_chunk(store: Store, name: str, array: ZarrArray, key: str) -> None:
+def _check_chunk(store: Store, name: str, array: Grid, key: str) -> None:
     """Check the decoded size of a chunk, decoding no more than it should have."""
     with store.open(name) as file:  # refuses symbolic links out of the checkpoint, which TensorStore would follow
         found = file.size
@@ -269,13 +195,13 @@ def _zstd_size(data: bytes, limit: int) -> int | None:
     return total
 
 
-def file_names(store: Store, directory: str, array: ZarrArray) -> Sequence[str]:
+def file_names(store: Store, directory: str, array: Grid) -> Sequence[str]:
     """The files of an array that exist."""
     chunks = _chunks_there(store, directory, array, Region.whole(array.spec.shape))
     return [_join(directory, name) for name in (ZARRAY, *chunks)]
 
 
-def _chunks_there(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
+def _chunks_there(store: Store, directory: str, array: Grid, region: Region) -> list[str]:
     """The names of the chunks of a region that exist."""
     few = array.chunk_count(region) <= _MANY
     names = array.chunk_names(region) if few else _list_chunks(store, directory, array, region)
@@ -283,7 +209,7 @@ def _chunks_there(store: Store, directory: str, array: ZarrArray, region: Region
     return [name for name in names if sizes[_join(directory, name)] is not None]
 
 
-def _list_chunks(store: Store, directory: str, array: ZarrArray, region: Region) -> list[str]:
+def _list_chunks(store: Store, directory: str, array: Grid, region: Region) -> list[str]:
     """The names in an array's directory that are those of chunks of a region."""
     spans = array.spans(region)
     levels = [spans] if array.separator == "." else [[span] for span in spans]

@@ -27,7 +27,7 @@ log = logging.getLogger("shardkeep")
 
 def adapt(w: Wanted, value: Any, request: LoadRequest) -> Any:
     """The last steps for one leaf: PRNG keys, function, cast, byte order, kind of the template."""
-    origin = w.stored.origin if isinstance(w.stored, StoredArray) else None
+    origin = w.stored.was if isinstance(w.stored, StoredArray) else None
     if isinstance(origin, PerProcessRows):
         return _decode(w, origin, value)
     if isinstance(origin, PrngKeys):

@@ -45,7 +45,7 @@ def cast_before(w: Wanted, request: LoadRequest) -> DType | None:
     transfer. Both are cast on the devices.
     """
     leaf, target = w.stored, w.dtype
-    if target is None or not isinstance(leaf, StoredArray) or isinstance(leaf.origin, PrngKeys):
+    if target is None or not isinstance(leaf, StoredArray) or isinstance(leaf.was, PrngKeys):
         return None
     source = leaf.spec.dtype
     if source == target or kind_of(source) != kind_of(target) or w.place.function or request.policy.treat:

@@ -138,7 +138,7 @@ def choose(tree: Tree, request: LoadRequest) -> Choice:
     def want(leaf: StoredLeaf) -> Wanted:
         if leaf.processes is not None:
             return Wanted(leaf, as_numpy=True)
-        numpy = isinstance(leaf, StoredArray) and isinstance(leaf.origin, NumpyArray)
+        numpy = isinstance(leaf, StoredArray) and isinstance(leaf.was, NumpyArray)
         return Wanted(leaf, as_numpy=numpy and not request.policy.all_jax, dtype=request.dtype)
 
     if request.include is None:
@@ -310,7 +310,7 @@ def _as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
     shape, saved_shape = tuple(like.shape), stored.logical_shape
-    impl = stored.origin.impl if isinstance(stored.origin, PrngKeys) else None
+    impl = stored.was.impl if isinstance(stored.was, PrngKeys) else None
     if is_key != (impl is not None) or (impl is not None and like.dtype != _key_dtype(impl)):
         return wrong_kind(leaf.path, _described(stored), f"{like.dtype}{list(shape)}")
     if shape != saved_shape and (request.policy.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
@@ -344,7 +344,7 @@ def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatc
     if stored.processes is not None and hasattr(like, "dtype") and not isinstance(like, np.ndarray | np.generic):
         found = f"{like.dtype}{list(like.shape)}; pass PerProcess(None) in its place"
         return wrong_kind(leaf.path, "a PerProcess value", found)
-    if isinstance(stored, StoredArray) and not isinstance(stored.origin, PerProcessRows | NumpyArray):
+    if isinstance(stored, StoredArray) and not isinstance(stored.was, PerProcessRows | NumpyArray):
         return wrong_kind(leaf.path, _described(stored), repr(like))
     return Wanted(stored, as_numpy=True)
 
@@ -366,7 +366,7 @@ def _plain_as_template(stored: StoredLeaf, leaf: Leaf, is_array: bool) -> Wanted
             wanted = f"{leaf.value.dtype}{list(leaf.value.shape)}"
             return wrong_kind(leaf.path, f"the value {show(stored.value):.60}", wanted)
         return Wanted(stored, like=leaf.value if is_array else None)
-    if stored.spec.shape != () or isinstance(stored.origin, PrngKeys) or not _same_kind(leaf.value, stored.spec.dtype):
+    if stored.spec.shape != () or isinstance(stored.was, PrngKeys) or not _same_kind(leaf.value, stored.spec.dtype):
         return wrong_kind(leaf.path, _described(stored), f"{show(leaf.value):.60}")
     return Wanted(stored, as_numpy=True, like=leaf.value)
 
@@ -376,8 +376,8 @@ def _same_kind(number: Any, dtype: Any) -> bool:
 
 
 def _described(stored: StoredArray) -> str:
-    if isinstance(stored.origin, PrngKeys):
-        return f"PRNG keys ({stored.origin.impl})"
+    if isinstance(stored.was, PrngKeys):
+        return f"PRNG keys ({stored.was.impl})"
     return f"{stored.dtype}{list(stored.shape)}"
 
 
@@ -425,7 +425,7 @@ def abstract_leaf(w: Wanted) -> Any:
         return stored.value
     if w.place.function is not None:
         raise ShardingError(f"leaf {stored.key!r}: abstract() takes no functions in shardings; pass them to load()")
-    shape, dtype, origin = stored.logical_shape, stored.spec.dtype, stored.origin
+    shape, dtype, origin = stored.logical_shape, stored.spec.dtype, stored.was
     if isinstance(origin, PrngKeys):
         dtype = _key_dtype(origin.impl)
         if dtype is None:

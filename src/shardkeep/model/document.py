@@ -78,6 +78,7 @@ class _LeafRecord(TypedDict):
     lengths: NotRequired[Json]
     sharding: NotRequired[Json]
     directory: NotRequired[str]
+    was: NotRequired["_LeafRecord"]
 
 
 class _TreeRecord(TypedDict):
@@ -255,8 +256,11 @@ def encode_origin(origin: Origin) -> JsonObject:
             return {"impl": impl}
         case PerProcessRows(lengths):
             return {"lengths": list(lengths)}
-        case ForeignArray(directory):
-            return {"directory": directory}
+        case ForeignArray(directory, _, was):
+            return {
+                "directory": directory,
+                **({} if was is None else {"was": {"kind": was.kind, **encode_origin(was)}}),
+            }
         case _:
             return {}
 
@@ -283,6 +287,9 @@ def _decode_tree(data: _TreeRecord) -> Tree:
         check_name(clean_name(file.name, _checked_id(data["save"])))
     if "step" in data and not 0 <= _integer(data["step"]) < _STEPS:
         raise ValueError(f"impossible step {data['step']}")
+    source = data.get("source", OURS if data["format"] != "foreign" else _FIRST_SOURCE)
+    if not isinstance(source, str) or not _SOURCE.fullmatch(source):
+        raise ValueError("source is not the name of a kind of checkpoint")
     return Tree(
         save_id=_checked_id(data["save"]),
         format=_FORMATS[data["format"]],
@@ -295,17 +302,8 @@ def _decode_tree(data: _TreeRecord) -> Tree:
         indexed=data["indexed"],
         published=published,
         step=data.get("step"),
-        source=_source(data),
+        source=source,
     )
-
-
-def _source(data: _TreeRecord) -> str:
-    """What wrote a tree."""
-    default = OURS if data["format"] != "foreign" else _FIRST_SOURCE
-    source = data.get("source", default)
-    if not isinstance(source, str) or not _SOURCE.fullmatch(source):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError("source is not the name of a kind of checkpoint")
-    return source
 
 
 def _decode_file(data: _FileRecord) -> DataFile:
@@ -328,10 +326,22 @@ def _decode_leaf(data: _LeafRecord, path: Path, files: Sequence[DataFile]) -> St
     spec = _spec(shape, data["dtype"])
     pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
     if is_foreign:
-        return StoredArray(path, spec, (), ForeignArray(check_name(data.get("directory")), data["kind"]))
+        return StoredArray(path, spec, (), _decode_foreign(data, spec))
     if not is_partition(shape, [piece.region for piece in pieces]):
         raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
     return StoredArray(path, spec, pieces, _decode_origin(data, spec))
+
+
+def _decode_foreign(data: _LeafRecord, spec: ArraySpec) -> ForeignArray:
+    """An array that another program wrote, and what it was for that program."""
+    was = data.get("was")
+    origin = None
+    if was is not None:
+        if was["kind"] not in (JaxArray.kind, NumpyArray.kind, PrngKeys.kind):
+            raise ValueError(f"leaf {data['key']!r} was of an unknown kind")
+        origin = _decode_origin({**was, "key": data["key"]}, spec)
+        assert not isinstance(origin, ForeignArray | PerProcessRows)
+    return ForeignArray(check_name(data.get("directory")), data["kind"], origin)
 
 
 def _decode_origin(data: _LeafRecord, spec: ArraySpec) -> Origin:

@@ -59,11 +59,13 @@ class PrngKeys:
 class ForeignArray:
     """The origin of an array that another program wrote. It stays where it is, and has no pieces.
 
-    The kind says which reader in `foreign/registry.py` reads it; `directory` is its place in the checkpoint.
+    The kind says which reader in `foreign/registry.py` reads it; `directory` is its place in the checkpoint. `was`:
+    what the array was for that program, if it says so.
     """
 
     directory: str
     kind: str = "zarr"
+    was: "JaxArray | NumpyArray | PrngKeys | None" = None
 
 
 Origin: TypeAlias = JaxArray | NumpyArray | PrngKeys | PerProcessRows | ForeignArray
@@ -180,8 +182,14 @@ class StoredArray(StoredLeaf):
     origin: Origin
 
     @property
+    def was(self) -> Origin:
+        """What the array was when it was saved, whichever program saved it and wherever it is."""
+        origin = self.origin
+        return (origin.was or origin) if isinstance(origin, ForeignArray) else origin
+
+    @property
     def kind(self) -> str:
-        return self.origin.kind
+        return self.was.kind
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,7 +216,7 @@ class StoredArray(StoredLeaf):
     @property
     def logical_shape(self) -> tuple[int, ...]:
         """The shape that the user knows: of PRNG keys and values of processes, not that of their data."""
-        match self.origin:
+        match self.was:
             case PrngKeys():
                 return self.spec.shape[:-1]
             case PerProcessRows(lengths):
@@ -219,7 +227,7 @@ class StoredArray(StoredLeaf):
     @property
     def logical_dtype(self) -> str:
         """The dtype that the user knows: of PRNG keys and values of processes, not that of their data."""
-        match self.origin:
+        match self.was:
             case PrngKeys(impl):
                 return f"key<{impl}>"
             case PerProcessRows():
@@ -230,9 +238,10 @@ class StoredArray(StoredLeaf):
     @property
     def holds_numbers(self) -> bool:
         """Whether its elements mean something by themselves, unlike those of PRNG keys and encoded values."""
-        return not isinstance(self.origin, PrngKeys | PerProcessRows)
+        return not isinstance(self.was, PrngKeys | PerProcessRows)
 
     @property
     def sharding(self) -> SavedSharding | None:
         """The named sharding that the array had, if it had one."""
-        return self.origin.sharding if isinstance(self.origin, JaxArray) else None
+        was = self.was
+        return was.sharding if isinstance(was, JaxArray) else None

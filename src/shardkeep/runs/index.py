@@ -22,7 +22,7 @@ from shardkeep.errors import (
     NewerFormatError,
 )
 from shardkeep.foreign.rundirs import METADATA, describe, is_described_later
-from shardkeep.model.manifest import MANIFEST, Manifest
+from shardkeep.model.manifest import MANIFEST, OURS, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runs.control import INDEX, RUN_CONTROL, Control, Mark, MetricRecord, numbers_in
 from shardkeep.runs.keep import Keep
@@ -43,15 +43,15 @@ _VERSION = 1  # of the index; another one is ignored
 class Entry:
     """A step, and what retention needs to know about it beside.
 
-    `by_run`: a Run saved it. `pinned_when_saved`: it was saved with `pin=True`. `by_checkpointer`: a Checkpointer did,
-    which does not write to the index. `identity`: of its manifest, on a disk.
+    `by_run`: a Run saved it. `pinned_when_saved`: it was saved with `pin=True`. `by_others`: a Checkpointer or another
+    library did, which does not write to the index. `identity`: of its manifest, on a disk.
     """
 
     name: str
     step: Step
     by_run: bool = False
     pinned_when_saved: bool = False
-    by_checkpointer: bool = False
+    by_others: bool = False
     identity: Any = None
     marks: tuple[Mark, ...] = ()
 
@@ -163,7 +163,7 @@ class RunIndex:
     def write(self, listing: Listing) -> None:
         """Replace the index. Only the writer of the run does so. Not being able to is no error: it is a cache."""
         known = listing.entries.values()
-        readable = [e for e in known if e.step.save_id and not e.by_checkpointer and e.name not in self.distrusted]
+        readable = [e for e in known if e.step.save_id and not e.by_others and e.name not in self.distrusted]
         document = {
             "version": _VERSION,
             "rules": encode_rules(Rules(self._name.pattern, self._keep)),
@@ -224,7 +224,9 @@ class RunIndex:
         except IntegrityError as error:
             return Entry(name, replace(step, state="damaged", reason=str(error)))
         entry = replace(entry_of(name, step, manifest), identity=identity)
-        return entry if entry.by_run else self._by_others(entry)
+        if entry.by_run:
+            return entry
+        return self._by_others(entry) if manifest.source == OURS else replace(entry, by_others=True)
 
     def _by_others(self, entry: Entry) -> Entry | None:
         """A checkpoint that no Run saved. One of a Checkpointer is a step once its `metadata.json` is written."""
@@ -234,7 +236,7 @@ class RunIndex:
         found = describe(self._control.store, self._control.place, entry.name)
         if found is not None and found.being_deleted:
             entry = replace(entry, step=replace(entry.step, state="deleting"))
-        return replace(entry, by_checkpointer=True)
+        return replace(entry, by_others=True)
 
     def _without_manifest(self, name: str, step: Step) -> Entry | None:
         """A directory without a manifest: a save that was never committed, one that lost its manifest, or no step."""
@@ -317,11 +319,12 @@ def entry_of(name: str, step: Step, manifest: Manifest) -> Entry:
     own = cast(dict[str, Any], noted) if isinstance(noted, dict) else {}
     step = replace(
         step,
-        metrics=numbers_in(own.get("metrics")),
+        metrics=numbers_in(own.get("metrics") if tree.source == OURS else tree.metadata.get("metrics")),
         metadata={key: value for key, value in tree.metadata.items() if key != KEY},
         time=_moment(tree.created),
         nbytes=manifest.nbytes,
         save_id=tree.save_id,
+        source=tree.source,
     )
     return Entry(name, step, by_run, bool(own.get("pinned")))
 

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -17,14 +16,13 @@ from shardkeep.runs.control import Control
 from shardkeep.runs.index import KEY, Listing, RunIndex
 from shardkeep.runs.iterators import Redistribute, put_back
 from shardkeep.runs.reading import ReadableRun
-from shardkeep.runs.steps import Step, StepName
+from shardkeep.runs.steps import Step, StepName, number_in, pattern_of
 from shardkeep.runs.templates import Template
 from shardkeep.stores.location import Location, location
 from shardkeep.targets.resolve import find_complete, find_newest, look
 
 log = logging.getLogger("shardkeep")
 
-_NUMBERED = re.compile(r"(?P<before>[^.].*?|)(?P<number>[0-9]{1,18})")  # the name of what may be a step
 _LOOKS = 8  # at how many of them to look: directories may have such names and be no checkpoints
 _OWN = ("path", "template", "per_process", "mapped")  # the arguments of load that resume does not take
 
@@ -260,22 +258,19 @@ def _checkpoint_at(init_from: object, name: StepName) -> str:
 def _refuse_other_names(control: Control, name: StepName) -> None:
     """Raise an error if a run without steps has numbered checkpoints of another name: they were meant to be resumed."""
     with control.explained("listing the steps"):
-        numbered = [found for each in control.store.entries()[0] if (found := _NUMBERED.fullmatch(each))]
-    numbered.sort(key=lambda found: int(found["number"]), reverse=True)
-    for found in numbered[:_LOOKS]:
-        place = control.place / found[0]
+        numbered = [(number, each) for each in control.store.entries()[0] if (number := number_in(each)) is not None]
+    for _, each in sorted(numbered, reverse=True)[:_LOOKS]:
+        place = control.place / each
         try:
             look(place, search=False)
         except CheckpointNotFoundError:
             continue
         except IntegrityError:
             pass  # one that is damaged
-        digits = found["number"]
-        width = f":0{len(digits)}d" if digits[0] == "0" and len(digits) > 1 else ""
         raise CheckpointExistsError(
             f"resume: the run {control.place} has no steps named {name.pattern!r}, but it has {place}. To continue "
-            f"with the checkpoints there are, open the run with name={found['before'] + '{' + width + '}'!r}. To begin "
-            "with their weights at step 0, pass init_from=. To begin anew, choose another directory"
+            f"with the checkpoints there are, open the run with name={pattern_of(each)!r}. To begin with "
+            "their weights at step 0, pass init_from=. To begin anew, choose another directory"
         )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardkeep.model.manifest import OURS
+
 State = Literal["usable", "damaged", "abandoned", "deleting"]
 
 
@@ -28,6 +30,7 @@ class Step:
             `resume(step=...)` went back to an earlier step; "deleting" while retention deletes it.
         reason: What is wrong with a damaged step.
         save_id: The id of the save that wrote it. A step that is saved again has another one.
+        source: What wrote it: "shardkeep", or the kind of another program's checkpoint, such as "orbax".
     """
 
     number: int
@@ -40,6 +43,7 @@ class Step:
     state: State = "usable"
     reason: str = ""
     save_id: str = ""
+    source: str = OURS
 
     @property
     def is_usable(self) -> bool:
@@ -50,6 +54,9 @@ class Step:
         shown = "".join(f", {name}={value:.6g}" for name, value in list(self.metrics.items())[:4])
         state = "" if self.is_usable else f", {self.state}"
         return f"<Step {self.number}{state}{shown}: {self.path}>"
+
+
+_NUMBERED = re.compile(r"(?P<before>|[^.].*?)(?P<number>[0-9]{1,18})")  # the name of what may be a step
 
 
 class StepName:
@@ -94,3 +101,27 @@ class StepName:
             return None
         number = int(found[1])
         return number if self.of(number) == text else None
+
+
+def number_in(text: str) -> int | None:
+    """The number at the end of the name of a directory that may be a step, whatever the run calls its steps.
+
+    >>> number_in("ckpt_0100"), number_in("best")
+    (100, None)
+    """
+    found = _NUMBERED.fullmatch(text)
+    return int(found["number"]) if found else None
+
+
+def pattern_of(text: str) -> str | None:
+    """What `name=` would give a step the name of a directory; None if it does not end in a number.
+
+    >>> pattern_of("ckpt_0100"), pattern_of("100"), pattern_of("best")
+    ('ckpt_{:04d}', '{}', None)
+    """
+    found = _NUMBERED.fullmatch(text)
+    if found is None:
+        return None
+    digits = found["number"]
+    width = f":0{len(digits)}d" if digits[0] == "0" and len(digits) > 1 else ""
+    return found["before"].replace("{", "{{").replace("}", "}}") + "{" + width + "}"

@@ -7,16 +7,20 @@ from dataclasses import replace
 from functools import cached_property
 
 from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.foreign.orbax import MANAGER
+from shardkeep.foreign.registry import is_recognized, is_recognized_below
+from shardkeep.model.manifest import MANIFEST
 from shardkeep.runs.control import INDEX, RUN_CONTROL, Control
 from shardkeep.runs.index import Listing, RunIndex
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.reading import ReadableRun, there_is_none
 from shardkeep.runs.retention import EVERY_STEP, explain, with_reasons
 from shardkeep.runs.rules import Rules, decode_rules
-from shardkeep.runs.steps import Step, StepName
-from shardkeep.stores.location import Location, location
+from shardkeep.runs.steps import Step, StepName, number_in, pattern_of
+from shardkeep.stores.location import Location, location, store_at
 
 _USUAL = Rules("step_{}", None)  # if nothing says otherwise
+_LOOKS = 8  # at how many numbered directories to look for one that is a checkpoint
 
 
 def is_run(place: Location) -> bool:
@@ -24,6 +28,13 @@ def is_run(place: Location) -> bool:
     control = Control(place)
     with control.explained("listing"):
         return RUN_CONTROL in control.store.entries()[0]
+
+
+def has_steps_of_others(place: Location) -> bool:
+    """Whether a directory is that of an Orbax `CheckpointManager`, whose checkpoints are steps as those of a run."""
+    control = Control(place)
+    with control.explained("listing"):
+        return control.store.size(MANAGER) is not None
 
 
 class RunView:
@@ -41,7 +52,7 @@ class RunView:
         self.place = place
         self.control = Control(place)
         self.noted = _noted(self.control)
-        self._rules = self.noted or _USUAL
+        self._rules = self.noted or _rules_by_names(self.control)
         self.open()  # raises what is wrong with the path
 
     def open(self, keep: Keep | None = None) -> ReadableRun:
@@ -99,3 +110,20 @@ def _noted(control: Control) -> Rules | None:
     with control.explained("reading the index"), suppress(FileNotFoundError, ValueError, AttributeError):
         return decode_rules(json.loads(control.store.read(INDEX)).get("rules"))
     return None
+
+
+def _rules_by_names(control: Control) -> Rules:
+    """What the names of the checkpoints in a directory tell, if nobody noted how steps are named."""
+    with control.explained("listing the steps"):
+        names = control.store.entries()[0]
+    numbered = sorted(((n, each) for each in names if (n := number_in(each)) is not None), reverse=True)
+    if any(StepName(_USUAL.name).parse(each) is not None for _, each in numbered):
+        return _USUAL
+    for _, each in numbered[:_LOOKS]:
+        pattern = pattern_of(each)
+        inside = control.store.children(each)
+        if pattern is not None and (
+            MANIFEST in inside or is_recognized(inside) or is_recognized_below(store_at(control.place / each), inside)
+        ):
+            return Rules(StepName(pattern).pattern, None)
+    return _USUAL

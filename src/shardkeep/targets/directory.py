@@ -14,7 +14,7 @@ from shardkeep.errors import (
     IncompleteCheckpointError,
     IntegrityError,
 )
-from shardkeep.foreign.recognize import are_our_data, has_our_data, name_foreign
+from shardkeep.foreign.recognize import are_our_data, has_our_data, name_foreign, name_incomplete
 from shardkeep.foreign.registry import COMPANIONS, detect, is_recognized
 from shardkeep.layouts.plan import Layout, SavePlan, TreePlan
 from shardkeep.layouts.safetensors import SafetensorsLayout
@@ -143,11 +143,11 @@ class Directory:
         """What is in the directory, if it is not a checkpoint that can be read."""
         if not inside:
             return "there is nothing there"
-        directory = os.path.basename(self.where)
-        named = name_foreign(inside, directory)
-        if named is None:
-            deeper = [f"{name}/{below}" for name in inside[:_MOST_LOOKED_INTO] for below in self.store.children(name)]
-            named = name_foreign([*inside, *deeper], directory)
+        deeper = [f"{name}/{below}" for name in inside[:_MOST_LOOKED_INTO] for below in self.store.children(name)]
+        incomplete = name_incomplete([*inside, *deeper])
+        if incomplete is not None:
+            return f"the directory holds {incomplete}"
+        named = name_foreign([*inside, *deeper])
         if named is None:
             return "the directory holds something else"
         return f"the directory holds {named}, which this version of shardkeep cannot read"

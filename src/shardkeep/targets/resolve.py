@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardkeep.errors import CheckpointNotFoundError, IncompleteCheckpointError, IntegrityError, NewerFormatError
-from shardkeep.foreign.registry import checkpoint_files, is_recognized
+from shardkeep.foreign.registry import checkpoint_files, is_recognized, is_recognized_below
 from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL, Store
@@ -95,7 +95,8 @@ def _look_at_documents(place: Location) -> FoundCheckpoint:
 def _look_inside(target: Source, inside: Sequence[str]) -> FoundCheckpoint:
     """The checkpoint of a target, if one of its documents is among the names in its directory."""
     documents = {*target.documents, *target.companions}
-    if isinstance(target, Directory) and documents.isdisjoint(inside) and not is_recognized(inside):
+    is_bare = isinstance(target, Directory) and documents.isdisjoint(inside) and not is_recognized(inside)
+    if is_bare and not is_recognized_below(target.store, inside):
         raise CheckpointNotFoundError(f"no checkpoint at {target.where}")
     return FoundCheckpoint(target, target.read())
 

@@ -1,0 +1,154 @@
+"""What JAX's own serialization writes, read in place: trees with a `pytreedef.json`, and databases of arrays alone.
+
+`jax.experimental.array_serialization.pytree_serialization` writes the structure and numbers the arrays. Others, such as
+levanter, write each array under its key with `GlobalAsyncCheckpointManager`: into an OCDBT database, whose keys are
+the structure, or into directories, which `zarr.py` and this module find by their documents.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from shardkeep.errors import IncompleteCheckpointError, IntegrityError
+from shardkeep.foreign.chunked import ArrayFiles, Cabinet, ChunkedReader, Chunks, describe_array
+from shardkeep.foreign.documents import files_below, read_json
+from shardkeep.foreign.ocdbt import MANIFEST as DATABASE
+from shardkeep.foreign.pytreedef import decode_pytreedef
+from shardkeep.model.digests import digest
+from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.model.nodes import LEAF, Child, Node
+from shardkeep.model.tree import Skeleton, flatten, nest
+from shardkeep.model.values import JsonObject
+from shardkeep.stores.base import Store
+
+TREE, ARRAYS = "pytreedef.json", "array_store"
+ARCHIVE = "archive.zip"  # where early versions put what is not an array, pickled
+METADATA = "metadata.json"  # of a step, in levanter's and other programs' directories
+KIND = "jax chunks"  # of its arrays in manifests: one that is not stored has the fill value
+_STRUCTURE, _LEAVES = "__jax_pytreedef_repr", "__jax_leaf_ids"
+_ARRAY = re.compile(r"Array\(.*\)", re.DOTALL)  # what `pytreedef.json` calls a leaf that is stored
+_NONE = "null"  # and one that is None
+
+
+class JaxReader:
+    """Reads what JAX's own serialization writes; a `ForeignReader`."""
+
+    name: str = "jax"
+    kind: str = KIND
+
+    def recognizes(self, names: Collection[str]) -> bool:
+        return DATABASE in names or (TREE in names and not {ARRAYS, ARCHIVE}.isdisjoint(names))
+
+    def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
+        if not self.recognizes(names):
+            return None
+        return _Tree(store).manifest() if TREE in names else _database(store, names)
+
+    def open(self, store: Store, leaf: StoredArray) -> ChunkedReader:
+        return ChunkedReader(store, leaf, lambda _: False)
+
+
+class _Tree:
+    """Describes a tree that has a `pytreedef.json`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._where = store.locate(TREE)
+
+    def manifest(self) -> Manifest:
+        described = read_json(self._store, TREE) or {}
+        structure, told = described.get(_STRUCTURE), described.get(_LEAVES)
+        if not isinstance(structure, str) or not isinstance(told, list):
+            raise IntegrityError(f"{self._where} is malformed: it has no structure or no leaves", file=self._where)
+        try:
+            encoded = base64.b64decode(structure, validate=True)
+        except ValueError as error:
+            raise IntegrityError(f"{self._where} is malformed: {error}", file=self._where) from error
+        root = decode_pytreedef(encoded, self._where)
+        stored = [self._is_stored(number, one) for number, one in enumerate(told)]
+        skeleton = Skeleton(_without(root, iter(stored), self._where))
+        numbers = [number for number, is_stored in enumerate(stored) if is_stored]
+        paths = skeleton.paths()
+        if len(paths) != len(numbers):
+            raise IntegrityError(
+                f"{self._where} is malformed: it has other leaves than its structure", file=self._where
+            )
+        cabinet = self._cabinet(bool(numbers))
+        files = ArrayFiles()
+        leaves = [
+            describe_array(Chunks(cabinet, str(number)), path, files, KIND)
+            for path, number in zip(paths, numbers, strict=True)
+        ]
+        names = [TREE, *files_below(self._store, ARRAYS)] if numbers else [TREE]
+        return _manifest(self._store, skeleton, leaves, files, names, json.dumps(described).encode())
+
+    def _is_stored(self, number: int, told: object) -> bool:
+        if told == _NONE or told is None:
+            return False
+        if not isinstance(told, str) or not _ARRAY.fullmatch(told):
+            raise IntegrityError(
+                f"{self._where}: leaf {number} is of the type {told!r:.60}, which is not an array: JAX pickles those, "
+                "and pickles are not read",
+                file=self._where,
+            )
+        return True
+
+    def _cabinet(self, has_arrays: bool) -> Cabinet:
+        inside = self._store.children(ARRAYS) if has_arrays else []
+        if has_arrays and DATABASE not in inside:
+            what = "what its processes wrote was not merged" if inside else f"there is no {ARRAYS}"
+            raise IncompleteCheckpointError(f"{self._store.url} is an unfinished checkpoint of JAX: {what}")
+        return Cabinet.at(self._store, ARRAYS) if has_arrays else Cabinet(self._store, ARRAYS, None)
+
+
+def _without(node: Child, stored: Iterator[bool], where: str) -> Child:
+    """The structure with None for leaves that are None: JAX counts them as leaves."""
+    if node is LEAF:
+        is_stored = next(stored, None)
+        if is_stored is None:
+            raise IntegrityError(f"{where} is malformed: its structure has more leaves than it lists", file=where)
+        return LEAF if is_stored else None
+    if not isinstance(node, Node):
+        return None
+    return replace(node, children=tuple(_without(child, stored, where) for child in node.children))
+
+
+def _database(store: Store, names: Collection[str]) -> Manifest:
+    """Arrays in a database, whose keys are the structure."""
+    cabinet = Cabinet.at(store, "")
+    found = {tuple(name.split("/")): name for name in cabinet.arrays()}
+    skeleton, leaves = flatten(nest(list(found.items())))
+    files = ArrayFiles()
+    stored = [describe_array(Chunks(cabinet, leaf.value), leaf.path, files, KIND) for leaf in leaves]
+    assert cabinet.database is not None
+    documents = [*sorted(cabinet.database.files), *([METADATA] if METADATA in names else [])]
+    described = read_json(store, METADATA) if METADATA in names else None
+    return _manifest(store, skeleton, stored, files, documents, store.read(DATABASE), described)
+
+
+def _manifest(
+    store: Store,
+    skeleton: Skeleton,
+    leaves: Sequence[StoredLeaf],
+    files: ArrayFiles,
+    names: Sequence[str],
+    identity: bytes,
+    metadata: JsonObject | None = None,
+) -> Manifest:
+    save_id = digest(identity)
+    packed = any(p.stored is not None for leaf in leaves if isinstance(leaf, StoredArray) for p in leaf.pieces)
+    tree = Tree(
+        save_id,
+        "foreign",
+        skeleton,
+        tuple(leaves),
+        files.listed(store, names),
+        metadata or {},
+        created="",
+        compression="zstd" if packed else None,
+        indexed=False,
+    )
+    return Manifest(store.url, save_id, {"": tree})
