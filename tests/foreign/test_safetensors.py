@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from dtypes import dtype_of
+from shardkeep.cli.main import main
 from support import assert_same, bits, mesh_of, pattern
 
 P = PartitionSpec
@@ -295,3 +296,38 @@ def test_saving_onto_a_foreign_file_needs_overwrite_and_replaces_it_whole(folder
     assert_same(shardkeep.load(target), {"w": np.ones(2)})
     assert_same(shardkeep.load(directory), {"w": np.ones(2)})
     assert sorted(p.name for p in directory.iterdir()) == ["config.json", "model.safetensors", "tokenizer.model"]
+
+
+def test_a_folder_of_a_peft_adapter_is_loaded(tmp_path: Path) -> None:
+    """As `PeftModel.save_pretrained` writes it; a full model may lie beside it in a folder of its own."""
+    weights = {
+        "base_model.model.layers.0.q_proj.lora_A.weight": np.ones((2, 8), np.float32),
+        "base_model.model.layers.0.q_proj.lora_B.weight": np.zeros((8, 2), np.float32),
+    }
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    (tmp_path / "README.md").write_text("an adapter")
+    safetensors.numpy.save_file(weights, tmp_path / "adapter_model.safetensors")
+    found = shardkeep.load(tmp_path)
+    lora = found["base_model"]["model"]["layers"]["0"]["q_proj"]
+    assert_same(np.asarray(lora["lora_A"]["weight"]), weights["base_model.model.layers.0.q_proj.lora_A.weight"])
+    assert shardkeep.inspect(tmp_path).source == "safetensors"
+    assert shardkeep.latest(tmp_path) is not None
+    assert shardkeep.verify(tmp_path).ok
+    assert main(["convert", str(tmp_path), str(tmp_path / "ours")]) == 0
+
+
+def test_a_sharded_folder_may_have_any_name(tmp_path: Path) -> None:
+    """As `diffusers` writes it."""
+    base = "diffusion_pytorch_model"
+    index = {}
+    for number, key in enumerate(("down.w", "up.w"), 1):
+        index[key] = f"{base}-{number:05}-of-00002.safetensors"
+        safetensors.numpy.save_file({key: np.full(3, number, np.float32)}, tmp_path / index[key])
+    (tmp_path / f"{base}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (tmp_path / "config.json").write_text("{}")
+    found = shardkeep.load(tmp_path)
+    assert_same(np.asarray(found["up"]["w"]), np.full(3, 2, np.float32))
+    assert shardkeep.verify(tmp_path).ok
+    (tmp_path / index["up.w"]).unlink()
+    with pytest.raises(shardkeep.MissingDataError, match=r"00002-of-00002\.safetensors is missing"):
+        shardkeep.load(tmp_path)
