@@ -3,8 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax check demo bench faults faults-peers soak
-.PHONY: bench-quick bench-step bench-buckets bench-devices format clean
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
+.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices faults faults-peers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
@@ -114,6 +114,21 @@ $(KERAS_STAMP): pyproject.toml
 	test -x $(KERAS)/bin/python || $(PYTHON) -m venv $(KERAS)
 	$(KERAS)/bin/python -m pip install --quiet --disable-pip-version-check 'keras>=3' h5py -e .
 	touch $(KERAS_STAMP)
+
+# Files that the real torch writes, in an environment of its own. `make fixtures-torch` writes tests/fixtures/torch anew.
+TORCH := .venv-torch
+TORCH_STAMP := $(TORCH)/.installed
+
+test-torch: $(TORCH_STAMP)
+	$(TORCH)/bin/python tests/pytorch/run.py
+
+fixtures-torch: $(TORCH_STAMP)
+	$(TORCH)/bin/python tests/pytorch/make_fixtures.py
+
+$(TORCH_STAMP): pyproject.toml
+	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' -e .
+	touch $(TORCH_STAMP)
 
 check: setup
 	$(BIN)/ruff check src tests faults bench examples

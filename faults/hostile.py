@@ -37,7 +37,9 @@ def cases() -> list[Case]:
     with tempfile.TemporaryDirectory() as room:
         own = _own(Path(room))
         foreign = _foreign(Path(room))
-    return [*own, *foreign, *_eformer(), *chunk_cases(), *file_cases()]
+    from faults.hostile_torch import torch_cases  # which imports this module
+
+    return [*own, *foreign, *_eformer(), *chunk_cases(), *file_cases(), *torch_cases()]
 
 
 def _tree() -> Any:

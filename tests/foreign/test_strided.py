@@ -90,6 +90,12 @@ def test_a_place_that_does_not_fit_is_damage(
         array_at(tmp_path, place, shape)
 
 
+@pytest.mark.parametrize("text", ["../x@0+16@0@1@", "/etc/passwd@0+16@0@1@", "..@0+16@0@1@", "a/..@0+16@0@1@"])
+def test_no_place_is_outside_the_checkpoint(text: str) -> None:
+    with pytest.raises(shardkeep.IntegrityError, match="points outside the checkpoint"):
+        StridedPlace.decode(text)
+
+
 def test_a_file_that_is_missing_or_too_short_is_damage(tmp_path: Path) -> None:
     array = array_at(tmp_path, StridedPlace("f", 8, 16, None, 0, (1,)), (4,))
     with pytest.raises(shardkeep.MissingDataError, match="leaf 'w': .*f is missing"):

@@ -29,7 +29,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 def bits_of(tensor: torch.Tensor) -> list[Any]:
     """The dtype, the shape and the bytes of a tensor, in C order."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach().resolve_conj().resolve_neg())
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw.hex()]
 

@@ -14,6 +14,7 @@ from shardkeep.foreign.flat import ByteSource
 from shardkeep.foreign.windows import opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry
 from shardkeep.model.arrays import Array, DType, Region
+from shardkeep.model.document import check_name
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.stores.base import Store
@@ -58,14 +59,14 @@ class StridedPlace:
 
     @classmethod
     def decode(cls, text: str) -> "StridedPlace":
-        """The place of a name. `ValueError` for what is none."""
+        """The place of a name. `ValueError` for what is none, or for a file outside the checkpoint."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise ValueError(f"{text[:80]!r} is not a place in a file")
         strides = tuple(map(int, found["strides"].split("."))) if found["strides"] else ()
         stored = None if found["stored"] is None else int(found["stored"])
         start, size, offset = (int(found[name]) for name in ("start", "size", "offset"))
-        return cls(found["file"], start, size, stored, offset, strides, found["flags"])
+        return cls(check_name(found["file"]), start, size, stored, offset, strides, found["flags"])
 
     @property
     def entry(self) -> ZipEntry:
