@@ -206,6 +206,16 @@ def test_modules_that_are_tested_elsewhere_exist() -> None:
     assert set(TESTED_ELSEWHERE) <= set(MODULES)
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    """Also where nothing else imports it: one word has one meaning in the whole package."""
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 def test_no_imports_in_circles() -> None:
     graph = {name: _imported(path) & set(MODULES) for name, path in MODULES.items()}
     done: set[str] = set()

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from foreign.test_zips import Memory
+from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.hdf5 import Hdf5
-from shardkeep.foreign.hdf5types import UnreadableError, fletcher32, lookup3, parse_filters, parse_link
+from shardkeep.foreign.hdf5types import fletcher32, lookup3, parse_filters, parse_link
 from shardkeep.foreign.windows import Window
 
 DTYPES = ["bool", *(f"{order}{kind}" for order in "<>" for kind in ("i1", "i2", "u4", "i8", "f2", "f4", "f8"))]

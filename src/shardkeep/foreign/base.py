@@ -11,6 +11,10 @@ from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
 
+class UnreadableError(ValueError):
+    """A file, or an array in it, is not damaged, but holds something that is not read."""
+
+
 class ArrayReader(Protocol):
     """One array that another program wrote. It has no digests, so the reader says what is missing or damaged.
 
@@ -126,7 +130,7 @@ class FileReader(Protocol):
 
 
 @runtime_checkable
-class Checked(Protocol):
+class ChecksummedReader(Protocol):
     """A reader of files that have checksums of their own, which `verify` compares instead of only reading them."""
 
     def checks(self, store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]]:

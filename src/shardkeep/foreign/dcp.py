@@ -64,7 +64,7 @@ class DcpReader:
         return DcpArray(store, leaf)
 
 
-class _Found(Placed):
+class _FoundTensor(Placed):
     """A tensor of the checkpoint, by its number."""
 
     def __init__(self, number: int, tensor: DcpTensor) -> None:
@@ -93,13 +93,13 @@ def _manifest(store: Store, described: DcpMetadata) -> Manifest:
             about.state = {"dtype": f"torch.{tensor.type_name}", "shape": tensor.shape}
             items.append((described.paths[name], about))
         else:
-            items.append((described.paths[name], _Found(number, tensor)))
+            items.append((described.paths[name], _FoundTensor(number, tensor)))
     items += [(described.paths[name], values[name]) for name in described.values]
     length = described.length + sum(archive.length for archive in archives if archive is not None)
     taken = take_apart(_nested(items, where), length, where)
     leaves: list[StoredLeaf] = []
     for path, leaf in taken.leaves:
-        if isinstance(leaf, _Found):
+        if isinstance(leaf, _FoundTensor):
             place = ForeignArray(f"{METADATA}@{described.identity}@{leaf.number}", DcpReader.kind)
             leaves.append(StoredArray(path, leaf.tensor.spec, (), place))
         elif isinstance(leaf, Tensor):

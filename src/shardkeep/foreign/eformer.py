@@ -60,7 +60,7 @@ class EformerReader:
         return ZarrReader(store, leaf)
 
 
-class _Entry(TypedDict):
+class _ListedArray(TypedDict):
     """One array in the index. Those of a file are checked where they are used."""
 
     path: str
@@ -98,10 +98,10 @@ def _detect(store: Store, search: bool) -> Manifest | None:
             f"{where} has the format {index.get('format')!r}; only 'tensorstore' is supported", file=where
         )
     try:
-        prefixes = cast("dict[str, list[_Entry]]", index.get("prefixes", {}))
+        prefixes = cast("dict[str, list[_ListedArray]]", index.get("prefixes", {}))
         grouped = {p: _paths(entries) for p, entries in prefixes.items() if check_prefix(p)}
         if "arrays" in index or not grouped:
-            grouped = {"": _paths(cast("list[_Entry]", index["arrays"])), **grouped}
+            grouped = {"": _paths(cast("list[_ListedArray]", index["arrays"])), **grouped}
     except (TypeError, AttributeError, KeyError) as error:
         raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
     if len(grouped) > 1 and not grouped.get("", True):
@@ -303,7 +303,7 @@ def _names_of(firsts: list[int], names: Sequence[Path]) -> tuple[str, ...] | Non
     return None
 
 
-def _paths(entries: Sequence[_Entry]) -> list[str]:
+def _paths(entries: Sequence[_ListedArray]) -> list[str]:
     return [check_name(entry["path"]) for entry in entries]
 
 
@@ -331,8 +331,8 @@ class EformerIndex:
             return None
         try:
             index = _read_json(store, TENSORSTORE_INDEX) or {}
-            entries = list(cast("list[_Entry]", index.get("arrays", [])))
-            for listed in cast("dict[str, list[_Entry]]", index.get("prefixes", {})).values():
+            entries = list(cast("list[_ListedArray]", index.get("arrays", [])))
+            for listed in cast("dict[str, list[_ListedArray]]", index.get("prefixes", {})).values():
                 entries += listed
             save_id = index.get(_MARK)
             arrays = frozenset(str(entry["path"]) for entry in entries)
@@ -357,7 +357,7 @@ class EformerIndex:
         }
 
 
-def _entries(prefix: str, tree: Tree) -> list[_Entry] | None:
+def _entries(prefix: str, tree: Tree) -> list[_ListedArray] | None:
     """The arrays of a tree that eFormer would find under their own keys; None for a tree it would misread."""
     if not tree.indexed or not has_zarr_arrays(tree):
         return None
@@ -367,7 +367,7 @@ def _entries(prefix: str, tree: Tree) -> list[_Entry] | None:
     start = f"{directory}/" if directory else ""
     present = tree.clean_names or {file.name for file in tree.files}
     arrays = tree.arrays
-    entries: list[_Entry] = []
+    entries: list[_ListedArray] = []
     for leaf in arrays:
         place = leaf.origin.directory if isinstance(leaf.origin, ForeignArray) else start + "/".join(leaf.path)
         if f"{place}/{ZARRAY}" in present and _same_type(leaf):

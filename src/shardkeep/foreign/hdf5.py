@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import numpy as np
 
+from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.hdf5types import (
     NOWHERE,
-    Layout,
+    DataLayout,
     Message,
-    UnreadableError,
     fletcher32,
     lookup3,
     parse_dtype,
@@ -291,7 +291,7 @@ class Hdf5:
             at += 16 + -(-nbytes // 8) * 8
         raise ValueError(f"the text {number} in the heap at byte {heap:,} is not there")
 
-    def _chunked(self, found: FoundDataset, layout: Layout) -> FoundDataset:
+    def _chunked(self, found: FoundDataset, layout: DataLayout) -> FoundDataset:
         """The array with its chunks, all of which must be there."""
         spec, shape = found.spec, found.chunk or ()
         unknown = [number for number in found.filters if number not in (_DEFLATE, _SHUFFLE, _FLETCHER)]

@@ -4,6 +4,7 @@ import struct
 
 import numpy as np
 
+from shardkeep.foreign.base import UnreadableError
 from shardkeep.model.arrays import DType, dtype_from_name
 from shardkeep.model.fastclass import fast_dataclass
 
@@ -18,10 +19,6 @@ _FLOATS = {
 }
 
 
-class UnreadableError(ValueError):
-    """The file is not damaged, but holds something that is not read."""
-
-
 @fast_dataclass
 class Message:
     """A message in the header of an object: its kind, what it says, and where that is in the file."""
@@ -32,7 +29,7 @@ class Message:
 
 
 @fast_dataclass
-class Layout:
+class DataLayout:
     """Where the bytes of an array are: in one run, or in chunks of a shape, whose tree is at the offset."""
 
     offset: int
@@ -70,20 +67,20 @@ def parse_dtype(data: bytes) -> DType | None:
     raise UnreadableError(f"it holds values of HDF5's class {kind} with {size} bytes, which are not numbers of JAX's")
 
 
-def parse_layout(message: Message) -> Layout:
+def parse_layout(message: Message) -> DataLayout:
     """Where the bytes of an array are."""
     data = message.data
     version, kind = data[0], data[1]
     if version not in (3, 4) or kind > 2:
         raise UnreadableError("it has its data in other files, or is of a version of HDF5 before 1.6.3")
     if kind == 0:
-        return Layout(message.at + 4, struct.unpack_from("<H", data, 2)[0])
+        return DataLayout(message.at + 4, struct.unpack_from("<H", data, 2)[0])
     if kind == 1:
-        return Layout(*struct.unpack_from("<2Q", data, 2))
+        return DataLayout(*struct.unpack_from("<2Q", data, 2))
     if version == 4:
         raise UnreadableError("its chunks are listed in a way that only HDF5 1.10 and later have; write it without")
     rank, tree = struct.unpack_from("<BQ", data, 2)
-    return Layout(tree, None, struct.unpack_from(f"<{rank}L", data, 11)[:-1])
+    return DataLayout(tree, None, struct.unpack_from(f"<{rank}L", data, 11)[:-1])
 
 
 def parse_filters(data: bytes) -> tuple[int, ...]:

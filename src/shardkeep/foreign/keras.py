@@ -8,9 +8,9 @@ from functools import partial
 from typing import cast
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, damage_of
+from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.flat import After, native, read_region
 from shardkeep.foreign.hdf5 import MAGIC, FoundDataset, Hdf5, read_chunks
-from shardkeep.foreign.hdf5types import UnreadableError
 from shardkeep.foreign.windows import Window, opened
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipEntry, read_directory
 from shardkeep.model.arrays import Array, ArraySpec, Region
@@ -54,7 +54,7 @@ class KerasReader:
         return KerasArray(store, leaf)
 
     def checks(self, store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]]:
-        """Read the whole file, which has a CRC in an archive, and compare the checksums of chunks; see `Checked`."""
+        """Read the whole file, which has a CRC in an archive, and compare the checksums of chunks."""
         (file,) = tree.files
         arrays = [leaf for leaf in tree.arrays if isinstance(leaf.origin, ForeignArray)]
         return [partial(_check_file, store, file), *(partial(_check_array, store, leaf) for leaf in arrays)]

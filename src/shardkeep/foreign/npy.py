@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from shardkeep.foreign.base import UnreadableError
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, DType, dtype_from_name, is_possible
 from shardkeep.model.fastclass import fast_dataclass
 
@@ -22,10 +23,6 @@ _FIELD = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _UNNAMED = {"V2": "bfloat16", "f1": "float8_e5m2"}  # what NumPy writes for dtypes that it does not have; V1 is several
-
-
-class UnreadableError(ValueError):
-    """The array is not damaged, but of a kind that is not read."""
 
 
 @fast_dataclass

@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
+from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.flat import After, ByteSource, read_region
-from shardkeep.foreign.npy import MAGIC, NpyArray, UnreadableError, parse_npy
+from shardkeep.foreign.npy import MAGIC, NpyArray, parse_npy
 from shardkeep.foreign.windows import Window, opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry, read_directory
 from shardkeep.model.arrays import Array, ArraySpec, Region
@@ -52,13 +53,13 @@ class NumpyReader:
                 raise IntegrityError(f"{where} is not a complete NumPy file: {error}", file=where) from error
         return Manifest(where, tree.save_id, {"": tree})
 
-    def open(self, store: Store, leaf: StoredArray) -> "NumpyArray":
-        return NumpyArray(store, leaf)
+    def open(self, store: Store, leaf: StoredArray) -> "NpzArray":
+        return NpzArray(store, leaf)
 
 
 @fast_dataclass
-class _Found:
-    """An array that was found: as it is in the file at `offset`, or read by a `NumpyArray` at `place`."""
+class _FoundEntry:
+    """An array that was found: as it is in the file at `offset`, or read by a `NpzArray` at `place`."""
 
     spec: ArraySpec
     place: str
@@ -69,8 +70,8 @@ def _single(window: Window, name: str) -> Tree:
     """The tree of a `.npy` file, which is an array."""
     entry = _whole(window.size)
     value, described = _describe(window, entry, f"{name}@")
-    if isinstance(value, _Found) and value.spec == described.spec and not described.fortran:
-        value = _Found(value.spec, value.place, described.start)
+    if isinstance(value, _FoundEntry) and value.spec == described.spec and not described.fortran:
+        value = _FoundEntry(value.spec, value.place, described.start)
     if described.is_unnamed:
         _mention_unnamed([name])
     header = digest(window.read(0, described.start))
@@ -110,7 +111,7 @@ def _describe(window: Window, entry: ZipEntry, place: str) -> tuple[object, NpyA
     described = _parse(source, entry.size)
     spec = described.spec
     if not described.is_text:
-        return _Found(ArraySpec(spec.shape, spec.dtype.newbyteorder("=")), place), described
+        return _FoundEntry(ArraySpec(spec.shape, spec.dtype.newbyteorder("=")), place), described
     memory = np.empty(spec.nbytes, np.uint8)
     source.read_into(described.start, memory)
     return memory.view(spec.dtype).reshape(spec.shape).tolist() if spec.nbytes else np.empty(
@@ -142,7 +143,7 @@ def _tree(value: object, file: DataFile, identity: str) -> Tree:
 
 def _leaf(leaf: Leaf) -> StoredLeaf:
     found = leaf.value
-    if not isinstance(found, _Found):
+    if not isinstance(found, _FoundEntry):
         return StoredValue(leaf.path, found)
     if found.offset is None:
         return StoredArray(leaf.path, found.spec, (), ForeignArray(found.place, NumpyReader.kind))
@@ -174,7 +175,7 @@ def _entry_at(place: str) -> ZipEntry | None:
     return ZipEntry("", method, crc, size, stored, start) if method in (STORED, DEFLATED) else None
 
 
-class NumpyArray:
+class NpzArray:
     """Reads an array in a NumPy file; an `ArrayReader`. One that is compressed is decompressed from its start."""
 
     def __init__(self, store: Store, leaf: StoredArray) -> None:

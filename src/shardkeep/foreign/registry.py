@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.base import ArrayReader, Checked, Companions, FileReader, ForeignReader
+from shardkeep.foreign.base import ArrayReader, ChecksummedReader, Companions, FileReader, ForeignReader
 from shardkeep.foreign.dcp import DcpReader
 from shardkeep.foreign.documents import names_below
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
@@ -56,7 +56,7 @@ def checks_of(store: Store, tree: Tree) -> Sequence[Callable[[Progress], None]] 
 
     Each raises `IntegrityError` for what is damaged. Together they read all that `load` would.
     """
-    found = (reader for reader in FILE_READERS if reader.name == tree.source and isinstance(reader, Checked))
+    found = (reader for reader in FILE_READERS if reader.name == tree.source and isinstance(reader, ChecksummedReader))
     reader = next(found, None)
     return None if reader is None else reader.checks(store, tree)
 

@@ -23,14 +23,14 @@ _SIMPLE: dict[str, type[object]] = {"torch:Size": tuple, "torch:device": str}
 
 
 @fast_dataclass
-class Taken:
+class TakenApart:
     """A tree and its leaves in order: the path of each, and the tensor or the plain value."""
 
     skeleton: Skeleton
     leaves: tuple[tuple[Path, object], ...]
 
 
-def take_apart(value: object, length: int, where: str) -> Taken:
+def take_apart(value: object, length: int, where: str) -> TakenApart:
     """The tree of a decoded pickle.
 
     Dots in the names of a dict that holds tensors (a state dict) make levels, as in safetensors files.
@@ -42,7 +42,7 @@ def take_apart(value: object, length: int, where: str) -> Taken:
     """
     taker = _Taker(_FEW + length // 2, where)
     root = taker.child(value, ())
-    return Taken(Skeleton(root), tuple(taker.leaves))
+    return TakenApart(Skeleton(root), tuple(taker.leaves))
 
 
 class Placed:
