@@ -25,7 +25,8 @@ from faults.spawner import Child, Spawner
 from faults.training import EVERY, KEEP
 from shardkeep.runs.reading import ReadableRun
 
-_FASTEST = 200  # steps a second, for the length of the undisturbed training
+_FASTEST = 50  # steps a second, restarts included, for the length of the undisturbed training
+_PATIENCE = 600.0  # seconds for the undisturbed training
 _MOST_STEPS = 6 * EVERY  # between two disturbances
 
 
@@ -147,7 +148,7 @@ class Soak:
     def __init__(self, room: Path, spawner: Spawner, seed: int, most: int) -> None:
         self._run, self._log, self._told = room / "run", room / "losses", room / "evaluated"
         self._spawner, self._dice = spawner, random.Random(seed)
-        self._expected: list[str] = spawner.run("losses", total=most).value
+        self._expected: list[str] = spawner.start("losses", total=most).wait(_PATIENCE).value
         self.counts = Counts()
         self._read = 0  # bytes of the log
         self._step = 0  # the last step that was made

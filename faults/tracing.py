@@ -33,10 +33,11 @@ class Point:
 
 def leaks(seconds: float = 5.0) -> list[str]:
     """What calls that are over still hold, once threads that are ending have ended."""
-    from shardkeep.runtime import save_queue, scopes
+    from shardkeep.runtime import scopes
     from shardkeep.runtime.budget import budget
     from shardkeep.runtime.collector import collector
-    from shardkeep.saving import callbacks
+    from shardkeep.runtime.save_queue import QueueEntry
+    from shardkeep.saving.callbacks import Callback
     from shardkeep.stores.local import locks as local
 
     def look() -> list[str]:
@@ -44,8 +45,8 @@ def leaks(seconds: float = 5.0) -> list[str]:
         found = [name for name in found if not name.endswith(("-calls", "-alive"))]  # of a job of several processes
         found += [f"scope {scope.what!r}" for scope in tuple(scopes._open)]
         found += [f"lock {lock.path}" for lock in tuple(local._locks)]
-        found += ["a place in the queue"] * len(save_queue._queue)
-        found += ["a callback's turn"] * len(callbacks._entered)
+        found += ["a place in the queue"] * len(QueueEntry.line)
+        found += ["a callback's turn"] * len(Callback.line)
         found += [f"{budget.used} bytes of the budget"] if budget.used else []
         found += (
             ["a pause of the collector"] if collector.pauses or not gc.isenabled() or not gc.get_threshold()[0] else []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.runtime.save_queue import QueueEntry, _queue
+from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Scope
 from signals import usual_signals_meanwhile
 from support import run_python
@@ -99,7 +99,7 @@ def test_an_interrupt_while_waiting_lets_nobody_overtake(tmp_path: Path) -> None
         order.append("first")
     third.join(30)
     assert order == ["first", "third"]
-    assert _queue == []
+    assert QueueEntry.line == []
 
 
 def _quietly(action: Any) -> None:

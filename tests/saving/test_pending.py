@@ -20,7 +20,6 @@ import pytest
 import shardkeep
 from faults.spawner import MODES, Pause, shim
 from shardkeep.runtime.budget import budget
-from shardkeep.runtime.save_queue import QueueEntry, _queue
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from signals import START
@@ -305,23 +304,6 @@ class TestOrder:
             for handle in pending:
                 handle.wait()
             assert shardkeep.load(tmp_path / "real" / "run")["w"][0] == len(names) - 1
-
-    def test_entries_follow_each_other_and_leave_nothing(self) -> None:
-        with Scope("a test") as scope:
-            first, second, third = (QueueEntry("x", scope) for _ in range(3))
-            other = QueueEntry("y", scope)
-            for entry in (first, second, third, other):
-                entry.enter()
-            assert first._ahead() == other._ahead() == []
-            assert second._ahead() == [first]
-            assert third._ahead() == [first, second]
-            second.release()  # interrupted while it waited: the third goes on waiting for the first
-            assert third._ahead() == [first]
-            first.release()
-            assert third._ahead() == []
-            for entry in (first, third, other):
-                entry.release()
-            assert _queue == []
 
 
 class TestMemoryBudget:
