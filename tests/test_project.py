@@ -36,6 +36,7 @@ PACKAGES = [
     "targets",
     "catalog",
     "saving",
+    "remap",
     "loading",
     "runs",
     "converting",
