@@ -11,6 +11,7 @@ import typing as _typing
 from shardkeep._version import __version__
 
 if _typing.TYPE_CHECKING:
+    from shardkeep import remap
     from shardkeep.catalog import delete, exists, inspect, latest
     from shardkeep.errors import (
         AccessError,
@@ -41,7 +42,6 @@ if _typing.TYPE_CHECKING:
         TreeError,
         UnsupportedLeafError,
     )
-    from shardkeep import remap
     from shardkeep.loading.load import abstract, load
     from shardkeep.loading.planning import LoadPlan, plan_load
     from shardkeep.loading.verify import verify

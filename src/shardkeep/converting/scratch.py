@@ -197,7 +197,9 @@ class _Maker:
         """Tasks that read a leaf into its memory, block by block."""
         if isinstance(leaf, DerivedArray):
             ((whole, memory),) = rooms
-            return [task for part in assembly(leaf.expression, whole) for task in self._filling_part(leaf, part, memory)]
+            return [
+                task for part in assembly(leaf.expression, whole) for task in self._filling_part(leaf, part, memory)
+            ]
 
         def fill(region: Region) -> None:
             data = read_region(self.reader, leaf, region, self._progress)

@@ -10,7 +10,7 @@ import numpy as np
 from shardkeep.errors import RemapError
 from shardkeep.jaxapi import private_part, transfers_allowed
 from shardkeep.loading.blocks import BlockReader
-from shardkeep.loading.plan import Fetch, Destination, plan_overlapping
+from shardkeep.loading.plan import Destination, Fetch, plan_overlapping
 from shardkeep.loading.read import allocate, read_into
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.leaves import NATIVE, StoredArray
@@ -56,7 +56,9 @@ class Feeds:
             assert isinstance(leaf, StoredArray)
             regions = [part.region for part, _ in parts]
             functions = [part.functions for part, _ in parts] if any(part.functions for part, _ in parts) else ()
-            destinations[number] = Destination(leaf, regions, True, [window for _, window in parts], functions=functions)
+            destinations[number] = Destination(
+                leaf, regions, True, [window for _, window in parts], functions=functions
+            )
             fetches += plan_overlapping(number, leaf, regions)
         return destinations, fetches
 

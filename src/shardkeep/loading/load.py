@@ -26,11 +26,11 @@ from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.tree import Skeleton
-from shardkeep.remap.expressions import DerivedArray
-from shardkeep.remap.rules import Rule, as_rules
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.collectives import send_from_leader
 from shardkeep.processes.operation import ALONE, LEADER, Operation, join
+from shardkeep.remap.expressions import DerivedArray
+from shardkeep.remap.rules import Rule, as_rules
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
@@ -389,9 +389,7 @@ def _read(wanted: Sequence[Wanted], means: Means, sender: Operation | None) -> l
         claim = partial(means.claim.change, what=means.claim.scope.what)
         if means.request.remap:
             derived = [(destinations[i], w.own) for i, w in enumerate(here) if isinstance(w.stored, DerivedArray)]
-            read_derived(
-                means.reader, derived, destinations, fetches, budget.limit, means.crew, means.progress, claim
-            )
+            read_derived(means.reader, derived, destinations, fetches, budget.limit, means.crew, means.progress, claim)
         else:
             read_into(means.reader, destinations, fetches, budget.limit, means.crew, means.progress, claim)
         means.claim.release()

@@ -101,7 +101,11 @@ def plan_overlapping(number: int, leaf: StoredArray, destinations: Sequence[Regi
     """`plan_read` for destination regions that may overlap. Each piece is still read once."""
     fetches: list[Fetch] = []
     for piece in leaf.pieces:
-        hits = [(i, c) for i, destination in enumerate(destinations) if (c := piece.region.intersect(destination)) is not None]
+        hits = [
+            (i, c)
+            for i, destination in enumerate(destinations)
+            if (c := piece.region.intersect(destination)) is not None
+        ]
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches

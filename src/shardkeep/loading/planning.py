@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardkeep.catalog import open_checkpoint
-from shardkeep.errors import RemapError, counted
+from shardkeep.errors import counted
 from shardkeep.jaxapi import process_count, process_index
 from shardkeep.loading.blocks import parts_of
 from shardkeep.loading.leftovers import not_named
@@ -60,8 +60,8 @@ class PlannedLeaf:
         form: Its dtype and shape; of a plain value, the value.
         sources: The stored leaves that it is made of, each with the ranges that this process needs.
         rules: The rules that made it what it is, in order.
-        nbytes: The bytes that this process reads for it: whole blocks, as they are stored and checked. Blocks that other
-            leaves are made of too are counted for each.
+        nbytes: The bytes that this process reads for it: whole blocks, as they are stored and checked. What several
+            leaves are made of is counted for each.
     """
 
     key: str
@@ -160,8 +160,8 @@ def plan_load(path: object, **arguments: Any) -> LoadPlan:
         arguments: The arguments of `load`.
 
     Returns:
-        A `LoadPlan`: a table as text and HTML; `plan.load()` executes it, and `plan.inverse()` gives the rules that undo
-        its rules.
+        A `LoadPlan`: a table as text and HTML; `plan.load()` executes it, and `plan.inverse()` gives the rules that
+        undo its rules.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at `path`.
@@ -248,7 +248,11 @@ def _nbytes(needed: Needed) -> int:
 
 def _planned(w: Wanted, needed: Needed, found: Remapped) -> PlannedLeaf:
     leaf = w.stored
-    form = f"{leaf.logical_dtype}{list(leaf.logical_shape)}" if isinstance(leaf, StoredArray) else cut(repr(leaf.value), 40)
+    form = (
+        f"{leaf.logical_dtype}{list(leaf.logical_shape)}"
+        if isinstance(leaf, StoredArray)
+        else cut(repr(leaf.value), 40)
+    )
     origin = found.origin_of(leaf.path)
     sources = tuple(_ranges(stored, regions, origin) for stored, regions in needed) or (name_leaf(origin or leaf.path),)
     return PlannedLeaf(leaf.key, form, sources, tuple(map(repr, found.rules_of(leaf.path))), _nbytes(needed))

@@ -93,7 +93,9 @@ def _fill_from(array: ArrayReader, destination: Destination, progress: Progress)
             filled = destination.arrays[n]
             assert filled is not None
             place = filled[(*part.within(destination.regions[n]).slices, ...)]
-            change_into(place, data[(*part.within(hull).slices, ...)], destination.functions[n] if destination.functions else ())
+            change_into(
+                place, data[(*part.within(hull).slices, ...)], destination.functions[n] if destination.functions else ()
+            )
         progress(data.nbytes)
 
 

@@ -127,9 +127,10 @@ def _is_abstract(leaf: Leaf) -> bool:
 
 
 def _nothing_to_keep(leaves: Sequence[Leaf]) -> MissingLeafError:
+    some = _some([leaf.key for leaf in leaves])
     return MissingLeafError(
-        f"the template has shapes and no values to keep for {counted(len(leaves), 'leaf', 'leaves')}: {_some([leaf.key for leaf in leaves])}. Pass a "
-        "template with arrays, or missing=function, which is called with the key and the abstract array"
+        f"the template has shapes and no values to keep for {counted(len(leaves), 'leaf', 'leaves')}: {some}. "
+        "Pass a template with arrays, or missing=function, which is called with the key and the abstract array"
     )
 
 
@@ -142,7 +143,11 @@ def _places(asked: dict[int, Leaf], request: LoadRequest) -> dict[int, Wanted]:
         dtype = np.dtype(np.uint32) if is_key else np.dtype(like.dtype)
         stored = StoredArray(leaf.path, ArraySpec(tuple(like.shape), dtype), (), UNSHARDED)
         sharding = getattr(like, "sharding", None)
-        found = Wanted(stored, Place(sharding, explicit=sharding is not None)) if is_key else as_template(stored, leaf, request)
+        found = (
+            Wanted(stored, Place(sharding, explicit=sharding is not None))
+            if is_key
+            else as_template(stored, leaf, request)
+        )
         assert isinstance(found, Wanted)  # it has the template's own shape
         places[number] = found
     choose_places(list(places.values()), "", request)
@@ -184,8 +189,8 @@ def _widened(stored: StoredLeaf, leaf: Leaf) -> StoredLeaf:
         return stored
     if both != wanted:
         raise TemplateMismatchError(
-            f"leaf {leaf.key!r}: it is saved as {stored.dtype}, and keeps values of the template, which has {wanted.name}; "
-            "neither dtype holds all values of the other"
+            f"leaf {leaf.key!r}: it is saved as {stored.dtype}, and keeps values of the template, which has "
+            f"{wanted.name}; neither dtype holds all values of the other"
         )
     made = Changed(stored.expression, partial(_as_dtype, wanted), wanted)
     return replace(stored, spec=ArraySpec(stored.spec.shape, wanted), expression=made)
@@ -197,7 +202,7 @@ def _as_dtype(dtype: DType, data: Array) -> Array:
 
 def _log_kept(choice: Choice) -> None:
     """Say which values are not from the checkpoint."""
-    whole = [leaf for leaf in choice.lacking.values()]
+    whole = list(choice.lacking.values())
     nbytes = sum(_nbytes(leaf.value) for leaf in whole)
     keys = [leaf.key for leaf in whole]
     for number, leaf in choice.keeping.items():

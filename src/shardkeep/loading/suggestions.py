@@ -37,24 +37,24 @@ def rules_to_try(leaves: Sequence[StoredLeaf], wanted: Wanted, template: Sequenc
     found: list[Rule] = []
     if len(entries) > _LARGEST:
         return found
-    wanted = dict(wanted)
-    while wanted and len(found) < _MOST:
+    lacking = dict(wanted)
+    while lacking and len(found) < _MOST:
         best: tuple[int, Rule, dict[Path, Entry]] | None = None
         free = {path: entry for path, entry in entries.items() if path not in fitting}
-        for rule in dict.fromkeys(_candidates(free, wanted)):
+        for rule in dict.fromkeys(_candidates(free, lacking)):
             after = _after(rule, entries)
             if after is None or not fitting <= after.keys():
                 continue
-            solved = sum(_fits(after.get(path), shape) for path, shape in wanted.items())
+            solved = sum(_fits(after.get(path), shape) for path, shape in lacking.items())
             if solved and (best is None or solved > best[0]):
                 best = solved, rule, after
         if best is None:
             break
         _, rule, entries = best
         found.append(rule)
-        solved_now = {path for path, shape in wanted.items() if _fits(entries.get(path), shape)}
+        solved_now = {path for path, shape in lacking.items() if _fits(entries.get(path), shape)}
         fitting |= solved_now
-        wanted = {path: shape for path, shape in wanted.items() if path not in solved_now}
+        lacking = {path: shape for path, shape in lacking.items() if path not in solved_now}
     return found
 
 
@@ -110,7 +110,9 @@ def _other_shape(path: Path, saved: Shape, wanted: Shape) -> Iterator[Rule]:
 
 def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
     """The names that differ, whatever is before and after them."""
-    start = next((i for i, (a, b) in enumerate(zip(saved, wanted, strict=False)) if a != b), min(len(saved), len(wanted)))
+    start = next(
+        (i for i, (a, b) in enumerate(zip(saved, wanted, strict=False)) if a != b), min(len(saved), len(wanted))
+    )
     end = 0
     while end < min(len(saved), len(wanted)) - start and saved[-1 - end] == wanted[-1 - end]:
         end += 1
@@ -120,7 +122,13 @@ def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
         tail = "/(.*)" if after and end else "" if not end else "/" + "/".join(map(literal, saved[len(saved) - end :]))
         first = r"\1/" if head == "(.*)/" else "/".join(map(plain, saved[:start])) + "/" if start else ""
         number = 2 if head == "(.*)/" else 1
-        last = rf"/\{number}" if tail == "/(.*)" else "/" + "/".join(map(plain, wanted[len(wanted) - end :])) if end else ""
+        last = (
+            rf"/\{number}"
+            if tail == "/(.*)"
+            else "/" + "/".join(map(plain, wanted[len(wanted) - end :]))
+            if end
+            else ""
+        )
         pattern, key = f"{head}{literal(old)}{tail}", f"{first}{plain(new)}{last}"
         if not old:
             pattern, key = pattern.replace("//", "/").strip("/"), key
@@ -182,7 +190,7 @@ def _axis_of_sum(whole: Shape, parts: Sequence[Shape]) -> int | None:
 
 
 def _around(path: Path, keys: Sequence[Path], at: int) -> tuple[str, list[str]]:
-    """A pattern for the names like those of `path` at `at`, whatever is around, and `keys` with the same around them."""
+    """A pattern for names like that of `path` at `at`, whatever is around, and `keys` with the same around them."""
     head, tail = bool(path[:at]), bool(path[at + 1 :])
     pattern = f"{'(.*)/' if head else ''}{literal(path[at])}{'/(.*)' if tail else ''}"
     first, last = r"\1/" if head else "", (rf"/\{1 + head}" if tail else "")

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import numpy as np
 
 from shardkeep.model.arrays import Array, DType, Region
-from shardkeep.model.leaves import Axes, SavedSharding, StoredArray
 from shardkeep.model.fastclass import fast_dataclass
+from shardkeep.model.leaves import Axes, SavedSharding, StoredArray
 
 Function: TypeAlias = Callable[[Array], object]  # a function of the user's: of an array, to an array
 Shape: TypeAlias = tuple[int, ...]
@@ -227,8 +227,9 @@ def result_of(function: Function, data: Array, shape: Shape, dtype: DType, what:
     result: Array = np.asarray(function(data))
     if result.shape != shape or result.dtype != dtype:
         raise ValueError(
-            f"{what}: the function made {result.dtype.name}{list(result.shape)} of {data.dtype.name}{list(data.shape)}, "
-            f"and {dtype.name}{list(shape)} was planned; say what it makes with shape= and dtype="
+            f"{what}: the function made {result.dtype.name}{list(result.shape)} of "
+            f"{data.dtype.name}{list(data.shape)}, and {dtype.name}{list(shape)} was planned; say what it "
+            "makes with shape= and dtype="
         )
     return result
 
@@ -240,7 +241,9 @@ def sharding_of(expression: Expression) -> SavedSharding | None:
             return expression.leaf.sharding
         case Stacked():
             inner, axis = sharding_of(expression.parts[0]), expression.axis
-            return _moved(inner, len(expression.shape) - 1, [*range(axis), None, *range(axis, len(expression.shape) - 1)])
+            return _moved(
+                inner, len(expression.shape) - 1, [*range(axis), None, *range(axis, len(expression.shape) - 1)]
+            )
         case Sliced():
             inner, rank = sharding_of(expression.of), len(expression.of.shape)
             return _moved(inner, rank, [i for i in range(rank) if not (expression.drop and i == expression.axis)])

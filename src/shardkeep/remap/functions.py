@@ -294,7 +294,7 @@ def _rule_from_json(data: object) -> Rule:
         return within(cast(str, fields.get("pattern")), from_json(fields.get("rules")))
     maker = _MAKERS.get(name) if isinstance(name, str) else None
     if maker is None:
-        raise RemapError(f"{data!r:.200} is no rule: \"rule\" must be one of {', '.join(_MAKERS)}, within")
+        raise RemapError(f'{data!r:.200} is no rule: "rule" must be one of {", ".join(_MAKERS)}, within')
     try:
         return maker(**fields)
     except TypeError as error:

@@ -1,6 +1,7 @@
 """The rules that undo rules, found from what these did to a tree. Each is tried on the shapes before it is used."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from shardkeep.model.tree import Path, name_leaf
 from shardkeep.remap.changes import Changes, Done
 from shardkeep.remap.expressions import Expression, Filled, Joined, Shape, Sliced, Stacked, Transposed, Unsized
 from shardkeep.remap.patterns import INDEX, inverted, literal, plain
+from shardkeep.remap.regions import inverse_axes
 from shardkeep.remap.rules import (
     Apply,
     Copy,
@@ -114,8 +116,7 @@ def _undo(rule: Rule, step: Step, changes: Changes) -> list[Rule]:
             one = Unstack(literal(_key(path)), f"{plain(_key(path))}/{INDEX}", entry.axis)
             return [one, *(_rename(place, to) for place, (to, _) in zip(places, step.takes, strict=True))]
         case Unstack():
-            ((path, entry),) = step.takes
-            assert isinstance(entry, Expression | object)
+            path = step.took
             places = [(*path, str(number)) for number in range(len(step.gives))]
             renames = [_rename(given, to) for (given, _), to in zip(step.gives, places, strict=True)]
             axis = _axis_of_first(step)
@@ -146,7 +147,7 @@ def _undo_change(rule: OnEach, pattern: str, step: Step, changes: Changes) -> Ru
     match rule:
         case Transpose():
             assert isinstance(after, Transposed)
-            return Transpose(pattern, tuple(np.argsort(after.axes).tolist()))
+            return Transpose(pattern, inverse_axes(after.axes))
         case Reshape():
             return Reshape(pattern, shape)
         case Resize():
@@ -184,7 +185,10 @@ def _short(rule: Rule, steps: Sequence[Step], single: Sequence[Rule]) -> list[Ru
     """One rule for all leaves, with the pattern of the rule it undoes turned around; empty if that cannot be."""
     match rule:
         case OnEach():
-            alike = {repr(one).replace(repr(literal(_key(step.took))), "", 1) for one, step in zip(single, steps, strict=True)}
+            alike = {
+                repr(one).replace(repr(literal(_key(step.took))), "", 1)
+                for one, step in zip(single, steps, strict=True)
+            }
             return [_with_pattern(single[0], rule.pattern)] if len(alike) == 1 else []
         case Rename():
             turned = inverted(rule.pattern, rule.key)
@@ -213,7 +217,5 @@ def _short(rule: Rule, steps: Sequence[Step], single: Sequence[Rule]) -> list[Ru
 
 
 def _with_pattern(rule: Rule, pattern: str) -> Rule:
-    from dataclasses import replace
-
     assert isinstance(rule, OnEach)
     return replace(rule, pattern=pattern)

@@ -1,4 +1,4 @@
-"""Patterns of rules: regular expressions on whole keys, with `{i}` for an index, and the keys that they are made into."""
+"""Patterns of rules: regular expressions on whole keys, with `{i}` for an index, and keys made of what they match."""
 
 import re
 from dataclasses import dataclass
@@ -147,11 +147,15 @@ def inverted(pattern: str, key: str) -> tuple[str, str] | None:
     if len(order) < len(groups):
         return None
     numbers = iter(order.index(number) + 1 for number in range(1, len(groups) + 1))
-    parts = {"group": lambda _: f"\\{next(numbers)}", "index": lambda _: INDEX, "text": plain}
-    return turned, "".join(parts[kind](text) for kind, text in before)
+    parts = [
+        f"\\{next(numbers)}" if kind == "group" else plain(text) if kind == "text" else INDEX for kind, text in before
+    ]
+    return turned, "".join(parts)
 
 
-_PIECE = re.compile(r"\((?P<group>(?!\?)(?:[^()\\]|\\.)*)\)(?![?*+{])|(?P<index>\{i\})|\\(?P<escaped>\W)|(?P<text>[^\\()\[\]{}.*+?|^$])")
+_PIECE = re.compile(
+    r"\((?P<group>(?!\?)(?:[^()\\]|\\.)*)\)(?![?*+{])|(?P<index>\{i\})|\\(?P<escaped>\W)|(?P<text>[^\\()\[\]{}.*+?|^$])"
+)
 
 
 def _pieces(pattern: str) -> list[tuple[str, str]] | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkeep.model.arrays import DType, Region
-from shardkeep.model.leaves import StoredArray
 from shardkeep.model.fastclass import fast_dataclass
+from shardkeep.model.leaves import StoredArray
 from shardkeep.remap.expressions import (
     Called,
     Changed,
@@ -72,6 +72,15 @@ def strides_of(shape: Sequence[int]) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def inverse_axes(axes: Sequence[int]) -> Shape:
+    """The order of axes that undoes another one.
+
+    >>> inverse_axes((2, 0, 1))
+    (1, 2, 0)
+    """
+    return tuple(list(axes).index(axis) for axis in range(len(axes)))
+
+
 def assembly(expression: Expression, region: Region) -> list[Part | Gap]:
     """What fills a region of an array: parts of stored arrays, in no overlap, and gaps."""
     if region.size == 0:
@@ -112,7 +121,7 @@ def _parts(
             inner = Window(window.offset, tuple(strides))
             yield from _parts(expression.of, Region(tuple(start), tuple(shape)), inner, functions)
         case Transposed():
-            order = np.argsort(expression.axes).tolist()
+            order = inverse_axes(expression.axes)
             inner = Window(window.offset, tuple(window.strides[i] for i in order))
             turned = Region(tuple(region.start[i] for i in order), tuple(region.shape[i] for i in order))
             yield from _parts(expression.of, turned, inner, functions)
@@ -162,7 +171,9 @@ def reshaped(old: Shape, new: Shape, region: Region, window: Window) -> Iterator
         groups.append(list(_regrouped([old[kept[i]] for i in ours], [new[i] for i in mine], part, strides)))
     for chosen in itertools.product(*groups):
         start, shape, strides = [0] * len(old), [1] * len(old), [0] * len(old)
-        flat = [(a, n, s) for part, inner in chosen for a, n, s in zip(part.start, part.shape, inner.strides, strict=True)]
+        flat = [
+            (a, n, s) for part, inner in chosen for a, n, s in zip(part.start, part.shape, inner.strides, strict=True)
+        ]
         for axis, (a, n, s) in zip(kept, flat, strict=True):
             start[axis], shape[axis], strides[axis] = a, n, s
         offset = window.offset + sum(inner.offset for _, inner in chosen)
@@ -187,7 +198,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
     return found
 
 
-def _regrouped(old: Sequence[int], new: Sequence[int], region: Region, strides: Shape) -> Iterator[tuple[Region, Window]]:
+def _regrouped(
+    old: Sequence[int], new: Sequence[int], region: Region, strides: Shape
+) -> Iterator[tuple[Region, Window]]:
     """`reshaped`, for one group of dimensions: the runs of elements that follow each other, each as boxes."""
     for start, length, offset, step in _runs(new, region, strides):
         for box in _boxes(old, start, start + length):
@@ -239,7 +252,11 @@ def regions_read(expression: Expression, regions: Sequence[Region]) -> list[tupl
             if isinstance(part, Gap):
                 continue
             source = part.source
-            needed = regions_read(source.of, [Region.whole(source.of.shape)]) if isinstance(source, Called) else [(source, [part.region])]
+            needed = (
+                regions_read(source.of, [Region.whole(source.of.shape)])
+                if isinstance(source, Called)
+                else [(source, [part.region])]
+            )
             for leaf, some in needed:
                 found.setdefault(leaf.path, (leaf, []))[1].extend(some)
     return list(found.values())

@@ -264,7 +264,9 @@ class Transpose(OnEach):
         rank = len(array.shape)
         axes = tuple(axis_of(self, path, axis, rank) for axis in self.axes)
         if sorted(axes) != list(range(rank)):
-            raise refuse(self, name_leaf(path), f"{self.axes} is not an order of the {rank} axes of {list(array.shape)}")
+            raise refuse(
+                self, name_leaf(path), f"{self.axes} is not an order of the {rank} axes of {list(array.shape)}"
+            )
         return Transposed(array, axes)
 
 

@@ -25,9 +25,15 @@ def rebuilt(skeleton: Skeleton, before: Sequence[Path], after: Sequence[Path]) -
         if isinstance(node, Node) and path in old and path not in changed:
             return node
         names = tuple(new.get(path, ()))
-        known = dict(zip(node.names, zip(_keys_of(node), node.children, strict=True), strict=True)) if isinstance(node, Node) else {}
+        known = (
+            dict(zip(node.names, zip(_keys_of(node), node.children, strict=True), strict=True))
+            if isinstance(node, Node)
+            else {}
+        )
         children = tuple(build(known[name][1] if name in known else None, (*path, name)) for name in names)
-        return Node("dict", names, children, tuple(known[name][0] if name in known else name for name in names), cls=dict)
+        return Node(
+            "dict", names, children, tuple(known[name][0] if name in known else name for name in names), cls=dict
+        )
 
     return Skeleton(build(skeleton.root, ()))
 

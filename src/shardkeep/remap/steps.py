@@ -91,7 +91,9 @@ def array_of(rule: object, path: Path, entry: Entry) -> Expression:
     if not isinstance(entry, StoredArray):
         raise refuse(rule, name_leaf(path), "it is a plain value, and this rule is for arrays")
     if not entry.holds_numbers:
-        problem = f"it holds {entry.logical_dtype}, and this rule is for arrays of numbers; it can be renamed or dropped"
+        problem = (
+            f"it holds {entry.logical_dtype}, and this rule is for arrays of numbers; it can be renamed or dropped"
+        )
         raise refuse(rule, name_leaf(path), problem)
     return Source(entry)
 

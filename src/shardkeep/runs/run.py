@@ -161,9 +161,9 @@ class Run(ReadableRun):
                 returns that many states. It is needed if the number of processes has changed.
             **arguments: Arguments of `shardkeep.load`: `mesh`, `partition_rules`, `shardings`, `dtype`, `include`,
                 `verify` and others. `prefix` is for checkpoints that no Run saved: which of their trees is the state.
-                Default: the one without a prefix, or the only one. With `init_from`, the arguments `remap`, `missing` and
-                `extra` are for that checkpoint alone; `remap` needs it. With `missing="keep"`, leaves that it does not
-                have are made by the template: of a function, only those leaves are computed.
+                Default: the one without a prefix, or the only one. With `init_from`, the arguments `remap`, `missing`
+                and `extra` are for that checkpoint alone; `remap` needs it. With `missing="keep"`, leaves that it does
+                not have are made by the template: of a function, only those leaves are computed.
 
         Returns:
             The state and the step that it was saved at.

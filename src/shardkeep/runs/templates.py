@@ -62,7 +62,9 @@ def read_template(template: Any, arguments: Mapping[str, Any]) -> Template:
     if rest.get("include") is None:
         return made
     assert made.make is not None
-    return Template(made.make(), made.make, rest, made.make_some)  # what is not included keeps the value that the function makes
+    return Template(
+        made.make(), made.make, rest, made.make_some
+    )  # what is not included keeps the value that the function makes
 
 
 def _is_function(template: Any) -> bool:
