@@ -37,7 +37,7 @@ def rules_to_try(leaves: Sequence[StoredLeaf], wanted: Wanted, template: Sequenc
     found: list[Rule] = []
     if len(entries) > _LARGEST:
         return found
-    lacking = dict(wanted)
+    lacking: dict[Path, Shape] = dict(wanted)
     while lacking and len(found) < _MOST:
         best: tuple[int, Rule, dict[Path, Entry]] | None = None
         free = {path: entry for path, entry in entries.items() if path not in fitting}
