@@ -65,6 +65,7 @@ def read_into(
         _deliver(units, alone)
         crew.run(_tasks(units, reader, progress))
         crew.run([unit.copy for unit in units if unit.copies and len(unit.ranges) > 1])  # several threads read these
+        del units, staying, passing, into  # the memory of this step is free before the next one takes as much
     allocate(
         [(each, n) for each in destinations.values() for n, array in enumerate(each.arrays) if array is None]
     )  # empty
