@@ -1,6 +1,7 @@
 """The order in which arrays go to devices that copy them: in groups, so that they pass through bounded host memory."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from jax.sharding import SingleDeviceSharding
 
@@ -92,7 +93,7 @@ def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None],
     total = sum(w.stored.nbytes for w in wanted.values())
     step = max(min(STEP, limit // 4, max(total // _GROUPS, _LEAST), total), 1)
     parts = _plan_parts(wanted, casts, step, limit // 4)
-    groups = tuple(map(tuple, plan_steps(parts, step)))
+    groups = tuple(tuple(p for some in group for p in some.parts) for group in plan_steps(_together(parts, step), step))
     sizes = [_nbytes(group) for group in groups]
     beside = max([step, *(part.beside for part in parts)])
     most = max(sizes, default=0)
@@ -123,6 +124,27 @@ def _plan_parts(
         else:
             parts.append(whole)
     return sorted(parts, key=_position)
+
+
+@fast_dataclass
+class _Together:
+    """Parts that should be in one group."""
+
+    parts: tuple[LeafRegions, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.parts)
+
+
+def _together(parts: Sequence[LeafRegions], step: int) -> list[_Together]:
+    """Parts in order, those together that are made of the same stored array, which is then read once."""
+    found: list[_Together] = []
+    for _, some in groupby(parts, _position):
+        alike = tuple(some)
+        shared = isinstance(alike[0].leaf, DerivedArray) and _nbytes(alike) <= step
+        found += [_Together(alike)] if shared else [_Together((part,)) for part in alike]
+    return found
 
 
 def _can_be_cut(leaf: StoredArray, regions: Sequence[Region]) -> bool:

@@ -188,7 +188,7 @@ def apply(
         inverse: A function that undoes it, for `plan.inverse()`.
 
     >>> apply(".*/scale", abs, elementwise=True)
-    remap.apply('.*/scale', <built-in function abs>, elementwise=True)
+    remap.apply('.*/scale', abs, elementwise=True)
     """
     if not callable(function):
         raise RemapError(f"remap.apply({pattern!r}): a function is needed, not {function!r}")

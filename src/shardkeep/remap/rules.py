@@ -58,7 +58,7 @@ class Rule:
 
     def __repr__(self) -> str:
         shown = [
-            repr(value) if field.default is dataclasses.MISSING else f"{field.name}={value!r}"
+            _shown(value) if field.default is dataclasses.MISSING else f"{field.name}={_shown(value)}"
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         ]
@@ -359,6 +359,13 @@ class Within(Rule):
                     found[place] = None
                     break
         return list(found)
+
+
+def _shown(value: object) -> str:
+    """A value as it is written. Functions have their names, which are the same in every process, unlike addresses."""
+    if callable(value):
+        return str(getattr(value, "__name__", type(value).__name__))
+    return repr(value.name) if isinstance(value, np.dtype) else repr(value)
 
 
 def _check_int(rule: Rule, **values: object) -> None:
