@@ -57,7 +57,11 @@ def literal(key: str) -> str:
 def _rename(change: Change, draw: Any) -> None:
     if draw(st.booleans()) and any(key.startswith("enc/") for key in change.tree):
         name = change.name()
-        change.rules.append(remap.rename(r"enc/(\d+)/(.*)", rf"{name}/\1/\2") if _numbered(change) else remap.rename("enc/(.*)", rf"{name}/\1"))
+        change.rules.append(
+            remap.rename(r"enc/(\d+)/(.*)", rf"{name}/\1/\2")
+            if _numbered(change)
+            else remap.rename("enc/(.*)", rf"{name}/\1")
+        )
         pattern = r"enc/(\d+)/(.*)" if _numbered(change) else "enc/(.*)"
         change.tree = {
             re.sub(r"^enc/", f"{name}/", key) if re.fullmatch(pattern, key) else key: value
@@ -80,7 +84,11 @@ def _stack(change: Change, draw: Any) -> None:
         if found:
             groups.setdefault((found[1], found[3]), {})[int(found[2])] = key
     groups = {at: g for at, g in groups.items() if sorted(g) == list(range(len(g)))}
-    groups = {at: g for at, g in groups.items() if len({(change.tree[k].shape, change.tree[k].dtype) for k in g.values()}) == 1}
+    groups = {
+        at: g
+        for at, g in groups.items()
+        if len({(change.tree[k].shape, change.tree[k].dtype) for k in g.values()}) == 1
+    }
     if not groups:
         return
     (before, after), group = draw(st.sampled_from(sorted(groups.items(), key=lambda item: item[0])))
@@ -211,7 +219,11 @@ def _within(change: Change, draw: Any) -> None:
     inside = [key for key in change.tree if key.startswith("mu/enc/")]
     if not inside:
         return
-    change.rules.append(remap.within("mu", [remap.rename("enc/(.*)", r"dec/\1"), remap.apply(".*", _negate, elementwise=True, inverse=_negate)]))
+    change.rules.append(
+        remap.within(
+            "mu", [remap.rename("enc/(.*)", r"dec/\1"), remap.apply(".*", _negate, elementwise=True, inverse=_negate)]
+        )
+    )
     for key in [key for key in change.tree if key.startswith("mu/")]:
         value = np.negative(change.tree.pop(key))
         change.tree[key.replace("mu/enc/", "mu/dec/")] = value

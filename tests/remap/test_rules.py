@@ -51,7 +51,9 @@ def forms(rules: Any, tree: Any = TREE) -> dict[str, Any]:
 )
 def test_forms_of_the_results(rule: Rule, expected: dict[str, Any]) -> None:
     found = forms([rule])
-    assert {key: shape for key, shape in found.items() if TREE.get(key, np.zeros(0)).shape != shape or key == "head"} == {
+    assert {
+        key: shape for key, shape in found.items() if TREE.get(key, np.zeros(0)).shape != shape or key == "head"
+    } == {
         **({"head": (6, 8)} if "head" in found else {}),
         **expected,
     }
@@ -128,7 +130,11 @@ def test_a_rule_that_cannot_be_applied_is_refused_before_anything_is_read(
 def test_plain_values_keys_and_values_of_processes_can_be_renamed(tmp_path: Path) -> None:
     tree = {"step": 7, "key": jax.random.key(3), "data": PerProcess({"position": 5}), "w": np.ones(3)}
     shardkeep.save(tmp_path / "c", tree)
-    rules = [remap.rename("(step|key|data)", r"state/\1"), remap.copy("state/key", "key"), remap.copy("state/step", "n")]
+    rules = [
+        remap.rename("(step|key|data)", r"state/\1"),
+        remap.copy("state/key", "key"),
+        remap.copy("state/step", "n"),
+    ]
     loaded = shardkeep.load(tmp_path / "c", remap=rules)
     assert loaded["state"]["step"] == loaded["n"] == 7
     assert loaded["state"]["data"] == {"position": 5}

@@ -196,7 +196,7 @@ def _plan(path: str, manifest: Manifest, request: LoadRequest, arguments: Mappin
     choose_process(choice, request, manifest.path, process_index(), process_count())
     used = {w.stored.path for w in wanted}
     template = [] if request.template is None else flatten(request.template)[1]
-    refused = [leaf.path for leaf in template if leaf.value is ...]
+    refused = [*(leaf.path for leaf in template if leaf.value is ...), *(one.path for one in problems)]
     extra = [] if request.template is None else not_named(found.tree, used, refused)
     lacking = {leaf.path: tuple(leaf.value.shape) for leaf in choice.lacking.values() if hasattr(leaf.value, "shape")}
     differing = {one.path: one.wanted for one in problems if one.wanted is not None}

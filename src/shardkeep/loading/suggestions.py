@@ -4,6 +4,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import commonprefix
 
 from shardkeep.errors import RemapError
 from shardkeep.model.leaves import StoredLeaf
@@ -155,23 +156,37 @@ def _hole(name: str) -> str | None:
 
 
 def _parts(path: Path, shapes: Mapping[Path, Shape], wanted: Wanted) -> Iterator[Rule]:
-    """Arrays that are one in the checkpoint and several in the template, or the reverse."""
+    """Arrays that are one in the checkpoint and several in the template, or the reverse.
+
+    Only where the names tell in which order: shapes fit in any order, and a wrong one would be wrong silently.
+    """
     for at in range(len(path)):
-        lacking = {p: s for p, s in wanted.items() if _alike(p, path, at) and p not in shapes}
-        there = {p: s for p, s in shapes.items() if _alike(p, path, at)}
-        for whole, shape in there.items():
-            axis = _axis_of_sum(shape, list(lacking.values()))
+        lacking = [p for p in wanted if _alike(p, path, at) and p not in shapes]
+        there = [p for p in shapes if _alike(p, path, at)]
+        for whole in there:
+            parts = _in_order(whole[at], lacking, at)
+            axis = _axis_of_sum(shapes[whole], [wanted[part] for part in parts])
             if axis is not None:
-                sizes = [s[axis] for s in lacking.values()]
-                equal = None if len(set(sizes)) == 1 else sizes
-                pattern, keys = _around(whole, list(lacking), at)
-                yield split(pattern, keys, axis - len(shape), equal)
-        axis = _axis_of_sum(wanted[path], list(there.values()))
+                sizes = [wanted[part][axis] for part in parts]
+                pattern, keys = _around(whole, parts, at)
+                yield split(pattern, keys, axis - len(shapes[whole]), None if len(set(sizes)) == 1 else sizes)
+        parts = _in_order(path[at], there, at)
+        axis = _axis_of_sum(wanted[path], [shapes[part] for part in parts])
         if axis is not None:
-            _, keys = _around(path, list(there), at)
-            patterns = [key.replace(r"\1/", "(.*)/").replace(r"/\2", "/(.*)").replace(r"/\1", "/(.*)") for key in keys]
+            patterns = [_around(part, [], at)[0] for part in parts]
             _, (key,) = _around(path, [path], at)
             yield fuse(patterns, key, axis - len(wanted[path]))
+
+
+def _in_order(whole: str, parts: Sequence[Path], at: int) -> list[Path]:
+    """Parts in the order in which the name of the whole has theirs, as `qkv_proj` has `q_proj`; none if it does not."""
+    names = [part[at] for part in parts]
+    before, after = len(commonprefix(names)), len(commonprefix([name[::-1] for name in names]))
+    short = [name[before : len(name) - after] for name in names]
+    places = [whole.find(name) if name else -1 for name in short]
+    if -1 in places or len(set(places)) < len(places):
+        return []
+    return [part for _, part in sorted(zip(places, parts, strict=True))]
 
 
 def _alike(one: Path, other: Path, at: int) -> bool:

@@ -1,6 +1,6 @@
 """The rules that undo rules, found from what these did to a tree. Each is tried on the shapes before it is used."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -79,7 +79,7 @@ def _tried(
 ) -> list[Rule]:
     """Rules that undo steps, in the shortest form that does it."""
     wanted = {path: form_of(entry) for path, entry in before.items()}
-    single = [rule for step in steps for rule in _undo(done.rule, step, changes)]
+    single = [rule for step in steps for rule in _undo(done.rule, step, now, changes)]
     for rules in (_short(done.rule, steps, single), single, _aside(single, now)):
         trial = Changes(dict(now))
         try:
@@ -100,13 +100,13 @@ def _rename(source: Path, to: Path) -> Rename:
     return Rename(literal(_key(source)), plain(_key(to)))
 
 
-def _undo(rule: Rule, step: Step, changes: Changes) -> list[Rule]:
+def _undo(rule: Rule, step: Step, now: Collection[Path], changes: Changes) -> list[Rule]:
     """Rules that undo one step, each for one leaf."""
     match rule:
         case Rename():
             return [_rename(step.gave, step.took)]
         case Copy():
-            return [Drop(literal(_key(step.gave)))]
+            return [Drop(literal(_key(step.gave))) if step.took in now else _rename(step.gave, step.took)]
         case Drop():
             raise RemapError(f"{rule} cannot be undone: what it drops is lost")
         case Stack():

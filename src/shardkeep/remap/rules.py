@@ -328,7 +328,8 @@ class Apply(OnEach):
 
     def change(self, path: Path, array: Expression) -> Expression:
         if not self.elementwise:
-            return Called(array, self.function, self.shape or array.shape, self.dtype or array.dtype, repr(self))
+            shape = array.shape if self.shape is None else self.shape
+            return Called(array, self.function, shape, self.dtype or array.dtype, repr(self))
         dtype = self.dtype
         if dtype is None:
             probe = np.zeros((0,) * max(len(array.shape), 1), array.dtype)
