@@ -1,7 +1,6 @@
 """Derived arrays are read by regions: no block twice, none that is not needed, in bounded memory, every one checked."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def on(*spec: Any) -> NamedSharding:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each read of data."""
     found: list[int] = []
     real = LocalFile.read_into
@@ -47,7 +46,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         real(self, offset, buffer)
 
     monkeypatch.setattr(LocalFile, "read_into", read_into)
-    yield found
+    return found
 
 
 def numbered(*shape: int, first: int = 0) -> np.ndarray:
@@ -56,7 +55,7 @@ def numbered(*shape: int, first: int = 0) -> np.ndarray:
 
 
 def blocks_of(values: Any, size: int) -> int:
-    """The bytes of the digest blocks that elements come from, if arrays of this size were numbered one after another."""
+    """The bytes of the blocks that elements come from, if arrays of this size were numbered one after another."""
     assert size * 4 % BLOCK == 0
     needed = np.zeros(LAYERS * size * 4 // BLOCK, bool)
     for value in values:
@@ -258,7 +257,8 @@ for kind, spec in {"one": None, "rows": P("a"), "middle": P(None, "a"), "columns
             template = {key: jax.ShapeDtypeStruct(a.shape, dtype, sharding=place) for key, a in expected.items()}
             loaded = shardkeep.load(root + "/" + name, template=template, remap=rules, **options)
             with jax.default_device(jax.devices("cpu")[0]):
-                right = is_same(loaded, {key: np.asarray(jax.numpy.asarray(a).astype(dtype)) for key, a in expected.items()})
+                cast = {key: np.asarray(jax.numpy.asarray(a).astype(dtype)) for key, a in expected.items()}
+            right = is_same(loaded, cast)
             del loaded
             left = left_behind(memory)
             found[f"{kind} {way} {dtype}"] = [right, memory.most, memory.most_claimed, left]

@@ -10,13 +10,12 @@ from support import pattern
 
 CHANGED = """
 from shardkeep import remap
-from shardkeep.stores.local.store import LocalFile
-from support import pattern
-values = [(pattern("int32", (64, 96), seed=i) % 1000).astype(np.float32) for i in range(4)]
+from multiprocess.test_remap import values_of_layer
+values = [values_of_layer(i) for i in range(4)]
 stack = np.stack(values)
 q, k = np.split(stack, 2, -1)
-rules = [remap.stack("layers/{i}", "x"), remap.copy("x", "y"), remap.split("x", ["q", "k"]), remap.transpose("q", (2, 0, 1)),
-         remap.apply("k", lambda x: x + 1, elementwise=True)]
+rules = [remap.stack("layers/{i}", "x"), remap.copy("x", "y"), remap.split("x", ["q", "k"]),
+         remap.transpose("q", (2, 0, 1)), remap.apply("k", lambda x: x + 1, elementwise=True)]
 expected = {"q": q.transpose(2, 0, 1), "k": k + 1, "y": stack}
 mesh = mesh_over((len(jax.devices()),), ("a",))
 wrong = []
@@ -45,7 +44,7 @@ say(read=sum(found), right=holds(loaded["x"], np.stack([np.full((1024, 1024), i,
 """
 
 KEPT = """
-from support import pattern
+from multiprocess.test_remap import values_of_layer
 from shardkeep import remap
 place = NamedSharding(mesh_over((len(jax.devices()),), ("a",)), P("a"))
 def new():
@@ -53,9 +52,10 @@ def new():
 run = shardkeep.Run(root / "run")
 rules = [remap.stack("layers/{i}", "layers"), remap.resize("head", fill="keep")]
 state, step = run.resume(new, init_from=root / "saved", shardings=place, remap=rules, missing="keep")
-stack = np.stack([(pattern("int32", (64, 96), seed=i) % 1000).astype(np.float32) for i in range(4)])
+stack = np.stack([values_of_layer(i) for i in range(4)])
 head = np.concatenate([np.ones((4, 4), np.float32), np.full((4, 4), 3.0, np.float32)])
-right = [holds(state["layers"], stack), holds(state["adapter"], np.arange(16.0, dtype=np.float32).reshape(8, 2)), holds(state["head"], head)]
+adapter = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+right = [holds(state["layers"], stack), holds(state["adapter"], adapter), holds(state["head"], head)]
 run.save(1, state)
 run.close()
 say(right=right)
@@ -65,12 +65,17 @@ BAD = """
 from shardkeep import remap
 rules = [remap.stack("layers/{i}", "x"), remap.transpose("x", (0, 3, 1))]
 different = remap.rename("layers/0", f"process{index}")
-say(bad=caught(shardkeep.load, root / "saved", remap=rules), different=caught(shardkeep.load, root / "saved", remap=different))
+found = [caught(shardkeep.load, root / "saved", remap=some) for some in (rules, different)]
+say(bad=found[0], different=found[1])
 """
 
 
+def values_of_layer(number: int) -> np.ndarray:
+    return (pattern("int32", (64, 96), seed=number) % 1000).astype(np.float32)
+
+
 def save(root: Path) -> None:
-    layers = [(pattern("int32", (64, 96), seed=i) % 1000).astype(np.float32) for i in range(4)]
+    layers = [values_of_layer(i) for i in range(4)]
     shardkeep.save(root / "saved", {"layers": layers, "head": np.ones((4, 4), np.float32)})
 
 

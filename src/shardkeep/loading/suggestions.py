@@ -4,7 +4,6 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from os.path import commonprefix
 
 from shardkeep.errors import RemapError
 from shardkeep.model.leaves import StoredLeaf
@@ -181,12 +180,17 @@ def _parts(path: Path, shapes: Mapping[Path, Shape], wanted: Wanted) -> Iterator
 def _in_order(whole: str, parts: Sequence[Path], at: int) -> list[Path]:
     """Parts in the order in which the name of the whole has theirs, as `qkv_proj` has `q_proj`; none if it does not."""
     names = [part[at] for part in parts]
-    before, after = len(commonprefix(names)), len(commonprefix([name[::-1] for name in names]))
+    before, after = _in_common(names), _in_common([name[::-1] for name in names])
     short = [name[before : len(name) - after] for name in names]
     places = [whole.find(name) if name else -1 for name in short]
     if -1 in places or len(set(places)) < len(places):
         return []
     return [part for _, part in sorted(zip(places, parts, strict=True))]
+
+
+def _in_common(names: Sequence[str]) -> int:
+    """How many characters names have in common at their beginnings."""
+    return next((i for i, some in enumerate(zip(*names, strict=False)) if len(set(some)) > 1), 0)
 
 
 def _alike(one: Path, other: Path, at: int) -> bool:
