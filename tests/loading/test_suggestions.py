@@ -35,6 +35,16 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         {"w": (3, 4, 6)},
         [r"remap.stack('layer_{i}/(.*)', '\\1')"],
     ),
+    "stacked, under another name": (
+        {"blocks": layers(w=(4, 6), b=(6,))},
+        {"layers": {"w": (3, 4, 6), "b": (3, 6)}},
+        [r"remap.stack('blocks/{i}/(.*)', 'layers/\\1')"],
+    ),
+    "stacked alone": (
+        {"w": [np.zeros(3, F32)] * 3, "b": np.zeros(2, F32)},
+        {"w": (3, 3), "b": (2,)},
+        ["remap.stack('w/{i}', 'w')"],
+    ),
     "unstacked": (
         {"layers": {"w": np.zeros((3, 4, 6), F32)}},
         {"layers": {"0": {"w": (4, 6)}, "1": {"w": (4, 6)}, "2": {"w": (4, 6)}}},

@@ -214,7 +214,7 @@ def _log_kept(choice: Choice) -> None:
         keys.append(f"{leaf.key} (a part)")
     if keys:
         log.warning(
-            "%s not from the checkpoint (%s bytes), as missing= or fill= says: %s",
+            "%s not from the checkpoint (%s bytes), but from the template or missing=: %s",
             counted(len(keys), "leaf is", "leaves are"),
             f"{nbytes:,}",
             _some(keys),

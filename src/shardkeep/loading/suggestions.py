@@ -96,7 +96,7 @@ def _sample(paths: Sequence[Path]) -> Sequence[Path]:
 def _other_shape(path: Path, saved: Shape, wanted: Shape) -> Iterator[Rule]:
     """An array with another shape: for all arrays of its name, or for it alone."""
     key = "/".join(path)
-    for pattern in (f".*/{literal(path[-1])}", literal(key)) if len(path) > 1 else (literal(key),):
+    for pattern in (literal(key), f".*/{literal(path[-1])}") if len(path) > 1 else (literal(key),):
         if len(saved) == len(wanted) <= _RANK:
             for axes in sorted(itertools.permutations(range(len(saved))), reverse=True):
                 if tuple(saved[axis] for axis in axes) == wanted != saved:
@@ -104,7 +104,7 @@ def _other_shape(path: Path, saved: Shape, wanted: Shape) -> Iterator[Rule]:
                     break
         yield reshape(pattern, wanted)
         other = [axis for axis, (a, b) in enumerate(zip(saved, wanted, strict=False)) if a != b]
-        if len(saved) == len(wanted) and len(other) == 1:
+        if len(saved) == len(wanted) and len(other) == 1 and wanted[other[0]] > saved[other[0]]:
             yield resize(pattern, axis=other[0], size=wanted[other[0]], fill="keep")
 
 
@@ -138,15 +138,19 @@ def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
 
 
 def _stacked(saved: Path, wanted: Path) -> Iterator[Rule]:
-    """Numbered layers where the other side has stacked arrays."""
+    """Numbered layers where the other side has stacked arrays, perhaps with another name."""
     for at in range(len(saved)):
-        if saved[:at] + saved[at + 1 :] == wanted and (hole := _hole(saved[at])):
-            head, rest = "/".join((*map(literal, saved[:at]), hole)), wanted[:at]
-            yield stack(f"{head}/(.*)" if at + 1 < len(saved) else head, "/".join((*map(plain, rest), r"\1")))
+        hole, rest = _hole(saved[at]), saved[at + 1 :]
+        place = wanted[: len(wanted) - len(rest)]
+        if hole and wanted[len(place) :] == rest:
+            head, key = "/".join((*map(literal, saved[:at]), hole)), "/".join(map(plain, place))
+            yield stack(f"{head}/(.*)", f"{key}/\\1" if key else r"\1") if rest else stack(head, key)
     for at in range(len(wanted)):
-        if wanted[:at] + wanted[at + 1 :] == saved and (hole := _hole(wanted[at])):
-            head = "/".join((*map(literal, saved[:at]), "(.*)"))
-            yield unstack(head, "/".join((*map(plain, wanted[:at]), hole, r"\1")))
+        hole, rest = _hole(wanted[at]), wanted[at + 1 :]
+        place = saved[: len(saved) - len(rest)]
+        if hole and saved[len(place) :] == rest:
+            head, key = "/".join(map(literal, place)), "/".join((*map(plain, wanted[:at]), hole))
+            yield unstack(f"{head}/(.*)" if head else "(.*)", f"{key}/\\1") if rest else unstack(head, key)
 
 
 def _hole(name: str) -> str | None:
