@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import RemapError
@@ -46,7 +45,7 @@ def _remapped(tree: Tree, rules: list[Rule], path: str) -> Tree:
     return replace(found.tree, metadata=_metadata(tree, found.tree))
 
 
-def _metadata(before: Tree, after: Tree) -> Mapping[str, Any]:
+def _metadata(before: Tree, after: Tree) -> Mapping[str, object]:
     """The metadata, without what it records for arrays that are not the same any more under the same name."""
     if not set(_BY_NAME) & before.metadata.keys():
         return before.metadata

@@ -60,7 +60,7 @@ def load(
     per_process: Literal["own", "all"] = "own",
     mapped: bool | None = None,
     remap: Rule | Sequence[Rule] | None = None,
-    missing: Literal["error", "keep"] | Callable[[str, Any], Any] = "error",
+    missing: Literal["error", "keep"] | Callable[..., object] = "error",
     extra: Literal["ignore", "error"] = "ignore",
 ) -> Any:
     """Load a checkpoint: the tree that was saved, on any number of devices, with every byte checked.
@@ -160,13 +160,13 @@ def load(
 
 def make_request(
     *,
-    template: Any,
+    template: object,
     prefix: str | None,
     include: str | re.Pattern[str] | None,
     mesh: Mesh | None,
     partition_rules: Rules | None,
-    shardings: Any,
-    dtype: Any,
+    shardings: object,
+    dtype: object,
     verify: bool,
     mmap: bool,
     read_once: bool,

@@ -1,8 +1,10 @@
 """What a load would do, before it does it: a value that can be looked at, executed and undone."""
 
 import html
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from shardkeep.catalog import open_checkpoint
@@ -32,23 +34,6 @@ from shardkeep.stores.location import location, path_text
 
 _SHOWN = 40  # leaves in a table, unless all are asked for
 _WIDEST = 60  # characters of a column
-_DEFAULTS: dict[str, Any] = {
-    "template": None,
-    "prefix": None,
-    "include": None,
-    "mesh": None,
-    "partition_rules": None,
-    "shardings": None,
-    "dtype": None,
-    "verify": True,
-    "mmap": True,
-    "read_once": False,
-    "progress": False,
-    "per_process": "own",
-    "remap": None,
-    "missing": "error",
-    "extra": "ignore",
-}
 
 
 @dataclass(frozen=True)
@@ -101,13 +86,13 @@ class LoadPlan:
     problems: tuple[str, ...]
     suggestions: tuple[str, ...]
     nbytes: int
-    _arguments: Mapping[str, Any] = field(compare=False)
+    _execute: Callable[[], object] = field(compare=False)
     _changes: Changes = field(compare=False)
     _present: tuple[Path, ...] = field(compare=False)
 
     def load(self) -> Any:
         """Load what was planned. If the checkpoint has been replaced meanwhile, the load follows what is there now."""
-        return load(self.path, **self._arguments)
+        return self._execute()
 
     def inverse(self) -> list[Rule]:
         """The rules that make the loaded tree what the checkpoint was, for the leaves that are loaded.
@@ -174,18 +159,19 @@ def plan_load(path: object, **arguments: Any) -> LoadPlan:
     >>> plan.missing
     ('b',)
     """
-    known = {**arguments}
-    if "mapped" in known:
-        known["mmap"] = known.pop("mapped")
-    unknown = [name for name in known if name not in _DEFAULTS]
-    if unknown:
-        raise TypeError(f"plan_load() has no argument {unknown[0]!r}; it takes those of load: {', '.join(_DEFAULTS)}")
-    request = make_request(**{**_DEFAULTS, **known})
+    parameters = dict(inspect.signature(load).parameters)
+    del parameters["path"]
+    for name in arguments:
+        if name not in parameters:
+            raise TypeError(f"plan_load() has no argument {name!r}; it takes those of load: {', '.join(parameters)}")
+    known = {name: arguments.get(name, parameter.default) for name, parameter in parameters.items()}
+    mapped = known.pop("mapped")
+    request = make_request(**known if mapped is None else {**known, "mmap": mapped})
     _, manifest = open_checkpoint(location(path, "plan_load(path)"))
-    return _plan(path_text(path), manifest, request, arguments)
+    return _plan(path_text(path), manifest, request, partial(load, path, **arguments))
 
 
-def _plan(path: str, manifest: Manifest, request: LoadRequest, arguments: Mapping[str, Any]) -> LoadPlan:
+def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable[[], object]) -> LoadPlan:
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
     found = remapped(tree, request) if request.remap else remap_tree(tree, ())
@@ -211,7 +197,7 @@ def _plan(path: str, manifest: Manifest, request: LoadRequest, arguments: Mappin
         problems=tuple(one.text for one in problems),
         suggestions=tuple(map(repr, rules)),
         nbytes=_nbytes([each for some in read for each in some]),
-        _arguments=arguments,
+        _execute=execute,
         _changes=found.changes,
         _present=tuple(used),
     )

@@ -273,7 +273,7 @@ def _keep(choice: Choice, leaf: Leaf) -> None:
     choice.wanted.append(None)
 
 
-def _is_abstract(value: Any) -> bool:
+def _is_abstract(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__")
 
 

@@ -290,7 +290,7 @@ def _refuse_other_names(control: Control, name: StepName) -> None:
         )
 
 
-def take_changes(arguments: dict[str, Any], init_from: object) -> dict[str, Any]:
+def take_changes(arguments: dict[str, object], init_from: object) -> dict[str, object]:
     """Take the arguments that are about another program's state out of those for `load`.
 
     Raises:

@@ -67,7 +67,7 @@ def read_template(template: Any, arguments: Mapping[str, Any]) -> Template:
     )  # what is not included keeps the value that the function makes
 
 
-def _is_function(template: Any) -> bool:
+def _is_function(template: object) -> bool:
     """Whether it is a function, and not a module that can be called and is a tree."""
     return callable(template) and (isinstance(template, Partial) or jax.tree_util.all_leaves([template]))
 
@@ -119,11 +119,11 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
     return Template(like, make, rest, _some_of(function))
 
 
-def _some_of(function: Callable[[], Any]) -> Filler:
+def _some_of(function: Callable[[], object]) -> Filler:
     """Makes some leaves of what a function makes: compiled, so that nothing is computed for the other leaves."""
 
     def make_some(wanted: Sequence[Leaf]) -> Sequence[object]:
-        def some() -> list[Any]:
+        def some() -> list[object]:
             made = {leaf.path: leaf.value for leaf in flatten(function())[1]}
             return [_as_dtype(_strongly_typed(made[leaf.path]), leaf.value.dtype) for leaf in wanted]
 
@@ -152,7 +152,7 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
