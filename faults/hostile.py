@@ -20,6 +20,7 @@ import shardkeep
 from faults.hostile_cases import Case, Files, MemoryStore, files_in
 from faults.hostile_chunks import chunk_cases
 from faults.hostile_files import file_cases
+from faults.hostile_torch import torch_cases
 from faults.mutate import PICKLED
 from shardkeep.foreign import eformer, zarr
 from shardkeep.foreign.pickles import decode_pickle, plain_value
@@ -37,8 +38,6 @@ def cases() -> list[Case]:
     with tempfile.TemporaryDirectory() as room:
         own = _own(Path(room))
         foreign = _foreign(Path(room))
-    from faults.hostile_torch import torch_cases  # which imports this module
-
     return [*own, *foreign, *_eformer(), *chunk_cases(), *file_cases(), *torch_cases()]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.hostile import Case, Files, MemoryStore
+from faults.hostile_cases import Case, Files, MemoryStore
 from faults.mutate import PICKLED
 from foreign.torchfiles import Call, Global, Pickle, Strided, encode_dcp, encode_torch, zipped
 from shardkeep.errors import ShardkeepError

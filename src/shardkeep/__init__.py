@@ -11,6 +11,7 @@ import typing as _typing
 from shardkeep._version import __version__
 
 if _typing.TYPE_CHECKING:
+    from shardkeep import remap
     from shardkeep.catalog import delete, exists, inspect, latest
     from shardkeep.errors import (
         AccessError,
@@ -33,6 +34,7 @@ if _typing.TYPE_CHECKING:
         PathTypeError,
         PrefixError,
         ProcessError,
+        RemapError,
         ShardingError,
         ShardkeepError,
         StorageError,
@@ -41,6 +43,7 @@ if _typing.TYPE_CHECKING:
         UnsupportedLeafError,
     )
     from shardkeep.loading.load import abstract, load
+    from shardkeep.loading.planning import LoadPlan, plan_load
     from shardkeep.loading.verify import verify
     from shardkeep.model.leaves import StoredLeaf
     from shardkeep.model.manifest import Manifest, Tree
@@ -69,6 +72,7 @@ __all__ = [
     "IntegrityError",
     "Keep",
     "KeyCollisionError",
+    "LoadPlan",
     "Manifest",
     "MetadataError",
     "MissingDataError",
@@ -84,6 +88,7 @@ __all__ = [
     "PrefixError",
     "Problem",
     "ProcessError",
+    "RemapError",
     "Resumed",
     "Run",
     "SaveReport",
@@ -104,6 +109,8 @@ __all__ = [
     "inspect",
     "latest",
     "load",
+    "plan_load",
+    "remap",
     "save",
     "save_async",
     "set_memory_budget",
@@ -123,6 +130,7 @@ _HOMES = {
     "IntegrityError": "errors",
     "Keep": "runs.keep",
     "KeyCollisionError": "errors",
+    "LoadPlan": "loading.planning",
     "Manifest": "model.manifest",
     "MetadataError": "errors",
     "MissingDataError": "errors",
@@ -138,6 +146,7 @@ _HOMES = {
     "PrefixError": "errors",
     "Problem": "model.reports",
     "ProcessError": "errors",
+    "RemapError": "errors",
     "Resumed": "runs.resume",
     "Run": "runs.run",
     "SaveReport": "model.reports",
@@ -157,6 +166,8 @@ _HOMES = {
     "inspect": "catalog",
     "latest": "catalog",
     "load": "loading.load",
+    "plan_load": "loading.planning",
+    "remap": "",
     "save": "saving.save",
     "save_async": "saving.save",
     "set_memory_budget": "runtime.budget",
@@ -167,7 +178,10 @@ _HOMES = {
 def __getattr__(name: str) -> _typing.Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
-    value = globals()[name] = getattr(_importlib.import_module(f"shardkeep.{_HOMES[name]}"), name)
+    home = _HOMES[name]
+    if not home:  # a module
+        return _importlib.import_module(f"shardkeep.{name}")
+    value = globals()[name] = getattr(_importlib.import_module(f"shardkeep.{home}"), name)
     return value
 
 

@@ -16,6 +16,7 @@ ShardkeepError
 ├── MetadataError             (ValueError, TypeError)  metadata that cannot be stored as JSON
 ├── TemplateMismatchError     (ValueError)         saved leaves do not fit the template
 ├── MissingLeafError          (KeyError)           leaves that were asked for but never saved
+├── RemapError                (ValueError)         a rule that cannot be applied to the tree of the checkpoint
 ├── ShardingError             (ValueError)         a sharding that does not fit the array or the mesh
 ├── HostMemoryError           (MemoryError)        pinned host memory was exhausted after the arrays were donated
 ├── CallbackError             (RuntimeError)       saved, but the commit callback raised an exception
@@ -134,6 +135,10 @@ class MissingLeafError(ShardkeepError, KeyError):
 
     def __str__(self) -> str:  # KeyError shows the repr, with escaped line breaks
         return str(self.args[0]) if self.args else ""
+
+
+class RemapError(ShardkeepError, ValueError):
+    """A rule of `remap=` cannot be applied. The message names the rule and the leaf. No array was read."""
 
 
 class ShardingError(ShardkeepError, ValueError):

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import shardkeep
 from checks import run_checks
+from shardkeep import remap
 from shardkeep.cli.main import main as command
 
 P = PartitionSpec
@@ -220,6 +221,77 @@ def check_transformers_reads_one_tree_of_a_training_state_cast_to_bfloat16(path:
     half = AutoModelForCausalLM.from_config(llama().config, dtype=torch.bfloat16).eval()
     half.load_state_dict(llama().state_dict())  # torch casts them
     same_model(home, half, dtype="auto")
+
+
+STACKED = [
+    remap.stack(r"model/layers/{i}/(.*)/weight", r"layers/\1/kernel"),
+    remap.fuse([f"(.*)/{n}_proj/kernel" for n in "qkv"], r"\1/qkv/kernel", axis=1),  # (layers, out, in)
+    remap.fuse([f"(.*)/{n}_proj/kernel" for n in ("gate", "up")], r"\1/gate_up/kernel", axis=1),
+    remap.transpose("layers/(self_attn|mlp)/.*", (0, 2, 1)),
+    remap.reshape("layers/self_attn/o_proj/kernel", (2, 4, 32, 128)),  # (layers, heads, head, width)
+    remap.rename("model/embed_tokens/weight", "embed/embedding"),
+    remap.rename("model/norm/weight", "norm/scale"),
+    remap.transpose("lm_head/weight", (1, 0)),
+    remap.rename("lm_head/weight", "head/kernel"),
+]
+
+
+def _logits_of_stacked(tree: Tree, tokens: np.ndarray[Any, Any], config: Any) -> jax.Array:
+    """Llama on stacked arrays, one layer after another by `scan`."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    size, width = config.hidden_size // heads, config.hidden_size
+
+    def norm(x: Any, scale: Any) -> Any:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + config.rms_norm_eps) * scale
+
+    angles = np.arange(tokens.shape[1])[:, None] / 10000.0 ** (np.arange(0, size, 2) / size)
+    cos, sin = (np.concatenate([f(angles)] * 2, -1)[None, :, None] for f in (np.cos, np.sin))
+
+    def rotate(x: Any) -> Any:
+        return x * cos + jnp.concatenate([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+
+    def layer(x: Any, weights: Tree) -> Any:
+        attention, mlp = weights["self_attn"], weights["mlp"]
+        qkv = norm(x, weights["input_layernorm"]["kernel"]) @ attention["qkv"]["kernel"]
+        q, k, v = jnp.split(qkv, [width, width + groups * size], -1)
+        q, k, v = (y.reshape(*y.shape[:2], -1, size) for y in (q, k, v))
+        k, v = (jnp.repeat(y, heads // groups, 2) for y in (rotate(k), v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), k) / np.sqrt(size)
+        scores = jnp.where(np.tri(tokens.shape[1], dtype=bool), scores, -jnp.inf)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        x = x + jnp.einsum("bqhd,hdw->bqw", mixed, attention["o_proj"]["kernel"])
+        gate, up = jnp.split(norm(x, weights["post_attention_layernorm"]["kernel"]) @ mlp["gate_up"]["kernel"], 2, -1)
+        return x + (jax.nn.silu(gate) * up) @ mlp["down_proj"]["kernel"], None
+
+    x, _ = jax.lax.scan(layer, tree["embed"]["embedding"][tokens], tree["layers"])
+    return norm(x, tree["norm"]["scale"]) @ tree["head"]["kernel"]
+
+
+def check_a_model_of_transformers_loads_into_stacked_arrays_and_goes_back(path: Path) -> None:
+    """Stacked, fused, transposed and reshaped, on a mesh; the rules of the inverse write what transformers had."""
+    model = llama()
+    model.save_pretrained(path / "theirs", max_shard_size=SHARDS)
+    plan = shardkeep.plan_load(path / "theirs", remap=STACKED)
+    shapes = {leaf.key: leaf.form for leaf in plan.leaves}
+    assert shapes["layers/self_attn/qkv/kernel"] == "float32[2, 128, 256]"
+    rules = [("qkv|gate_up|down", P(None, "fsdp", "tp")), ("o_proj", P(None, "tp", None, "fsdp")), (".*", P())]
+    tree = shardkeep.load(path / "theirs", remap=STACKED, mesh=GRID, partition_rules=rules)
+    assert tree["layers"]["self_attn"]["o_proj"]["kernel"].sharding.spec == P(None, "tp", None, "fsdp")
+    host = jax.tree.map(np.asarray, tree)
+    ours = _logits_of_stacked(host, np.arange(32).reshape(2, 16) * 100, model.config)
+    assert np.allclose(ours, logits(model).numpy(), atol=1e-4), np.abs(ours - logits(model).numpy()).max()
+
+    shardkeep.save(path / "ours", tree)
+    back = shardkeep.load(path / "ours", remap=plan.inverse())
+    shardkeep.save(path / "back" / "model.safetensors", back, max_shard_size=SHARDS)
+    model.config.save_pretrained(path / "back")
+    same_model(path / "back", model)
+    (path / "inverse.json").write_text(json.dumps(remap.to_json(plan.inverse())))  # the same by the command
+    shardkeep_command(
+        "convert", path / "ours", path / "again" / "model.safetensors", "--remap", path / "inverse.json"
+    )
+    model.config.save_pretrained(path / "again")
+    same_model(path / "again", model)
 
 
 def check_a_model_goes_there_and_back(path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardkeep.loading.groups import STEP, LoadPlan, plan_groups
+from shardkeep.loading.groups import STEP, GroupPlan, plan_groups
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import Place, device_regions
 from shardkeep.model.arrays import ArraySpec, Region
@@ -40,12 +40,12 @@ def wanted(leaf: StoredArray, spec: Any = None) -> Wanted:
     return Wanted(leaf, Place(ONE if spec is None else NamedSharding(MESH, spec)))
 
 
-def planned(some: Sequence[Wanted], limit: int, cast: Any = None) -> LoadPlan:
+def planned(some: Sequence[Wanted], limit: int, cast: Any = None) -> GroupPlan:
     leaves = dict(enumerate(some))
     return plan_groups(leaves, dict.fromkeys(leaves, None if cast is None else np.dtype(cast)), limit)
 
 
-def sizes(plan: LoadPlan) -> list[int]:
+def sizes(plan: GroupPlan) -> list[int]:
     return [sum(part.nbytes for part in group) for group in plan.groups]
 
 

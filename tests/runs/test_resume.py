@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from runs.runs import ONE, damage, data_file, new_state, numbers, state_of, trained
-from shardkeep import Keep, Run
+from shardkeep import Keep, Run, remap
 from shardkeep.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -22,6 +24,7 @@ from shardkeep.errors import (
 )
 from shardkeep.runs.control import Control
 from shardkeep.stores.location import location
+from support import assert_same, mesh_of
 
 
 def states(run: Run) -> dict[int, str]:
@@ -303,3 +306,73 @@ def test_checkpoints_that_no_run_saved_can_be_resumed_and_are_never_deleted(tmp_
             run.step(step, state_of(step))
     assert numbers(run) == [1, 2, 5]
     assert run.steps()[0].kept == ("not saved by a Run",)
+
+
+class TestChanged:
+    """A run that begins with the checkpoint of a model that was another one."""
+
+    RULES = (remap.stack("layers/{i}/(.*)", r"layers/\1"), remap.resize("head", fill="keep"))
+
+    @staticmethod
+    def save(path: Path) -> None:
+        layers = [{"w": jnp.full((4, 2), i, jnp.float32)} for i in range(3)]
+        shardkeep.save(path, {"layers": layers, "head": jnp.ones((2, 4))})
+
+    @staticmethod
+    def new() -> Any:
+        return {
+            "layers": {"w": jnp.zeros((3, 4, 2))},
+            "head": jnp.full((3, 4), 5.0),
+            "adapter": {"a": jax.random.normal(jax.random.key(0), (8, 2)), "b": jnp.zeros((2, 8), jnp.bfloat16)},
+        }
+
+    @pytest.mark.parametrize("kind", ["function", "jitted", "tree"])
+    def test_only_what_it_lacks_is_made(self, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.save(tmp_path / "old")
+        place = NamedSharding(mesh_of(4, 2), PartitionSpec())
+        templates = {"function": self.new, "jitted": jax.jit(self.new, out_shardings=place), "tree": self.new()}
+        options = {} if kind == "jitted" else {"shardings": place}
+        with shardkeep.Run(tmp_path / "run") as run:
+            state, step = run.resume(
+                templates[kind], init_from=tmp_path / "old", remap=self.RULES, missing="keep", **options
+            )
+            assert step == 0
+            run.save(1, state)
+        fresh = self.new()
+        assert np.array_equal(state["layers"]["w"][:, 0, 0], [0, 1, 2])
+        assert np.array_equal(state["head"], [[1] * 4, [1] * 4, [5] * 4])
+        assert_same(jax.tree.map(np.asarray, state["adapter"]), jax.tree.map(np.asarray, fresh["adapter"]))
+        assert all(leaf.sharding == place for leaf in jax.tree.leaves(state))
+        assert "'adapter/a', 'adapter/b', 'head (a part)'" in caplog.text
+        with shardkeep.Run(tmp_path / "run") as run:  # its own steps have the new tree: rules are for the other one
+            again, step = run.resume(
+                templates[kind], init_from=tmp_path / "old", remap=self.RULES, missing="keep", **options
+            )
+        assert step == 1
+        assert_same(again, state)
+
+    def test_leaves_that_the_checkpoint_has_are_not_computed(self, tmp_path: Path) -> None:
+        """What is compiled has no trace of them: here they would need more memory than there is."""
+        shardkeep.save(tmp_path / "old", {"small": jnp.ones(3)})
+        huge = 1 << 46
+
+        def new() -> Any:
+            noise = jax.random.normal(jax.random.key(1), (huge,)) if False else jnp.zeros((huge,)) + 1
+            return {"small": noise[:3] * noise.sum(), "adapter": jnp.arange(4.0)}
+
+        with shardkeep.Run(tmp_path / "run") as run:
+            state, _ = run.resume(
+                new,
+                init_from=tmp_path / "old",
+                missing="keep",
+                shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+            )
+        assert np.array_equal(state["adapter"], np.arange(4.0))
+        assert np.array_equal(state["small"], np.ones(3))
+
+    def test_rules_need_another_checkpoint(self, tmp_path: Path) -> None:
+        with (
+            shardkeep.Run(tmp_path / "run") as run,
+            pytest.raises(shardkeep.RemapError, match=r"resume\(remap=...\) needs init_from="),
+        ):
+            run.resume(self.new, remap=self.RULES, shardings=NamedSharding(mesh_of(4, 2), PartitionSpec()))

@@ -139,6 +139,7 @@ def _convert(arguments: argparse.Namespace, output: "Output") -> int:
             prefix=arguments.prefix,
             subtree=arguments.subtree,
             rename=arguments.rename,
+            remap=arguments.remap,
             max_shard_size=arguments.max_shard_size,
             overwrite=arguments.overwrite,
         )

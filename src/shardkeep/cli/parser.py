@@ -159,7 +159,7 @@ def _add_convert(commands: _Commands) -> None:
         "directory. Memory use is bounded: arrays are memory-mapped from SRC or, if they must be\n"
         "decompressed, cast or assembled, prepared in an unnamed file next to DST. If SRC has several\n"
         "prefixes, each is committed separately.\n\n"
-        "--include, --subtree and --rename are applied in this order. The names in a key are joined\n"
+        "--include, --subtree, --rename and --remap are applied in this order. The names in a key are joined\n"
         "with /, as in 'params/dense/kernel'.",
         "  shardkeep convert runs/exp1/step_100 export/model.safetensors --subtree params --dtype bfloat16",
     )
@@ -184,6 +184,11 @@ def _add_convert(commands: _Commands) -> None:
         default=[],
         help="replace every match of the regular expression OLD in each key (re.sub); the result is a tree of nested "
         "dicts; may be repeated",
+    )
+    command.add_argument(
+        "--remap",
+        metavar="FILE",
+        help="apply the rules in this JSON file, as shardkeep.remap.to_json writes them: stack, split, transpose, ...",
     )
     command.add_argument("--max-shard-size", metavar="S", help="maximum size of a .safetensors file (default: 5GB)")
     command.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")

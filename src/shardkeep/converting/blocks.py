@@ -6,8 +6,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardkeep.catalog import open_checkpoint
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import ConflictError
@@ -15,7 +13,7 @@ from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.plan import Destination, plan_read
 from shardkeep.loading.read import read_into
-from shardkeep.model.arrays import Array, ArraySpec, Region
+from shardkeep.model.arrays import Array, Region, bands, split_region
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.tree import name_leaf
@@ -106,48 +104,12 @@ def regions_of(opened: Opened, leaf: StoredArray, limit: int = READ_BYTES) -> li
     """
     itemsize = leaf.spec.dtype.itemsize
     if isinstance(leaf.origin, ForeignArray):
-        cells = _bands(leaf.spec, open_array(opened.store, leaf).chunks, limit)
+        cells = bands(leaf.spec.shape, itemsize, open_array(opened.store, leaf).chunks, limit)
         return [cell for cell in cells if cell.size]
     found: list[Region] = []
     for piece in leaf.pieces:
         found += [piece.region] if piece.stored is not None else split_region(piece.region, itemsize, limit)
     return [region for region in found if region.size]
-
-
-def _bands(spec: ArraySpec, chunks: tuple[int, ...], limit: int) -> list[Region]:
-    """Rows of chunks as long as they stay within the limit, else single chunks."""
-    shape = spec.shape
-    if not shape or spec.nbytes <= limit:
-        return [Region.whole(shape)]
-    row = spec.nbytes // shape[0] * chunks[0]
-    steps = (chunks[0] * max(limit // max(row, 1), 1), *(shape[1:] if row <= limit else chunks[1:]))
-    counts = [-(-n // step) for n, step in zip(shape, steps, strict=True)]
-    cells: list[Region] = []
-    for index in np.ndindex(*counts):
-        start = tuple(i * step for i, step in zip(index, steps, strict=True))
-        ends = [min(a + step, n) for a, step, n in zip(start, steps, shape, strict=True)]
-        cells.append(Region(start, tuple(b - a for a, b in zip(start, ends, strict=True))))
-    return cells
-
-
-def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
-    """Parts of at most `limit` bytes, but at least one element, each contiguous in the C order of the region.
-
-    >>> [part.start for part in split_region(Region((0, 0), (4, 4)), itemsize=1, limit=8)]
-    [(0, 0), (2, 0)]
-    """
-    axis = next((i for i, n in enumerate(region.shape) if n > 1), None)
-    nbytes = region.size * itemsize
-    if nbytes <= limit or axis is None:
-        yield region
-        return
-    row = nbytes // region.shape[axis]
-    step = max(limit // row, 1)
-    for first in range(0, region.shape[axis], step):
-        start = tuple(a + first if i == axis else a for i, a in enumerate(region.start))
-        count = min(step, region.shape[axis] - first)
-        band = Region(start, tuple(count if i == axis else n for i, n in enumerate(region.shape)))
-        yield from split_region(band, itemsize, limit)
 
 
 def read_region(reader: BlockReader, leaf: StoredArray, region: Region, progress: Progress) -> Array:

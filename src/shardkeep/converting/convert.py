@@ -18,6 +18,7 @@ from typing import Any, Literal
 from shardkeep.catalog import new_target
 from shardkeep.converting.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
 from shardkeep.converting.rename import renamed, subtrees
+from shardkeep.converting.rules import remapped
 from shardkeep.converting.scratch import cast_spec, make, recorded_leaf, snapshot_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import IntegrityError
@@ -54,6 +55,7 @@ class Conversion:
     prefix: str | None = None
     subtree: str | None = None
     rename: Sequence[str] = ()
+    remap: str | None = None  # a file with rules
     max_shard_size: str | None = None
     overwrite: bool = False
 
@@ -96,14 +98,16 @@ def convert(wanted: Conversion, show: ShowProgress, verbose: bool = False) -> It
 
 
 def _chosen(trees: dict[str, Tree], wanted: Conversion) -> dict[str, Tree]:
-    """The trees as they are written: some of their leaves, renamed."""
+    """The trees as they are written: some of their leaves, renamed and changed by rules."""
     pattern = compile_include(wanted.include)
     chosen = {name: _choose(tree, pattern) for name, tree in trees.items()}
     if not any(tree.leaves for tree in chosen.values()) and wanted.include is not None:
         raise no_match(wanted.include, trees.values(), wanted.source)
     if wanted.subtree is not None:
         chosen = subtrees(chosen, wanted.subtree)
-    return renamed(chosen, wanted.rename) if wanted.rename else chosen
+    if wanted.rename:
+        chosen = renamed(chosen, wanted.rename)
+    return chosen if wanted.remap is None else remapped(chosen, wanted.remap)
 
 
 def _parse_dtype(name: str | None) -> DType | None:

@@ -26,6 +26,10 @@ from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Path
+from shardkeep.remap.expressions import DerivedArray
+from shardkeep.remap.moving import change_into, window_of
+from shardkeep.remap.regions import Gap, assembly
+from shardkeep.remap.regions import Part as StoredPart
 from shardkeep.runtime.crew import Task, run_tasks
 from shardkeep.runtime.hostmemory import Shard, room
 from shardkeep.runtime.progress import Progress
@@ -191,6 +195,11 @@ class _Maker:
 
     def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:
         """Tasks that read a leaf into its memory, block by block."""
+        if isinstance(leaf, DerivedArray):
+            ((whole, memory),) = rooms
+            return [
+                task for part in assembly(leaf.expression, whole) for task in self._filling_part(leaf, part, memory)
+            ]
 
         def fill(region: Region) -> None:
             data = read_region(self.reader, leaf, region, self._progress)
@@ -201,6 +210,23 @@ class _Maker:
                     memory[(*common.within(outer).slices, ...)] = self._cast(part, memory.dtype, leaf)
 
         return [lambda r=region: fill(r) for region in regions_of(self._opened, leaf)]
+
+    def _filling_part(self, leaf: DerivedArray, part: StoredPart | Gap, memory: Array) -> list[Task]:
+        """Tasks that fill a part of a derived array: each block of the array that it comes from is read once."""
+        if isinstance(part, Gap):
+            window = window_of(memory, part.window.offset, part.shape, part.window.strides)
+            assert part.value is not None, "there is no template"
+            value = self._cast(np.full((1,) * window.ndim, part.value, part.dtype), memory.dtype, leaf)
+            return [partial(change_into, window, np.broadcast_to(value, window.shape), ())]
+        assert isinstance(part.source, StoredArray), "rules in a file have no functions"
+        source, window = part.source, window_of(memory, part.window.offset, part.region.shape, part.window.strides)
+
+        def fill(region: Region) -> None:
+            data = read_region(self.reader, source, region, self._progress)
+            window[(*region.within(part.region).slices, ...)] = self._cast(data, memory.dtype, leaf)
+
+        blocks = [region.intersect(part.region) for region in regions_of(self._opened, source)]
+        return [partial(fill, block) for block in blocks if block is not None]
 
     def _cast(self, data: Array, dtype: DType, leaf: StoredLeaf) -> Array:
         """The values as another dtype. Integers out of range are an error; floats that become infinite are counted."""

@@ -1,11 +1,12 @@
 """The order in which arrays go to devices that copy them: in groups, so that they pass through bounded host memory."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from jax.sharding import SingleDeviceSharding
 
 from shardkeep.loading.blocks import parts_of
-from shardkeep.loading.plan import plan_read, plan_steps
+from shardkeep.loading.plan import plan_overlapping, plan_steps
 from shardkeep.loading.read import needed_blocks
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
@@ -13,6 +14,8 @@ from shardkeep.model.arrays import DType, Region
 from shardkeep.model.digests import BLOCK
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import StoredArray
+from shardkeep.remap.expressions import DerivedArray, sources_of
+from shardkeep.remap.regions import regions_read
 
 STEP = 256 << 20  # the most bytes that are read at once, unless one array has more
 _LEAST = 32 << 20  # a group with fewer bytes keeps several threads and devices less busy than it could
@@ -54,11 +57,12 @@ class LeafRegions:
     def beside(self) -> int:
         """The host memory that it takes beside that while it is read: for a cast, or for an encoded piece."""
         cast = 0 if self.cast is None else self._sizes[0]
-        return max([cast, *(piece.length for piece in self.leaf.pieces if piece.stored is not None)])
+        stored = sources_of(self.leaf.expression) if isinstance(self.leaf, DerivedArray) else [self.leaf]
+        return max([cast, *(piece.length for leaf in stored for piece in leaf.pieces if piece.stored is not None)])
 
 
 @fast_dataclass
-class LoadPlan:
+class GroupPlan:
     """The parts to load, in groups, and the host memory for them.
 
     Attributes:
@@ -79,7 +83,7 @@ class LoadPlan:
         return self.sent + self.beside
 
 
-def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], limit: int) -> LoadPlan:
+def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], limit: int) -> GroupPlan:
     """How to load leaves, if at most `limit` bytes of host memory may be used.
 
     A quarter of it is filled while half is being sent, and the last quarter is for what reading takes beside. Arrays
@@ -89,12 +93,12 @@ def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None],
     total = sum(w.stored.nbytes for w in wanted.values())
     step = max(min(STEP, limit // 4, max(total // _GROUPS, _LEAST), total), 1)
     parts = _plan_parts(wanted, casts, step, limit // 4)
-    groups = tuple(map(tuple, plan_steps(parts, step)))
+    groups = tuple(tuple(p for some in group for p in some.parts) for group in plan_steps(_together(parts, step), step))
     sizes = [_nbytes(group) for group in groups]
     beside = max([step, *(part.beside for part in parts)])
     most = max(sizes, default=0)
     sent = max(most, min(max(3 * step, 2 * most), sum(sizes), limit - beside))
-    return LoadPlan(groups, step, sent, beside)
+    return GroupPlan(groups, step, sent, beside)
 
 
 def _plan_parts(
@@ -122,21 +126,47 @@ def _plan_parts(
     return sorted(parts, key=_position)
 
 
+@fast_dataclass
+class _Together:
+    """Parts that should be in one group."""
+
+    parts: tuple[LeafRegions, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.parts)
+
+
+def _together(parts: Sequence[LeafRegions], step: int) -> list[_Together]:
+    """Parts in order, those together that are made of the same stored array, which is then read once."""
+    found: list[_Together] = []
+    for _, some in groupby(parts, _position):
+        alike = tuple(some)
+        shared = isinstance(alike[0].leaf, DerivedArray) and _nbytes(alike) <= step
+        found += [_Together(alike)] if shared else [_Together((part,)) for part in alike]
+    return found
+
+
 def _can_be_cut(leaf: StoredArray, regions: Sequence[Region]) -> bool:
     """Whether the regions can be read one after the other without reading many blocks more than once."""
     return sum(_bytes_read(leaf, [region]) for region in regions) <= _AGAIN * _bytes_read(leaf, regions)
 
 
 def _bytes_read(leaf: StoredArray, regions: Sequence[Region]) -> int:
-    ranges = [r for f in plan_read(0, leaf, regions) for r in parts_of(f.piece, needed_blocks(f, leaf))]
+    if isinstance(leaf, DerivedArray):
+        return sum(_bytes_read(stored, some) for stored, some in regions_read(leaf.expression, regions))
+    ranges = [r for f in plan_overlapping(0, leaf, regions) for r in parts_of(f.piece, needed_blocks(f, leaf))]
     return sum(last - first for first, last in ranges) * BLOCK
 
 
 def _position(part: LeafRegions) -> tuple[int, int]:
-    pieces = part.leaf.pieces
+    leaf, regions = part.leaf, part.regions
+    if isinstance(leaf, DerivedArray):
+        leaf, regions = next(iter(regions_read(leaf.expression, regions[:1])), (leaf, regions))
+    pieces = leaf.pieces
     if not pieces:
         return -1, 0
-    first = next((piece for piece in pieces if piece.region.intersect(part.regions[0]) is not None), pieces[0])
+    first = next((piece for piece in pieces if piece.region.intersect(regions[0]) is not None), pieces[0])
     return first.file, first.offset
 
 

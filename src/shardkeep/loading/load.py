@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -14,11 +14,13 @@ from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.derive import read_derived
 from shardkeep.loading.hostcasts import goes_to_devices
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import Destination, plan_destinations
 from shardkeep.loading.read import read_into
+from shardkeep.loading.remapping import as_missing, remapped, settle
 from shardkeep.loading.select import Choice, LoadRequest, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
@@ -27,6 +29,8 @@ from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.collectives import send_from_leader
 from shardkeep.processes.operation import ALONE, LEADER, Operation, join
+from shardkeep.remap.expressions import DerivedArray
+from shardkeep.remap.rules import Rule, as_rules
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import Crew
@@ -55,6 +59,9 @@ def load(
     progress: bool = False,
     per_process: Literal["own", "all"] = "own",
     mapped: bool | None = None,
+    remap: Rule | Sequence[Rule] | None = None,
+    missing: Literal["error", "keep"] | Callable[..., object] = "error",
+    extra: Literal["ignore", "error"] = "ignore",
 ) -> Any:
     """Load a checkpoint: the tree that was saved, on any number of devices, with every byte checked.
 
@@ -100,6 +107,13 @@ def load(
         per_process: What a `PerProcess` leaf loads as. "own" is the value that this process saved, which needs as
             many processes as saved it. "all" is the list of the values of all processes.
         mapped: The old name of `mmap`.
+        remap: Rules from `shardkeep.remap`, which are applied in order to the tree of the checkpoint. What results is
+            what `template`, `include`, rules and shardings are about, and what is returned without a template. Only
+            what is needed is read: of stacked layers, for example, those that this process needs.
+        missing: What to do about leaves of the template that the checkpoint does not have. "error" refuses them, "keep"
+            keeps the template's own values, and a function makes the arrays: it is called with the key and the
+            template's array or `jax.ShapeDtypeStruct`. What is not from the checkpoint is logged.
+        extra: What to do about leaves of the checkpoint that the template does not have: "ignore" or "error".
 
     Returns:
         The tree.
@@ -108,7 +122,8 @@ def load(
         CheckpointNotFoundError: There is no checkpoint at `path`.
         IntegrityError: A file is missing, truncated or damaged.
         MissingLeafError: The template has data that the checkpoint does not have, or `include` matches nothing.
-        TemplateMismatchError: The template has other shapes or kinds of arrays.
+        TemplateMismatchError: The template has other shapes or kinds of arrays, or `extra="error"` and there are more.
+        RemapError: A rule cannot be applied. No array was read.
         ShardingError: A sharding does not fit its array or the mesh.
         ProcessError: A `PerProcess` leaf was saved by another number of processes, or another process failed.
 
@@ -122,27 +137,69 @@ def load(
     with join(f"loading {name_path(path)}") as operation:
         place = location(path, "load(path)")
         with missing_first(place):
-            mmap = mmap if mapped is None else mapped
-            if not isinstance(mmap, bool):
-                raise ValueError(f"mmap must be True or False, not {mmap!r}")
-            if per_process not in ("own", "all"):
-                raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
-            request = LoadRequest(
+            request = make_request(
                 template=template,
                 prefix=prefix,
-                include=_pattern(include),
+                include=include,
                 mesh=mesh,
-                rules=partition_rules,
+                partition_rules=partition_rules,
                 shardings=shardings,
-                dtype=None if dtype is None else parse_dtype(dtype),
+                dtype=dtype,
                 verify=verify,
-                mmap=mmap,
+                mmap=mmap if mapped is None else mapped,
                 read_once=read_once,
-                verbose=progress,
+                progress=progress,
                 per_process=per_process,
+                remap=remap,
+                missing=missing,
+                extra=extra,
             )
             skeleton, leaves, _ = load_request(place, request, operation)
     return skeleton.rebuild(leaves)
+
+
+def make_request(
+    *,
+    template: object,
+    prefix: str | None,
+    include: str | re.Pattern[str] | None,
+    mesh: Mesh | None,
+    partition_rules: Rules | None,
+    shardings: object,
+    dtype: object,
+    verify: bool,
+    mmap: bool,
+    read_once: bool,
+    progress: bool,
+    per_process: Literal["own", "all"],
+    remap: object,
+    missing: object,
+    extra: str,
+) -> LoadRequest:
+    """The arguments of `load`, checked."""
+    if not isinstance(mmap, bool):
+        raise ValueError(f"mmap must be True or False, not {mmap!r}")
+    if per_process not in ("own", "all"):
+        raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
+    if extra not in ("ignore", "error"):
+        raise ValueError(f'extra must be "ignore" or "error", not {extra!r}')
+    return LoadRequest(
+        template=template,
+        prefix=prefix,
+        include=None if include is None else _pattern(include),
+        mesh=mesh,
+        rules=partition_rules,
+        shardings=shardings,
+        dtype=None if dtype is None else parse_dtype(dtype),
+        verify=verify,
+        mmap=mmap,
+        read_once=read_once,
+        verbose=progress,
+        per_process=per_process,
+        remap=() if remap is None else as_rules(remap),
+        missing="error" if missing == "error" else as_missing(missing),
+        extra=extra,
+    )
 
 
 def abstract(
@@ -217,6 +274,7 @@ def load_request(path: Location, request: LoadRequest, operation: Operation) -> 
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
     operation.what = f"loading {path}"
     asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
+    asked = (*asked, f"remap {request.remap}", f"extra {request.extra}", f"missing {request.missing}")
     compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
     manifest = None
     for _ in range(TRIES):
@@ -267,6 +325,8 @@ def _try_load(
         with Attempt(manifest, lambda: open_checkpoint(path)[1], forgives=forgives) as attempt:
             tree, choice = _choose(manifest, request)
             choose_process(choice, request, manifest.path, operation.index, operation.size)
+            if choice.lacking or choice.keeping:
+                settle(choice, request)
             wanted = [w for w in choice.wanted if w is not None]
             values = iter(read_leaves(store, tree, wanted, request, operation))
             leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
@@ -327,7 +387,11 @@ def _read(wanted: Sequence[Wanted], means: Means, sender: Operation | None) -> l
     if sender is None or sender.leads:
         # The destinations become the loaded arrays. What is needed beside them is claimed in steps.
         claim = partial(means.claim.change, what=means.claim.scope.what)
-        read_into(means.reader, destinations, fetches, budget.limit, means.crew, means.progress, claim)
+        if means.request.remap:
+            derived = [(destinations[i], w.own) for i, w in enumerate(here) if isinstance(w.stored, DerivedArray)]
+            read_derived(means.reader, derived, destinations, fetches, budget.limit, means.crew, means.progress, claim)
+        else:
+            read_into(means.reader, destinations, fetches, budget.limit, means.crew, means.progress, claim)
         means.claim.release()
     if sender is not None:
         _send(here, destinations, sender)
@@ -353,6 +417,8 @@ def _choose(manifest: Manifest, request: LoadRequest) -> tuple[Tree, Choice]:
     """The saved tree and what to load of it. Classes that cannot be rebuilt are named in a warning."""
     tree = manifest.tree(request.prefix)
     prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
+    if request.remap:
+        tree = remapped(tree, request).tree
     choice = choose(tree, request)
     choose_places([w for w in choice.wanted if w is not None], prefix, request)
     opaque_nodes = choice.skeleton.opaque_nodes()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.errors import MissingLeafError, TemplateMismatchError, counted
+from shardkeep.loading.suggestions import rules_to_try
 from shardkeep.model.keys import loose_key
 from shardkeep.model.manifest import Tree
 from shardkeep.model.nodes import Child, Node
@@ -26,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A leaf of the template that cannot be loaded. `saved` and `wanted` are shapes, if only those differ."""
+    """A leaf of the template that cannot be loaded, with the shape it has there; `saved` if only the shape differs."""
 
     path: Path
     text: str
@@ -36,11 +37,11 @@ class Mismatch:
     wanted: Shape | None = None
 
 
-def missing_leaf(path: Path, is_array: bool) -> Mismatch:
+def missing_leaf(path: Path, is_array: bool, shape: Shape | None = None) -> Mismatch:
     """A leaf of the template that the checkpoint does not have."""
     # Programs of others look for these words, and for those about shapes.
     text = f"Missing {'array' if is_array else 'value'} for key {name_leaf(path)!r}"
-    return Mismatch(path, text, missing=True, is_array=is_array)
+    return Mismatch(path, text, missing=True, is_array=is_array, wanted=None if shape is None else tuple(shape))
 
 
 def wrong_shape(path: Path, saved: Shape, wanted: Shape) -> Mismatch:
@@ -67,6 +68,10 @@ def mismatch_error(
     if cause:
         lines[0] = f"{lines[0][:-1]}. {cause}"
     lines += [f"  {text}" for text in _listed(every, stored)]
+    wanted = {one.path: one.wanted for one in every if one.wanted is not None}
+    rules = rules_to_try(tree.leaves, wanted, skeleton.paths())
+    if rules:
+        lines.append(cut(f"To change the checkpoint's tree to the template's, try remap={rules}", _LONGEST))
     lines.append("shardkeep.abstract(path) gives a template that matches; put ... where a leaf is not wanted.")
     error = (MissingLeafError if missing else TemplateMismatchError)("\n".join(lines))
     error.problems = tuple(one.text for one in every)

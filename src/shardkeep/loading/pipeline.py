@@ -14,6 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import block_until_ready, device_put, refuse_without_jax, service_error, transfers_allowed
 from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.derive import read_derived
 from shardkeep.loading.groups import LeafRegions, plan_groups
 from shardkeep.loading.hostcasts import cast_before, cast_destinations
 from shardkeep.loading.place import put_leaves
@@ -22,6 +23,7 @@ from shardkeep.loading.read import read_into
 from shardkeep.loading.select import LoadRequest, Wanted
 from shardkeep.loading.shardings import device_regions
 from shardkeep.model.arrays import Array
+from shardkeep.remap.expressions import DerivedArray
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.crew import Crew
 from shardkeep.runtime.progress import Progress
@@ -56,7 +58,7 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
         for group in plan.groups:
             nbytes = sum(part.nbytes for part in group)
             sent.make_room(nbytes)
-            destinations = _read(group, plan.step, means)
+            destinations = _read(group, wanted, plan.step, means)
             transfer = sent.add(_Transfer(nbytes, destinations))  # before it is started, which can be interrupted
             transfer.arrays = arrays.put(group, destinations)
             del destinations  # only JAX refers to their memory now
@@ -68,13 +70,19 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
     return arrays.done
 
 
-def _read(group: Sequence[LeafRegions], limit: int, means: Means) -> list[Destination]:
+def _read(group: Sequence[LeafRegions], wanted: Mapping[int, Wanted], limit: int, means: Means) -> list[Destination]:
     """What the parts of a group become in host memory: read, checked, and cast where that makes it smaller."""
     destinations = [
         Destination(part.leaf, part.regions, False, [None] * len(part.regions), part.cast) for part in group
     ]
     fetches = [fetch for i, part in enumerate(group) for fetch in plan_read(i, part.leaf, part.regions)]
-    read_into(means.reader, dict(enumerate(destinations)), fetches, limit, means.crew, means.progress)
+    if means.request.remap:
+        owns = [(destination, wanted[part.number].own) for destination, part in zip(destinations, group, strict=True)]
+        derived = [(destination, own) for destination, own in owns if isinstance(destination.leaf, DerivedArray)]
+        numbered = dict(enumerate(destinations))
+        read_derived(means.reader, derived, numbered, fetches, limit, means.crew, means.progress)
+    else:
+        read_into(means.reader, dict(enumerate(destinations)), fetches, limit, means.crew, means.progress)
     cast_destinations(destinations, means.crew)
     return destinations
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from shardkeep.model.arrays import Array, DType, Region
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Piece, StoredArray
+from shardkeep.remap.expressions import Function
 
 if TYPE_CHECKING:
     from shardkeep.loading.select import Wanted  # it needs JAX, and this does not
@@ -22,13 +23,18 @@ Sized = TypeVar("Sized", bound=_HasBytes)
 
 @dataclass(slots=True)
 class Destination:
-    """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files."""
+    """Where the data of a leaf goes: its regions and an array for each. With `own`, these are not mapped files.
+
+    Arrays that are there before anything is read are filled; others are made, or are what was read. What fills an array
+    goes through the `functions` for it, if there are any.
+    """
 
     leaf: StoredArray
     regions: Sequence[Region]
     own: bool
     arrays: list[Array | None]
     cast: DType | None = None  # what they are cast to once they are read
+    functions: Sequence[tuple[Function, ...]] = ()
 
     @property
     def whole(self) -> Array:
@@ -86,6 +92,20 @@ def plan_read(number: int, leaf: StoredArray, regions: Sequence[Region]) -> list
             hits = [(same, piece.region)]
         else:
             hits = [(i, c) for i, region in enumerate(regions) if (c := piece.region.intersect(region)) is not None]
+        if hits:
+            fetches.append(Fetch(number, piece, tuple(hits)))
+    return fetches
+
+
+def plan_overlapping(number: int, leaf: StoredArray, destinations: Sequence[Region]) -> list[Fetch]:
+    """`plan_read` for destination regions that may overlap. Each piece is still read once."""
+    fetches: list[Fetch] = []
+    for piece in leaf.pieces:
+        hits = [
+            (i, c)
+            for i, destination in enumerate(destinations)
+            if (c := piece.region.intersect(destination)) is not None
+        ]
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches

@@ -2,22 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from shardkeep.errors import IntegrityError
+from shardkeep.foreign.base import ArrayReader
 from shardkeep.foreign.registry import open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.loading.plan import Destination, Fetch, plan_steps, split_fetch
-from shardkeep.model.arrays import Array, Region, touched_blocks
+from shardkeep.model.arrays import Array, Region, bands, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
+from shardkeep.remap.moving import change_into
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import MappedFile, Store
-
-if TYPE_CHECKING:
-    pass  # which imports JAX
 
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
 _STEP = 256 << 20  # bytes of pieces that are in memory at once, besides the arrays that are made of them
@@ -47,11 +45,11 @@ def read_into(
     )
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
-    alone = _fed_by_one(fetches)
+    alone = _fed_by_one(fetches, destinations)
     if not reader.mapped or reader.store.traits.costly_requests:
         whole = [_goes_whole(fetch, destinations, alone) for fetch in fetches]
         fetches = [part for f, w in zip(fetches, whole, strict=True) for part in ([f] if w else split_fetch(f, limit))]
-        alone = _fed_by_one(fetches)
+        alone = _fed_by_one(fetches, destinations)
     claimed = False
     for step in plan_steps(fetches, limit):
         maps = _map_files(reader, step, destinations)
@@ -67,7 +65,8 @@ def read_into(
         _deliver(units, alone)
         crew.run(_tasks(units, reader, progress))
         crew.run([unit.copy for unit in units if unit.copies and len(unit.ranges) > 1])  # several threads read these
-    _allocate(
+        del units, staying, passing, into  # the memory of this step is free before the next one takes as much
+    allocate(
         [(each, n) for each in destinations.values() for n, array in enumerate(each.arrays) if array is None]
     )  # empty
 
@@ -75,8 +74,30 @@ def read_into(
 def _read_foreign(store: Store, destination: Destination, progress: Progress) -> None:
     """An array of another program, which has no pieces."""
     array = open_array(store, destination.leaf)
+    if any(memory is not None for memory in destination.arrays):
+        _fill_from(array, destination, progress)
+        return
     destination.arrays[:] = [array.read(region) for region in destination.regions]
     progress(sum(map(destination.nbytes, range(len(destination.regions)))))
+
+
+def _fill_from(array: ArrayReader, destination: Destination, progress: Progress) -> None:
+    """Fill memory that is there already, which may be scattered: each chunk is read once for all of it."""
+    spec = destination.leaf.spec
+    for cell in bands(spec.shape, spec.dtype.itemsize, array.chunks, PART):
+        common = [(n, c) for n, region in enumerate(destination.regions) if (c := region.intersect(cell)) is not None]
+        if not common:
+            continue
+        hull = Region.around([part for _, part in common])
+        data = array.read(hull)
+        for n, part in common:
+            filled = destination.arrays[n]
+            assert filled is not None
+            place = filled[(*part.within(destination.regions[n]).slices, ...)]
+            change_into(
+                place, data[(*part.within(hull).slices, ...)], destination.functions[n] if destination.functions else ()
+            )
+        progress(data.nbytes)
 
 
 def _goes_whole(fetch: Fetch, destinations: Mapping[int, Destination], alone: set[tuple[int, int]]) -> bool:
@@ -86,13 +107,13 @@ def _goes_whole(fetch: Fetch, destinations: Mapping[int, Destination], alone: se
     return len(fetch.fills) == 1 and (fetch.leaf, number) in alone and common == wanted == fetch.piece.region
 
 
-def _fed_by_one(fetches: Sequence[Fetch]) -> set[tuple[int, int]]:
-    """The regions, as (leaf, number of the region), that a single piece fills."""
+def _fed_by_one(fetches: Sequence[Fetch], destinations: Mapping[int, Destination]) -> set[tuple[int, int]]:
+    """The regions, as (leaf, number of the region), that a single piece fills, and that may be the memory it is in."""
     count: dict[tuple[int, int], int] = {}
     for fetch in fetches:
         for number, _ in fetch.fills:
             count[fetch.leaf, number] = count.get((fetch.leaf, number), 0) + 1
-    return {pair for pair, n in count.items() if n == 1}
+    return {pair for pair, n in count.items() if n == 1 and destinations[pair[0]].arrays[pair[1]] is None}
 
 
 def _map_files(reader: BlockReader, step: Sequence[Fetch], destinations: Mapping[int, Destination]) -> Maps:
@@ -179,7 +200,11 @@ class _Unit:
         for number, common in self.copies:
             filled = self.destination.arrays[number]
             assert filled is not None
-            filled[common.within(self.destination.regions[number]).slices] = self.view(common)
+            place = (*common.within(self.destination.regions[number]).slices, ...)
+            if self.destination.functions:
+                change_into(filled[place], self.view(common), self.destination.functions[number])
+            else:
+                filled[place] = self.view(common)
 
 
 def _tasks(units: Sequence[_Unit], reader: BlockReader, progress: Progress) -> list[Task]:
@@ -237,10 +262,10 @@ def _deliver(units: Sequence[_Unit], alone: set[tuple[int, int]]) -> None:
             else:
                 unit.copies.append((number, common))
                 lacking.append((unit.destination, number))
-    _allocate(lacking)
+    allocate(lacking)
 
 
-def _allocate(wanted: Sequence[tuple[Destination, int]]) -> None:
+def allocate(wanted: Sequence[tuple[Destination, int]]) -> None:
     """Allocate memory for regions that have none."""
     lacking = {(id(each), number): each for each, number in wanted if each.arrays[number] is None}
     slabs = Slabs(each.nbytes(number) for (_, number), each in lacking.items())

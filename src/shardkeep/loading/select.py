@@ -3,10 +3,10 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from shardkeep.errors import IntegrityError, MissingLeafError, ProcessError, ShardingError, counted
+from shardkeep.loading.leftovers import not_named, refuse_extra
 from shardkeep.loading.mismatches import Mismatch, mismatch_error, missing_leaf, summarize, wrong_kind, wrong_shape
 from shardkeep.loading.moving import is_on_cpu, stays_numpy
 from shardkeep.loading.shardings import (
@@ -32,6 +33,8 @@ from shardkeep.model.manifest import Tree
 from shardkeep.model.perprocess import PerProcess, PerProcessRows, fold_containers
 from shardkeep.model.tree import Leaf, Path, Skeleton, flatten, name_leaf
 from shardkeep.model.values import is_data, is_plain, show
+from shardkeep.remap.expressions import DerivedArray, keeps_values
+from shardkeep.remap.rules import Rule
 from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
@@ -42,6 +45,10 @@ _SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards a
 
 # Called with an array, what is stored of it, and the function that `shardings` has for it; returns what is loaded.
 Treatment = Callable[[Any, StoredLeaf, Callable[[Any], Any]], Any]
+
+
+# Gives leaves of the template that the checkpoint does not have their values, all at once.
+Filler = Callable[[Sequence[Leaf]], Sequence[object]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,9 @@ class LoadRequest:
     per_process: str = "own"  # of each PerProcess leaf: this process's value, or "all" in a list
     read_once: bool = False  # of several processes only the first reads, and sends the data to the others
     policy: Policy = Policy()
+    remap: tuple[Rule, ...] = ()  # applied to the tree of the checkpoint
+    missing: Literal["error", "keep"] | Filler = "error"  # leaves that the checkpoint does not have
+    extra: str = "ignore"  # leaves that the template does not have; "error" refuses them
 
 
 @dataclass(slots=True)
@@ -96,6 +106,7 @@ class Wanted:
     like: Any = None  # the template's plain value or 0-d array, where the other was saved
     shape: tuple[int, ...] | None = None  # the shape to reshape to
     process: int | None = None  # of a PerProcess leaf: whose value; None: all of them
+    own: object = None  # the template's array, of which a derived one keeps a part
 
     def stays_on_host(self, leaf: StoredArray) -> bool:
         """Whether the caller gets a NumPy array, which is writable and therefore must not be a mapped file."""
@@ -117,11 +128,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The structure to rebuild and its leaves: to load, or (by number) kept from the template."""
+    """The structure to rebuild and its leaves: to load, or (by number) kept from the template, or made for it."""
 
     skeleton: Skeleton
     wanted: list[Wanted | None]
     kept: dict[int, Any]
+    lacking: dict[int, Leaf] = field(default_factory=dict[int, Leaf])  # not in the checkpoint, and not an error
+    keeping: dict[int, Leaf] = field(default_factory=dict[int, Leaf])  # in the checkpoint, but for a part
 
 
 class NumpyStruct(jax.ShapeDtypeStruct):
@@ -130,10 +143,16 @@ class NumpyStruct(jax.ShapeDtypeStruct):
     __slots__ = ()
 
 
-def choose(tree: Tree, request: LoadRequest) -> Choice:
-    """The leaves to load, those of a template with its shardings."""
+def choose(tree: Tree, request: LoadRequest, problems: list[Mismatch] | None = None) -> Choice:
+    """The leaves to load, those of a template with its shardings.
+
+    Args:
+        tree: The tree of the checkpoint.
+        request: What is asked of it.
+        problems: Where to put what does not match the template. By default it is an error.
+    """
     if request.template is not None:
-        return _choose_by_template(tree, request)
+        return _choose_by_template(tree, request, problems)
 
     def want(leaf: StoredLeaf) -> Wanted:
         if leaf.processes is not None:
@@ -158,7 +177,7 @@ def _no_match(include: re.Pattern[str], where: str, paths: Sequence[Path]) -> Mi
     return MissingLeafError(f"include={include.pattern!r} matches no leaf{where}; {found}")
 
 
-def _choose_by_template(tree: Tree, request: LoadRequest) -> Choice:
+def _choose_by_template(tree: Tree, request: LoadRequest, collected: list[Mismatch] | None) -> Choice:
     skeleton, leaves = flatten(request.template)
     if request.include is not None and not any(_is_included(leaf.path, request) for leaf in leaves):
         # Nothing would be loaded, and the program would go on with the values it has made for the template.
@@ -169,7 +188,7 @@ def _choose_by_template(tree: Tree, request: LoadRequest) -> Choice:
     find = ByLooseKey((leaf.path, leaf) for leaf in tree.leaves)
     empty: set[str] | None = None
     choice = Choice(skeleton, [], {})
-    problems: list[Mismatch] = []
+    problems: list[Mismatch] = [] if collected is None else collected
     unloaded: list[Mismatch] = []
     never_saved: list[str] = []
     total = 0
@@ -186,18 +205,29 @@ def _choose_by_template(tree: Tree, request: LoadRequest) -> Choice:
                 _keep(choice, leaf)
                 continue
         if stored is None:
-            found = missing_leaf(leaf.path, not is_plain(leaf.value) and not isinstance(leaf.value, PerProcess))
+            if request.missing != "error":
+                choice.lacking[len(choice.wanted)] = leaf
+                _keep(choice, leaf)
+                continue
+            is_array = not is_plain(leaf.value) and not isinstance(leaf.value, PerProcess)
+            found = missing_leaf(leaf.path, is_array, getattr(leaf.value, "shape", None))
         else:
-            found = _as_template(stored, leaf, request)
+            found = as_template(stored, leaf, request)
         if isinstance(found, Wanted):
+            if request.remap and isinstance(stored, DerivedArray) and keeps_values(stored.expression):
+                choice.keeping[len(choice.wanted)] = leaf
             choice.wanted.append(found)
         elif request.policy.strict_shapes or _is_abstract(leaf.value):
             problems.append(found)
+            if collected is not None:
+                _keep(choice, leaf)
         else:
             unloaded.append(found)
             _keep(choice, leaf)
-    if problems:
+    if problems and collected is None:
         raise mismatch_error(tree, skeleton, problems, total)
+    if request.extra == "error":
+        refuse_extra(_not_loaded(tree, choice, leaves, request))
     _log_kept(unloaded, never_saved)
     _log_not_loaded(tree, choice, leaves, request)
     return choice
@@ -243,7 +273,7 @@ def _keep(choice: Choice, leaf: Leaf) -> None:
     choice.wanted.append(None)
 
 
-def _is_abstract(value: Any) -> bool:
+def _is_abstract(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__")
 
 
@@ -268,15 +298,7 @@ def _log_not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request:
     """Say which leaves of the checkpoint the template does not name. Those below a `...` are left out on purpose."""
     if not log.isEnabledFor(logging.INFO):
         return
-    used = {w.stored.path for w in choice.wanted if w is not None}
-    refused = {loose_key(leaf.path) for leaf in leaves if leaf.value is ...}
-    rest = [
-        leaf
-        for leaf in tree.leaves
-        if leaf.path not in used
-        and _is_included(leaf.path, request)
-        and not (refused and any(above in refused for above in _ancestors(leaf.path)))
-    ]
+    rest = _not_loaded(tree, choice, leaves, request)
     if rest:
         log.info(
             "%s of the checkpoint (%s bytes) %s not in the template and %s not loaded: %s",
@@ -288,19 +310,17 @@ def _log_not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request:
         )
 
 
-def _ancestors(path: Path) -> Iterable[str]:
-    key = loose_key(path)
-    while key:
-        yield key
-        key = key.rpartition("/")[0]
-    yield ""
+def _not_loaded(tree: Tree, choice: Choice, leaves: Sequence[Leaf], request: LoadRequest) -> list[StoredLeaf]:
+    used = {w.stored.path for w in choice.wanted if w is not None}
+    refused = [leaf.path for leaf in leaves if leaf.value is ...]
+    return [leaf for leaf in not_named(tree, used, refused) if _is_included(leaf.path, request)]
 
 
 def _some(keys: Sequence[str]) -> str:
     return ", ".join(map(repr, keys[:_SHOWN])) + (", …" if len(keys) > _SHOWN else "")
 
 
-def _as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted | Mismatch:
+def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted | Mismatch:
     """A saved leaf as the template wants it, or why it cannot be loaded so."""
     like = leaf.value
     if stored.processes is not None or isinstance(like, PerProcess):

@@ -1,7 +1,7 @@
 """Dtypes by name, and arithmetic with rectangular regions of arrays."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
@@ -180,6 +180,14 @@ class Region:
             shape.append(high - low)
         return Region(tuple(start), tuple(shape))
 
+    @classmethod
+    def around(cls, regions: "Sequence[Region]") -> "Region":
+        """The smallest region that contains all of these."""
+        ends = [[a + n for a, n in zip(r.start, r.shape, strict=True)] for r in regions]
+        start = tuple(map(min, zip(*(r.start for r in regions), strict=True)))
+        last = map(max, zip(*ends, strict=True))
+        return cls(start, tuple(b - a for a, b in zip(start, last, strict=True)))
+
     def within(self, outer: "Region") -> "Region":
         """The same region, relative to the start of `outer`."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
@@ -243,6 +251,45 @@ def cut(region: Region, counts: Sequence[int]) -> list[Region]:
         Region(tuple(a + i * n for a, i, n in zip(region.start, index, shape, strict=True)), shape)
         for index in np.ndindex(*counts)
     ]
+
+
+def split_region(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
+    """Parts of at most `limit` bytes, but at least one element, each contiguous in the C order of the region.
+
+    >>> [part.start for part in split_region(Region((0, 0), (4, 4)), itemsize=1, limit=8)]
+    [(0, 0), (2, 0)]
+    """
+    axis = next((i for i, n in enumerate(region.shape) if n > 1), None)
+    nbytes = region.size * itemsize
+    if nbytes <= limit or axis is None:
+        yield region
+        return
+    row = nbytes // region.shape[axis]
+    step = max(limit // row, 1)
+    for first in range(0, region.shape[axis], step):
+        start = tuple(a + first if i == axis else a for i, a in enumerate(region.start))
+        count = min(step, region.shape[axis] - first)
+        band = Region(start, tuple(count if i == axis else n for i, n in enumerate(region.shape)))
+        yield from split_region(band, itemsize, limit)
+
+
+def bands(shape: Sequence[int], itemsize: int, chunks: Sequence[int], limit: int) -> Iterator[Region]:
+    """Regions that cover an array stored in chunks: rows of chunks of at most `limit` bytes, else single chunks.
+
+    >>> [band.shape for band in bands((5, 6), itemsize=1, chunks=(2, 3), limit=12)]
+    [(2, 6), (2, 6), (1, 6)]
+    """
+    nbytes = math.prod(shape) * itemsize
+    if not shape or nbytes <= limit:
+        yield Region.whole(shape)
+        return
+    row = nbytes // shape[0] * chunks[0]
+    steps = (chunks[0] * max(limit // max(row, 1), 1), *(shape[1:] if row <= limit else chunks[1:]))
+    counts = [-(-n // step) for n, step in zip(shape, steps, strict=True)]
+    for index in np.ndindex(*counts):
+        start = tuple(i * step for i, step in zip(index, steps, strict=True))
+        ends = [min(a + step, n) for a, step, n in zip(start, steps, shape, strict=True)]
+        yield Region(start, tuple(b - a for a, b in zip(start, ends, strict=True)))
 
 
 @lru_cache(maxsize=256)

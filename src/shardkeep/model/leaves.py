@@ -172,7 +172,6 @@ class StoredValue(StoredLeaf):
     value: Any = field()
 
 
-@final
 @fast_dataclass
 class StoredArray(StoredLeaf):
     """A saved array: a `StoredLeaf`, with its attributes."""

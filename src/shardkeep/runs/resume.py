@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from shardkeep.catalog import open_checkpoint
-from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError
+from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError, RemapError
 from shardkeep.loading.load import load
+from shardkeep.loading.remapping import FromTemplate
 from shardkeep.model.manifest import Manifest
 from shardkeep.processes.operation import join
 from shardkeep.runs.contents import ITERATORS
@@ -24,6 +25,7 @@ from shardkeep.targets.resolve import find_complete, find_newest, look
 log = logging.getLogger("shardkeep")
 
 _LOOKS = 8  # at how many of them to look: directories may have such names and be no checkpoints
+_CHANGES = ("remap", "missing", "extra")  # the arguments of load that with init_from are for it alone
 _OWN = ("path", "template", "per_process", "mapped")  # the arguments of load that resume does not take
 
 
@@ -132,7 +134,7 @@ class Resumption:
     def load(self, one: Candidate) -> tuple[Any, dict[str, Any]]:
         """The state of a step, and the states of its iterators, which are put back."""
         self._check_complete(one)
-        state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path))
+        state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path), {})
         return state, self._position(one) if self._iterators else {}
 
     @staticmethod
@@ -145,8 +147,11 @@ class Resumption:
                     raise IntegrityError(f"{one.path} is damaged: {damage}")
             operation.share()
 
-    def _state_in(self, path: str, prefix: str | None) -> Any:
-        return load(path, prefix=prefix, template=self._template.like, **self._template.arguments)
+    def _state_in(self, path: str, prefix: str | None, more: Mapping[str, Any]) -> Any:
+        arguments = {**self._template.arguments, **more}
+        if arguments.get("missing") == "keep" and self._template.make_some is not None:
+            arguments["missing"] = FromTemplate(self._template.make_some)
+        return load(path, prefix=prefix, template=self._template.like, **arguments)
 
     def _prefix_in(self, path: str) -> str | None:
         """The tree of a checkpoint that is the state: the one asked for, the one without a prefix, or the only one."""
@@ -211,12 +216,18 @@ class Resumption:
         marks = [m for m in self._control.marks() if m.subject == (one.name, one.save_id) and m.kind in void]
         self._control.remove(marks)
 
-    def fresh(self, init_from: object, name: StepName) -> tuple[Any, Resumed]:
-        """A new state, or one that begins with the weights of another checkpoint."""
+    def fresh(self, init_from: object, name: StepName, changes: Mapping[str, Any]) -> tuple[Any, Resumed]:
+        """A new state, or one that begins with the weights of another checkpoint.
+
+        Args:
+            init_from: The other checkpoint, or None.
+            name: How the steps of the run are named.
+            changes: Arguments for loading the other checkpoint, and no step of the run.
+        """
         if init_from is not None:
             with join(f"looking for {init_from}") as operation:
                 path = operation.share(_checkpoint_at(init_from, name) if operation.leads else None)
-            state = self._state_in(path, self._prefix_in(path))
+            state = self._state_in(path, self._prefix_in(path), changes)
             return state, Resumed(0, path, fresh=True, init_from=path)
         with join(f"resuming the run {self._place}") as operation:
             if operation.leads:
@@ -272,6 +283,22 @@ def _refuse_other_names(control: Control, name: StepName) -> None:
             f"with the checkpoints there are, open the run with name={pattern_of(each)!r}. To begin with "
             "their weights at step 0, pass init_from=. To begin anew, choose another directory"
         )
+
+
+def take_changes(arguments: dict[str, object], init_from: object) -> dict[str, object]:
+    """Take the arguments that are about another program's state out of those for `load`.
+
+    Raises:
+        RemapError: There are rules, and no other checkpoint to apply them to.
+    """
+    if init_from is not None:
+        return {name: arguments.pop(name) for name in _CHANGES if name in arguments}
+    if arguments.get("remap") is not None:
+        raise RemapError(
+            "resume(remap=...) needs init_from=: rules change the checkpoint that a run begins with, and must not be "
+            "applied again to the run's own steps, which have the new tree already"
+        )
+    return {}
 
 
 def check_arguments(arguments: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from shardkeep.runs.iterators import Redistribute
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.preemption import parse_signals
 from shardkeep.runs.reading import ReadableRun, check_number
-from shardkeep.runs.resume import Candidate, Resumed, Resumption, candidates_of, check_arguments
+from shardkeep.runs.resume import Candidate, Resumed, Resumption, candidates_of, check_arguments, take_changes
 from shardkeep.runs.retention import delete_step
 from shardkeep.runs.schedule import Interval, Schedule
 from shardkeep.runs.steps import Step
@@ -161,7 +161,9 @@ class Run(ReadableRun):
                 returns that many states. It is needed if the number of processes has changed.
             **arguments: Arguments of `shardkeep.load`: `mesh`, `partition_rules`, `shardings`, `dtype`, `include`,
                 `verify` and others. `prefix` is for checkpoints that no Run saved: which of their trees is the state.
-                Default: the one without a prefix, or the only one.
+                Default: the one without a prefix, or the only one. With `init_from`, the arguments `remap`, `missing`
+                and `extra` are for that checkpoint alone; `remap` needs it. With `missing="keep"`, leaves that it does
+                not have are made by the template: of a function, only those leaves are computed.
 
         Returns:
             The state and the step that it was saved at.
@@ -170,6 +172,7 @@ class Run(ReadableRun):
             IntegrityError: There are steps, and none of them can be used.
             ConflictError: Another program writes to the run.
             ShardingError: There are several devices, and nothing says how to use them.
+            RemapError: A rule cannot be applied, or there is no `init_from` to apply it to.
             MissingLeafError: The step has no state of one of the iterators.
             CheckpointExistsError: There are no steps, but numbered checkpoints of another name; see `name` of `Run`.
         """
@@ -177,6 +180,7 @@ class Run(ReadableRun):
         check_arguments(arguments)
         number = None if step is None else check_number(step)
         prefix = arguments.pop("prefix", None)
+        changes = take_changes(arguments, init_from)
         plan = read_template(template, arguments)
         with join(f"resuming the run {self.path}") as operation:
             self._last.settle()
@@ -191,7 +195,7 @@ class Run(ReadableRun):
         elif candidates:
             state, resumed = resumption.newest(candidates)
         else:
-            state, resumed = resumption.fresh(init_from, self._name)
+            state, resumed = resumption.fresh(init_from, self._name, changes)
         if writer.leads:
             writer.note(self._index.read())
         writer.resumed = True

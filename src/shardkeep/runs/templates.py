@@ -17,7 +17,7 @@ from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
 from shardkeep.jaxapi import device_put, eval_shape, jit
-from shardkeep.loading.select import NumpyStruct
+from shardkeep.loading.select import Filler, NumpyStruct
 from shardkeep.loading.shardings import Place, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import Leaf, flatten, name_leaf
@@ -43,6 +43,7 @@ class Template:
     like: Any
     make: Callable[[], Any] | None
     arguments: Mapping[str, Any]
+    make_some: Filler | None = None  # makes new values of some leaves only; None if the template has only shapes
 
 
 def read_template(template: Any, arguments: Mapping[str, Any]) -> Template:
@@ -61,10 +62,12 @@ def read_template(template: Any, arguments: Mapping[str, Any]) -> Template:
     if rest.get("include") is None:
         return made
     assert made.make is not None
-    return Template(made.make(), made.make, rest)  # what is not included keeps the value that the function makes
+    return Template(
+        made.make(), made.make, rest, made.make_some
+    )  # what is not included keeps the value that the function makes
 
 
-def _is_function(template: Any) -> bool:
+def _is_function(template: object) -> bool:
     """Whether it is a function, and not a module that can be called and is a tree."""
     return callable(template) and (isinstance(template, Partial) or jax.tree_util.all_leaves([template]))
 
@@ -76,7 +79,7 @@ def _from_jitted(function: Any, placing: Mapping[str, Any], rest: Mapping[str, A
     def make() -> Any:
         return _moved(function(), like)
 
-    return Template(like, make, rest)
+    return Template(like, make, rest, _some_of(function))
 
 
 def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest: Mapping[str, Any]) -> Template:
@@ -113,14 +116,33 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
         made = jit(cast_arrays, [_wanted(leaf) for leaf in leaves])()
         return filled(made)
 
-    return Template(like, make, rest)
+    return Template(like, make, rest, _some_of(function))
+
+
+def _some_of(function: Callable[[], object]) -> Filler:
+    """Makes some leaves of what a function makes: compiled, so that nothing is computed for the other leaves."""
+
+    def make_some(wanted: Sequence[Leaf]) -> Sequence[object]:
+        def some() -> list[object]:
+            made = {leaf.path: leaf.value for leaf in flatten(function())[1]}
+            return [_as_dtype(_strongly_typed(made[leaf.path]), leaf.value.dtype) for leaf in wanted]
+
+        return jit(some, [_wanted(leaf.value) for leaf in wanted])()
+
+    return make_some
 
 
 def _from_tree(tree: Any, placing: Mapping[str, Any], rest: Mapping[str, Any]) -> Template:
     like = _placed(tree, placing)
     _, leaves = flatten(tree)
-    abstract = [leaf for leaf in leaves if isinstance(leaf.value, jax.ShapeDtypeStruct)]
-    return Template(like, None if abstract else lambda: _moved(tree, like), rest)
+    if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):
+        return Template(like, None, rest)
+    values = {leaf.path: leaf.value for leaf in leaves}
+
+    def make_some(wanted: Sequence[Leaf]) -> Sequence[object]:
+        return [_move(values[leaf.path], leaf.value) for leaf in wanted]
+
+    return Template(like, lambda: _moved(tree, like), rest, make_some)
 
 
 class _Nothing:
@@ -130,7 +152,7 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 

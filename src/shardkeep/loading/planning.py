@@ -1,0 +1,257 @@
+"""What a load would do, before it does it: a value that can be looked at, executed and undone."""
+
+import html
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from shardkeep.catalog import open_checkpoint
+from shardkeep.errors import counted
+from shardkeep.jaxapi import process_count, process_index
+from shardkeep.loading.blocks import parts_of
+from shardkeep.loading.leftovers import not_named
+from shardkeep.loading.load import load, make_request
+from shardkeep.loading.mismatches import Mismatch
+from shardkeep.loading.plan import plan_overlapping
+from shardkeep.loading.read import needed_blocks
+from shardkeep.loading.remapping import remapped
+from shardkeep.loading.select import LoadRequest, Wanted, choose, choose_places, choose_process
+from shardkeep.loading.suggestions import rules_to_try
+from shardkeep.model.arrays import Region
+from shardkeep.model.digests import BLOCK
+from shardkeep.model.leaves import StoredArray
+from shardkeep.model.manifest import Manifest
+from shardkeep.model.summaries import cut
+from shardkeep.model.tree import Path, flatten, name_leaf
+from shardkeep.remap.changes import Changes, Remapped, remap_tree
+from shardkeep.remap.expressions import DerivedArray
+from shardkeep.remap.inverse import inverse_of
+from shardkeep.remap.regions import regions_read
+from shardkeep.remap.rules import Rule
+from shardkeep.stores.location import location, path_text
+
+_SHOWN = 40  # leaves in a table, unless all are asked for
+_WIDEST = 60  # characters of a column
+
+
+@dataclass(frozen=True)
+class PlannedLeaf:
+    """A leaf of a `LoadPlan`.
+
+    Attributes:
+        key: Its key in the result.
+        form: Its dtype and shape; of a plain value, the value.
+        sources: The stored leaves that it is made of, each with the ranges that this process needs.
+        rules: The rules that made it what it is, in order.
+        nbytes: The bytes that this process reads for it: whole blocks, as they are stored and checked. What several
+            leaves are made of is counted for each.
+    """
+
+    key: str
+    form: str
+    sources: tuple[str, ...]
+    rules: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class LoadPlan:
+    """What `load` would do, as `plan_load` returns it. Printing it shows a table, in a notebook as HTML.
+
+    Attributes:
+        path: The checkpoint.
+        leaves: A `PlannedLeaf` for each leaf that is loaded: `key`, `form`, `sources`, `rules`, `nbytes`.
+        missing: The keys of the template that the checkpoint does not have.
+        extra: The keys of the checkpoint that the template does not have.
+        problems: What else does not match the template. If there are any, `load` raises an error.
+        suggestions: Rules that would help, as text that can be pasted.
+        nbytes: The bytes that this process reads, each block once.
+
+    >>> import numpy as np, shardkeep
+    >>> from shardkeep import remap
+    >>> _ = shardkeep.save(tmp / "old", {"layers": [{"w": np.ones((2, 3))}, {"w": np.zeros((2, 3))}]})
+    >>> plan = shardkeep.plan_load(tmp / "old", remap=[remap.stack("layers/{i}/w", "layers/w")])
+    >>> [(leaf.key, leaf.form, leaf.nbytes) for leaf in plan.leaves]
+    [('layers/w', 'float64[2, 2, 3]', 96)]
+    >>> plan.load()["layers"]["w"].shape, plan.inverse()
+    ((2, 2, 3), [remap.unstack('layers/w', 'layers/{i}/w')])
+    """
+
+    path: str
+    leaves: tuple[PlannedLeaf, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    problems: tuple[str, ...]
+    suggestions: tuple[str, ...]
+    nbytes: int
+    _execute: Callable[[], object] = field(compare=False)
+    _changes: Changes = field(compare=False)
+    _present: tuple[Path, ...] = field(compare=False)
+
+    def load(self) -> Any:
+        """Load what was planned. If the checkpoint has been replaced meanwhile, the load follows what is there now."""
+        return self._execute()
+
+    def inverse(self) -> list[Rule]:
+        """The rules that make the loaded tree what the checkpoint was, for the leaves that are loaded.
+
+        Raises:
+            RemapError: A rule has lost something, such as a leaf that was dropped, or cannot be undone.
+        """
+        return list(inverse_of(self._changes, self._present))
+
+    def __str__(self) -> str:
+        rows = [["leaf", "is", "from", "rules", "bytes read"], *(_row(leaf) for leaf in self.leaves[:_SHOWN])]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [f"load {self.path}: {counted(len(self.leaves), 'leaf', 'leaves')}, {self.nbytes:,} bytes to read"]
+        lines += ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *self._rest()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("leaf", "is", "from", "rules", "bytes read"))
+        rows = ["".join(f"<td>{html.escape(text)}</td>" for text in _row(leaf)) for leaf in self.leaves[:_SHOWN]]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        rest = "".join(f"<p>{html.escape(line.strip())}</p>" for line in self._rest())
+        title = html.escape(f"load {self.path}: {self.nbytes:,} bytes to read")
+        return f"<table><caption>{title}</caption><tr>{head}</tr>{body}</table>{rest}"
+
+    def _rest(self) -> list[str]:
+        more = len(self.leaves) - _SHOWN
+        lines = [f"… and {counted(more, 'more leaf', 'more leaves')}"] if more > 0 else []
+        for what, keys in (("not in the checkpoint", self.missing), ("not in the template", self.extra)):
+            if keys:
+                lines.append(f"{what}: {cut(', '.join(keys), 400)}")
+        lines += [cut(problem, 400) for problem in self.problems[:_SHOWN]]
+        return [*lines, *(f"to try: {text}" for text in self.suggestions)]
+
+
+def _row(leaf: PlannedLeaf) -> list[str]:
+    first, more = leaf.sources[:1], len(leaf.sources) - 1
+    sources = "".join(first) + (f" and {more:,} more" if more > 0 else "")
+    return [*(cut(text, _WIDEST) for text in (leaf.key, leaf.form, sources, ", ".join(leaf.rules))), f"{leaf.nbytes:,}"]
+
+
+def plan_load(path: object, **arguments: Any) -> LoadPlan:
+    """What `load` would do with the same arguments: what each leaf is made of, what is missing, and what is left over.
+
+    No array is read, and nothing is put on a device.
+
+    Args:
+        path: The checkpoint, as for `load`.
+        arguments: The arguments of `load`.
+
+    Returns:
+        A `LoadPlan`: a table as text and HTML; `plan.load()` executes it, and `plan.inverse()` gives the rules that
+        undo its rules.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+        RemapError: A rule cannot be applied.
+        ShardingError: A sharding does not fit its array or the mesh.
+
+    >>> import numpy as np, shardkeep
+    >>> _ = shardkeep.save(tmp / "step_1", {"w": np.ones(3)})
+    >>> plan = shardkeep.plan_load(tmp / "step_1", template={"w": np.zeros(3), "b": np.zeros(2)})
+    >>> plan.missing
+    ('b',)
+    """
+    parameters = dict(inspect.signature(load).parameters)
+    del parameters["path"]
+    for name in arguments:
+        if name not in parameters:
+            raise TypeError(f"plan_load() has no argument {name!r}; it takes those of load: {', '.join(parameters)}")
+    known = {name: arguments.get(name, parameter.default) for name, parameter in parameters.items()}
+    mapped = known.pop("mapped")
+    request = make_request(**known if mapped is None else {**known, "mmap": mapped})
+    _, manifest = open_checkpoint(location(path, "plan_load(path)"))
+    return _plan(path_text(path), manifest, request, partial(load, path, **arguments))
+
+
+def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable[[], object]) -> LoadPlan:
+    tree = manifest.tree(request.prefix)
+    prefix = next((name for name, candidate in manifest.trees.items() if candidate is tree), request.prefix or "")
+    found = remapped(tree, request) if request.remap else remap_tree(tree, ())
+    problems: list[Mismatch] = []
+    choice = choose(found.tree, replace(request, missing="keep", extra="ignore"), problems)
+    wanted = [w for w in choice.wanted if w is not None]
+    choose_places(wanted, prefix, request)
+    choose_process(choice, request, manifest.path, process_index(), process_count())
+    used = {w.stored.path for w in wanted}
+    template = [] if request.template is None else flatten(request.template)[1]
+    refused = [*(leaf.path for leaf in template if leaf.value is ...), *(one.path for one in problems)]
+    extra = [] if request.template is None else not_named(found.tree, used, refused)
+    lacking = {leaf.path: tuple(leaf.value.shape) for leaf in choice.lacking.values() if hasattr(leaf.value, "shape")}
+    differing = {one.path: one.wanted for one in problems if one.wanted is not None}
+    needed = {**differing, **(lacking if request.missing == "error" else {})}
+    rules = rules_to_try(found.tree.leaves, needed, [leaf.path for leaf in template]) if needed else []
+    read = [_needed(w) for w in wanted]
+    return LoadPlan(
+        path=path,
+        leaves=tuple(_planned(w, some, found) for w, some in zip(wanted, read, strict=True)),
+        missing=tuple(leaf.key for leaf in choice.lacking.values()),
+        extra=tuple(leaf.key for leaf in extra),
+        problems=tuple(one.text for one in problems),
+        suggestions=tuple(map(repr, rules)),
+        nbytes=_nbytes([each for some in read for each in some]),
+        _execute=execute,
+        _changes=found.changes,
+        _present=tuple(used),
+    )
+
+
+Needed = Sequence[tuple[StoredArray, Sequence[Region]]]
+
+
+def _needed(w: Wanted) -> Needed:
+    """The stored arrays that a leaf is made of, with the regions that this process needs."""
+    leaf = w.stored
+    if not isinstance(leaf, StoredArray):
+        return []
+    regions = w.regions(leaf)
+    return regions_read(leaf.expression, regions) if isinstance(leaf, DerivedArray) else [(leaf, regions)]
+
+
+def _nbytes(needed: Needed) -> int:
+    """The bytes that are read for regions, each block once."""
+    together: dict[Path, tuple[StoredArray, list[Region]]] = {}
+    for leaf, regions in needed:
+        source = (leaf.pieces[0].file, leaf.pieces[0].offset) if leaf.pieces else leaf.path
+        together.setdefault(tuple(map(str, source)), (leaf, []))[1].extend(regions)
+    total = 0
+    for leaf, regions in together.values():
+        if not leaf.pieces:
+            total += sum(region.size for region in dict.fromkeys(regions)) * leaf.spec.dtype.itemsize
+        for fetch in plan_overlapping(0, leaf, regions):
+            piece = fetch.piece
+            for first, last in parts_of(piece, needed_blocks(fetch, leaf)):
+                total += piece.stored or min(last * BLOCK, piece.length) - first * BLOCK
+    return total
+
+
+def _planned(w: Wanted, needed: Needed, found: Remapped) -> PlannedLeaf:
+    leaf = w.stored
+    form = (
+        f"{leaf.logical_dtype}{list(leaf.logical_shape)}"
+        if isinstance(leaf, StoredArray)
+        else cut(repr(leaf.value), 40)
+    )
+    origin = found.origin_of(leaf.path)
+    sources = tuple(_ranges(stored, regions, origin) for stored, regions in needed) or (name_leaf(origin or leaf.path),)
+    return PlannedLeaf(leaf.key, form, sources, tuple(map(repr, found.rules_of(leaf.path))), _nbytes(needed))
+
+
+def _ranges(leaf: StoredArray, regions: Sequence[Region], origin: Path | None) -> str:
+    """A stored array with the ranges that are needed of it."""
+    key = name_leaf(origin or leaf.path)
+    different = list(dict.fromkeys(regions))
+    if not different or (whole := Region.whole(leaf.spec.shape)) in different or not leaf.spec.shape:
+        return key
+    shown = [", ".join(f"{a}:{a + n}" for a, n in zip(r.start, r.shape, strict=True)) for r in different[:3]]
+    more = f" and {len(different) - 3:,} more" if len(different) > 3 else ""
+    if sum(region.size for region in different) == whole.size:
+        return key  # all of it, in parts
+    return f"{key}[{'], ['.join(shown)}]{more}"

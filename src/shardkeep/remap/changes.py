@@ -1,0 +1,217 @@
+"""Rules applied to the tree of a checkpoint, in order. What they do is recorded, to be shown and undone."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardkeep.errors import RemapError
+from shardkeep.model.arrays import ArraySpec, is_possible
+from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, Origin, StoredArray, StoredLeaf
+from shardkeep.model.manifest import Tree
+from shardkeep.model.tree import Path, name_leaf
+from shardkeep.remap.expressions import (
+    Called,
+    Changed,
+    DerivedArray,
+    Expression,
+    Shape,
+    Source,
+    Unsized,
+    keeps_values,
+    sharding_of,
+    sources_of,
+    walk,
+)
+from shardkeep.remap.rules import Rule, Within
+from shardkeep.remap.skeletons import rebuilt
+from shardkeep.remap.steps import Entry, Step, refuse
+
+_SHOWN = 5  # keys that a message lists
+
+ShapeAt = Callable[[Path], Shape | None]  # the shape that the template has at a path; None if it has no array there
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rule that was applied, and what it did."""
+
+    rule: Rule
+    steps: tuple[Step, ...]
+
+
+@dataclass
+class Changes:
+    """The leaves of a tree while rules are applied to it, and what was done to them."""
+
+    entries: dict[Path, Entry]
+    done: list[Done] = field(default_factory=list[Done])
+    rules: dict[Path, tuple[Rule, ...]] = field(default_factory=dict[Path, tuple[Rule, ...]])
+    sizes: dict[Expression, Expression] = field(default_factory=dict[Expression, Expression])  # of Unsized ones
+
+    def apply(self, rule: Rule, places: Sequence[Path] = ((),), outer: Rule | None = None) -> None:
+        """Apply a rule to the subtrees at some places; by default to the tree itself."""
+        shown = outer or rule
+        if isinstance(rule, Within):
+            inside = [(*place, *below) for place in places for below in rule.places(list(self._below(place)))]
+            if not inside:
+                raise RemapError(f"{shown}: no place in the tree matches {rule.pattern!r}{self._examples()}")
+            for each in rule.rules:
+                self.apply(each, inside, shown)
+            return
+        steps = [step.below(place) for place in places for step in rule.steps(self._below(place))]
+        if not steps:
+            inner = "" if outer is None else f" matches nothing in any of the {len(places)} places"
+            raise RemapError(f"{shown}: {f'{rule}{inner}' if inner else 'it matches no leaf'}{self._examples()}")
+        self._commit(rule, shown, steps)
+
+    def _below(self, place: Path) -> dict[Path, Entry]:
+        if not place:
+            return self.entries
+        count = len(place)
+        return {path[count:]: e for path, e in self.entries.items() if path[:count] == place and len(path) > count}
+
+    def _examples(self) -> str:
+        some = ", ".join("/".join(path) for path in list(self.entries)[:_SHOWN])
+        return f"; the keys are {some}{', …' if len(self.entries) > _SHOWN else ''}" if some else ""
+
+    def _commit(self, rule: Rule, shown: Rule, steps: Sequence[Step]) -> None:
+        """Replace leaves. Each new one stands where the first of those that it is made of stood."""
+        taken = {path: step for step in steps if not step.keeps for path, _ in step.takes}
+        places: dict[Path, list[Step]] = {}
+        for step in steps:
+            places.setdefault(step.takes[0][0], []).append(step)
+        entries: dict[Path, Entry] = {}
+        rules: dict[Path, tuple[Rule, ...]] = {}
+        owners: dict[Path, Path] = {}
+        for path, entry in self.entries.items():
+            gives = [(to, made, step) for step in places.get(path, ()) for to, made in step.gives]
+            if path not in taken:
+                self._place(shown, path, path, entry, entries, owners)
+                rules[path] = self.rules.get(path, ())
+            for to, made, step in gives:
+                self._place(shown, path, to, made, entries, owners)
+                before = [r for source, _ in step.takes for r in self.rules.get(source, ())]
+                rules[to] = (*dict.fromkeys(before), rule)
+        _check_branches(shown, entries, owners)
+        self.entries, self.rules = entries, rules
+        self.done.append(Done(rule, tuple(steps)))
+
+    def _place(
+        self, rule: Rule, source: Path, to: Path, entry: Entry, entries: dict[Path, Entry], owners: dict[Path, Path]
+    ) -> None:
+        if to in entries:
+            other = name_leaf(owners[to])
+            raise refuse(rule, name_leaf(source), f"both it and {other!r} would be {name_leaf(to)!r}")
+        entries[to], owners[to] = entry, source
+
+    def settle(self, shape_at: ShapeAt | None) -> None:
+        """Give arrays that are resized to the template's size that size."""
+        for path, entry in self.entries.items():
+            if not isinstance(entry, Unsized):
+                continue
+            if shape_at is None:
+                rule = self.rules[path][-1]
+                raise refuse(rule, name_leaf(path), "there is no template that says its size; pass size=")
+            wanted = shape_at(path)
+            fits = wanted is not None and len(wanted) == len(entry.shape)
+            made = entry.sized(wanted[entry.axis]) if fits and wanted is not None else entry.of
+            self.entries[path] = self.sizes[entry] = made
+
+
+def _check_branches(rule: Rule, entries: dict[Path, Entry], owners: dict[Path, Path]) -> None:
+    """Refuse a leaf that a rule has put below another leaf, or above one."""
+    new = [path for path, owner in owners.items() if path != owner]
+    if not new:
+        return
+    branches: dict[Path, Path] = {}
+    for path in entries:
+        for end in range(len(path)):
+            branches.setdefault(path[:end], path)
+    for path in new:
+        if path in branches:
+            below = name_leaf(branches[path])
+            raise refuse(rule, name_leaf(owners[path]), f"it would be {name_leaf(path)!r}, and {below!r} is below that")
+        above = next((path[:end] for end in range(len(path)) if path[:end] in entries), None)
+        if above is not None:
+            raise refuse(
+                rule,
+                name_leaf(owners[path]),
+                f"it would be {name_leaf(path)!r}, and {name_leaf(above)!r} is a leaf and no branch",
+            )
+
+
+@dataclass(frozen=True)
+class Remapped:
+    """A tree after rules, and what they did."""
+
+    tree: Tree
+    changes: Changes
+
+    def rules_of(self, path: Path) -> tuple[Rule, ...]:
+        """The rules that made a leaf what it is."""
+        return self.changes.rules.get(path, ())
+
+    def refuse_kept(self) -> None:
+        """`RemapError` if a leaf keeps values of a template. There is none."""
+        for leaf in self.tree.leaves:
+            if isinstance(leaf, DerivedArray) and keeps_values(leaf.expression):
+                problem = 'fill="keep" needs a template with the values to keep'
+                raise refuse(self.rules_of(leaf.path)[-1], name_leaf(leaf.path), problem)
+
+    def origin_of(self, path: Path) -> Path | None:
+        """The path of the stored leaf that a leaf is; None if it is made of stored arrays."""
+        entry = self.changes.entries[path]
+        return entry.path if isinstance(entry, StoredLeaf) else None
+
+
+def remap_tree(tree: Tree, rules: Sequence[Rule], shape_at: ShapeAt | None = None) -> Remapped:
+    """The tree that rules make of a saved one. No array is read.
+
+    Args:
+        tree: The tree as it was saved.
+        rules: The rules, which are applied in order.
+        shape_at: The shapes that the template has; None if there is no template.
+
+    Raises:
+        RemapError: A rule matches nothing, or cannot be applied.
+    """
+    changes = Changes({leaf.path: leaf for leaf in tree.leaves})
+    for rule in rules:
+        changes.apply(rule)
+    changes.settle(shape_at)
+    shared = _shared(changes.entries)
+    made = {path: _leaf(path, entry, shared, changes) for path, entry in changes.entries.items()}
+    skeleton = rebuilt(tree.skeleton, [leaf.path for leaf in tree.leaves], list(made))
+    return Remapped(replace(tree, skeleton=skeleton, leaves=tuple(made[path] for path in skeleton.paths())), changes)
+
+
+def _shared(entries: Mapping[Path, Entry]) -> set[Path]:
+    """The stored arrays that several leaves are made of. They are read once for all of them."""
+    count: Counter[Path] = Counter()
+    for entry in entries.values():
+        count.update(leaf.path for leaf in (sources_of(entry) if isinstance(entry, Expression) else (entry,)))
+    return {path for path, number in count.items() if number > 1}
+
+
+def _leaf(path: Path, entry: Entry, shared: set[Path], changes: Changes) -> StoredLeaf:
+    """A leaf of the new tree. One that is stored as it is wanted stays a stored one."""
+    if isinstance(entry, Source) and entry.leaf.path not in shared:
+        entry = entry.leaf
+    if isinstance(entry, StoredArray) and entry.holds_numbers and entry.path in shared:
+        entry = Source(entry)
+    if not isinstance(entry, Expression):
+        return entry if entry.path == path else replace(entry, path=path)
+    spec = ArraySpec(entry.shape, entry.dtype)
+    if not is_possible(spec.shape, spec.dtype.itemsize):
+        raise refuse(changes.rules[path][-1], name_leaf(path), f"no array has the shape {list(spec.shape)}")
+    return DerivedArray(path, spec, (), _origin(entry), entry)
+
+
+def _origin(expression: Expression) -> Origin:
+    """What an array counts as that is made of others: a NumPy array if all of those were."""
+    origins = {leaf.origin for leaf in sources_of(expression)}
+    if all(isinstance(origin, NumpyArray) for origin in origins):
+        changed = any(isinstance(each, Changed | Called) for each in walk(expression))
+        return origins.pop() if len(origins) == 1 and not changed else NATIVE
+    sharding = sharding_of(expression)
+    return UNSHARDED if sharding is None else JaxArray(sharding)

@@ -1,0 +1,301 @@
+"""The functions that make rules, and the JSON form of rules."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from shardkeep.errors import RemapError, an
+from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.values import Json, JsonObject
+from shardkeep.remap.expressions import Function
+from shardkeep.remap.rules import (
+    Apply,
+    Copy,
+    Drop,
+    Fill,
+    Fuse,
+    Rename,
+    Reshape,
+    Resize,
+    Rule,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+    Within,
+    as_rules,
+)
+
+
+def rename(pattern: str, key: str) -> Rule:
+    r"""Give leaves another key.
+
+    Args:
+        pattern: A regular expression that matches whole keys. `{i}` in it matches an index.
+        key: The new key. `\1` or `\g<name>` stands for a group of the pattern, `{i}` for the index.
+
+    >>> rename(r"encoder/(\d+)/attn/(.*)", r"layers/\1/attention/\2")
+    remap.rename('encoder/(\\d+)/attn/(.*)', 'layers/\\1/attention/\\2')
+    """
+    return Rename(pattern, key)
+
+
+def copy(pattern: str, key: str) -> Rule:
+    r"""Have leaves a second time, with another key. What both are made of is read once.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        key: The key of the copy.
+
+    >>> copy("embed/embedding", "head/kernel")
+    remap.copy('embed/embedding', 'head/kernel')
+    """
+    return Copy(pattern, key)
+
+
+def drop(pattern: str) -> Rule:
+    """Leave leaves out.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+
+    >>> drop("old_head/.*")
+    remap.drop('old_head/.*')
+    """
+    return Drop(pattern)
+
+
+def stack(pattern: str, key: str, axis: int = 0) -> Rule:
+    r"""Stack arrays along a new axis, in the order of their indices, which must be 0, 1, 2, ...
+
+    Args:
+        pattern: A regular expression that matches whole keys, with `{i}` for the index.
+        key: The key of the stack. Arrays whose matches give the same key are stacked.
+        axis: Where the new axis is.
+
+    >>> stack("layers/{i}/(.*)", r"layers/\1")
+    remap.stack('layers/{i}/(.*)', 'layers/\\1')
+    """
+    return Stack(pattern, key, axis)
+
+
+def unstack(pattern: str, key: str, axis: int = 0) -> Rule:
+    r"""Take stacked arrays apart along an axis.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        key: The keys of the parts, with `{i}` for the index.
+        axis: The axis that goes.
+
+    >>> unstack("layers/(.*)", r"layers/{i}/\1")
+    remap.unstack('layers/(.*)', 'layers/{i}/\\1')
+    """
+    return Unstack(pattern, key, axis)
+
+
+def split(pattern: str, keys: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Rule:
+    r"""Cut arrays into several along an axis.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        keys: The keys of the parts.
+        axis: The axis that is cut.
+        sizes: How many elements each part gets; None: all the same number.
+
+    >>> split("(.*)/qkv", [r"\1/q", r"\1/k", r"\1/v"], sizes=[512, 128, 128])
+    remap.split('(.*)/qkv', ('\\1/q', '\\1/k', '\\1/v'), sizes=(512, 128, 128))
+    """
+    return Split(pattern, _strings("split", keys), axis, None if sizes is None else _numbers("split", sizes))
+
+
+def fuse(patterns: Sequence[str], key: str, axis: int = -1) -> Rule:
+    r"""Put arrays one after another along an axis.
+
+    Args:
+        patterns: Regular expressions that match whole keys, one for each part.
+        key: The key of the result. Arrays whose matches give the same key are put together.
+        axis: The axis along which they follow each other.
+
+    >>> fuse(["(.*)/q", "(.*)/k", "(.*)/v"], r"\1/qkv")
+    remap.fuse(('(.*)/q', '(.*)/k', '(.*)/v'), '\\1/qkv')
+    """
+    return Fuse(_strings("fuse", patterns), key, axis)
+
+
+def transpose(pattern: str, axes: Sequence[int]) -> Rule:
+    """Put the axes of arrays in another order.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        axes: For each axis of the result, the axis that it was.
+
+    >>> transpose(".*/proj/kernel", (1, 0))
+    remap.transpose('.*/proj/kernel', (1, 0))
+    """
+    return Transpose(pattern, _numbers("transpose", axes))
+
+
+def reshape(pattern: str, shape: Sequence[int]) -> Rule:
+    """Give arrays another shape, with the elements in the same order.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        shape: The new shape. One size may be -1: it follows from the others.
+
+    >>> reshape(".*/o/kernel", (16, 64, 1024))
+    remap.reshape('.*/o/kernel', (16, 64, 1024))
+    """
+    return Reshape(pattern, _numbers("reshape", shape))
+
+
+def resize(pattern: str, axis: int = 0, fill: Fill = "zeros", size: int | None = None) -> Rule:
+    """Make arrays longer or shorter along an axis, at its end.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        axis: The axis.
+        fill: What new elements are: "zeros", a number, or "keep": the template's own values.
+        size: The new size; None: the size that the template has.
+
+    >>> resize("embed/embedding", axis=0, fill="keep")
+    remap.resize('embed/embedding', fill='keep')
+    """
+    return Resize(pattern, axis, size, fill)
+
+
+def apply(
+    pattern: str,
+    function: Function,
+    *,
+    elementwise: bool = False,
+    shape: Sequence[int] | None = None,
+    dtype: object = None,
+    inverse: Function | None = None,
+) -> Rule:
+    """Change arrays with a function of yours.
+
+    With `elementwise=True` the function is applied to parts of an array as they are read, on several threads; its
+    result must not depend on how the array is cut. Otherwise it gets whole arrays in host memory, one at a time, even
+    if only a part of the result is needed, and the memory budget does not count them.
+
+    Args:
+        pattern: A regular expression that matches whole keys.
+        function: Called with a NumPy array; returns an array.
+        elementwise: Whether each element of the result depends on the same element of the argument only.
+        shape: The shape of the result, unless the function keeps the shape. Only without `elementwise`.
+        dtype: The dtype of the result, unless the function keeps it. With `elementwise` it need not be said: the
+            function is tried on an empty array.
+        inverse: A function that undoes it, for `plan.inverse()`.
+
+    >>> apply(".*/scale", abs, elementwise=True)
+    remap.apply('.*/scale', abs, elementwise=True)
+    """
+    if not callable(function):
+        raise RemapError(f"remap.apply({pattern!r}): a function is needed, not {function!r}")
+    if elementwise and shape is not None:
+        raise RemapError(f"remap.apply({pattern!r}): an elementwise function keeps the shape; leave shape= out")
+    try:
+        made = None if dtype is None else parse_dtype(dtype)
+    except ValueError as error:
+        raise RemapError(f"remap.apply({pattern!r}): {error}") from None
+    return Apply(pattern, function, elementwise, None if shape is None else _numbers("apply", shape), made, inverse)
+
+
+def within(pattern: str, rules: Rule | Sequence[Rule]) -> Rule:
+    """Apply rules to subtrees: optimizer moments and averages follow the parameters.
+
+    Args:
+        pattern: A regular expression that matches the whole key of each subtree. Of places inside each other, the
+            outermost counts.
+        rules: The rules. The keys that they see are those below the place.
+
+    >>> within("opt_state/.*/(mu|nu)", [rename("w", "kernel")])
+    remap.within('opt_state/.*/(mu|nu)', (remap.rename('w', 'kernel'),))
+    """
+    return Within(pattern, as_rules(rules))
+
+
+def _strings(name: str, values: object) -> tuple[str, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise RemapError(f"remap.{name}: a list of strings is needed, not {values!r}")
+    return tuple(cast("Sequence[str]", values))
+
+
+def _numbers(name: str, values: object) -> tuple[int, ...]:
+    found = tuple(cast("Sequence[int]", values)) if isinstance(values, Sequence) else None
+    if found is None or isinstance(values, str) or not all(type(value) is int for value in found):
+        raise RemapError(f"remap.{name}: a list of integers is needed, not {values!r}")
+    return found
+
+
+def to_json(rules: Rule | Sequence[Rule]) -> list[Json]:
+    """Rules as JSON, for `shardkeep convert --remap` and `from_json`.
+
+    Args:
+        rules: Rules without functions.
+
+    Raises:
+        RemapError: A rule has a function.
+
+    >>> to_json([transpose("w", (1, 0))])
+    [{'rule': 'transpose', 'pattern': 'w', 'axes': [1, 0]}]
+    """
+    return [_rule_to_json(rule) for rule in as_rules(rules)]
+
+
+def _rule_to_json(rule: Rule) -> JsonObject:
+    if isinstance(rule, Apply):
+        raise RemapError(f"{rule} has no JSON form, because it has a function")
+    found: JsonObject = {"rule": rule.name}
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if isinstance(rule, Within) and field.name == "rules":
+            found["rules"] = to_json(rule.rules)
+        elif value != field.default:
+            found[field.name] = list(cast("tuple[Json, ...]", value)) if isinstance(value, tuple) else value
+    return found
+
+
+_MAKERS: dict[str, Callable[..., Rule]] = {
+    "rename": rename,
+    "copy": copy,
+    "drop": drop,
+    "stack": stack,
+    "unstack": unstack,
+    "split": split,
+    "fuse": fuse,
+    "transpose": transpose,
+    "reshape": reshape,
+    "resize": resize,
+}
+
+
+def from_json(data: object) -> list[Rule]:
+    """The rules that `to_json` wrote.
+
+    Args:
+        data: The JSON, parsed: a list of objects.
+
+    Raises:
+        RemapError: It does not describe rules.
+
+    >>> from_json([{"rule": "drop", "pattern": "old/.*"}])
+    [remap.drop('old/.*')]
+    """
+    if not isinstance(data, list):
+        raise RemapError(f"rules are a JSON list of objects, not {an(type(data).__name__)}")
+    return [_rule_from_json(each) for each in cast("list[object]", data)]
+
+
+def _rule_from_json(data: object) -> Rule:
+    fields = dict(cast("dict[str, object]", data)) if isinstance(data, dict) else {}
+    name = fields.pop("rule", None)
+    if name == "within":
+        return within(cast(str, fields.get("pattern")), from_json(fields.get("rules")))
+    maker = _MAKERS.get(name) if isinstance(name, str) else None
+    if maker is None:
+        raise RemapError(f'{data!r:.200} is no rule: "rule" must be one of {", ".join(_MAKERS)}, within')
+    try:
+        return maker(**fields)
+    except TypeError as error:
+        raise RemapError(f"{data!r:.200} is no rule: {error}") from None

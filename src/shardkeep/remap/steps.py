@@ -1,0 +1,129 @@
+"""What one rule does to one group of leaves, and the checks that rules share. Trees are leaves by path here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardkeep.errors import RemapError
+from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.tree import Path, name_leaf
+from shardkeep.remap.expressions import Expression, Shape, Source, Unsized
+from shardkeep.remap.patterns import Match, Pattern, check_key, compiled, expand
+
+Entry: TypeAlias = StoredLeaf | Expression  # a leaf as it is stored, or what rules have made
+Entries: TypeAlias = Mapping[Path, Entry]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Leaves that a rule takes, and those that it puts in their place. With `keeps`, the taken ones stay as well."""
+
+    takes: tuple[tuple[Path, Entry], ...]
+    gives: tuple[tuple[Path, Entry], ...]
+    keeps: bool = False
+
+    def below(self, place: Path) -> "Step":
+        """The same in a tree of which this one is the subtree at `place`."""
+        takes = tuple(((*place, *path), entry) for path, entry in self.takes)
+        return Step(takes, tuple(((*place, *path), entry) for path, entry in self.gives), self.keeps)
+
+    @property
+    def took(self) -> Path:
+        """The path of the only leaf that it takes."""
+        ((path, _),) = self.takes
+        return path
+
+    @property
+    def gave(self) -> Path:
+        """The path of the only leaf that it gives."""
+        ((path, _),) = self.gives
+        return path
+
+
+def refuse(rule: object, key: str, problem: str) -> RemapError:
+    """The error for a rule that cannot be applied to a leaf."""
+    return RemapError(f"{rule}, leaf {key!r}: {problem}")
+
+
+def pattern_of(rule: object, text: object, *keys: object, index: bool = False) -> Pattern:
+    """The pattern of a rule, checked, with the keys that are made of its matches.
+
+    Args:
+        rule: The rule, for messages.
+        text: The pattern.
+        keys: What its matches are made into.
+        index: Whether these may contain an index that the pattern does not have.
+    """
+    for each in (text, *keys):
+        if not isinstance(each, str):
+            raise RemapError(f"{rule}: patterns and keys are strings, not {each!r}")
+    try:
+        pattern = compiled(str(text))
+        for key in keys:
+            check_key(str(key), pattern, index=index or pattern.has_index)
+    except ValueError as error:
+        raise RemapError(f"{rule}: {error}") from None
+    return pattern
+
+
+def matches(pattern: Pattern, entries: Entries) -> list[tuple[Match, Path, Entry]]:
+    """The leaves whose keys a pattern matches."""
+    found = ((pattern.match("/".join(path)), path, entry) for path, entry in entries.items())
+    return [(match, path, entry) for match, path, entry in found if match is not None]
+
+
+def new_path(rule: object, text: str, match: Match, index: int | None = None) -> Path:
+    """The path of the leaf that a match is made into."""
+    key = expand(text, match, index)
+    path = tuple(key.split("/"))
+    if not all(path):
+        raise refuse(rule, match.found.string, f"it would become {key!r}, which has an empty name")
+    return path
+
+
+def array_of(rule: object, path: Path, entry: Entry) -> Expression:
+    """A leaf as an array whose elements can be moved; `RemapError` for one that has none."""
+    if isinstance(entry, Unsized):
+        problem = "its size is not known before the template is looked at; pass size= to resize, or resize it last"
+        raise refuse(rule, name_leaf(path), problem)
+    if isinstance(entry, Expression):
+        return entry
+    if not isinstance(entry, StoredArray):
+        raise refuse(rule, name_leaf(path), "it is a plain value, and this rule is for arrays")
+    if not entry.holds_numbers:
+        problem = (
+            f"it holds {entry.logical_dtype}, and this rule is for arrays of numbers; it can be renamed or dropped"
+        )
+        raise refuse(rule, name_leaf(path), problem)
+    return Source(entry)
+
+
+def axis_of(rule: object, path: Path, axis: int, rank: int) -> int:
+    """An axis of an array of this rank, counted from the first one."""
+    if not -rank <= axis < rank:
+        raise refuse(rule, name_leaf(path), f"axis {axis} is out of range for an array of {rank} dimensions")
+    return axis % rank
+
+
+def form_of(entry: Entry) -> tuple[Shape, str]:
+    """The shape and dtype of a leaf, those of a plain value being empty."""
+    if isinstance(entry, Expression):
+        return entry.shape, entry.dtype.name
+    return (entry.logical_shape, entry.logical_dtype) if isinstance(entry, StoredArray) else ((), "")
+
+
+def same_forms(rule: object, parts: Mapping[Path, Expression], axis: int | None = None) -> tuple[Expression, ...]:
+    """Arrays of one dtype and shape, except along `axis`; `RemapError` that names one that differs."""
+    (first, like), *rest = parts.items()
+    for path, part in rest:
+        same = len(part.shape) == len(like.shape) and all(
+            a == b for i, (a, b) in enumerate(zip(part.shape, like.shape, strict=True)) if i != axis
+        )
+        if part.dtype != like.dtype or not same:
+            raise refuse(
+                rule,
+                name_leaf(path),
+                f"it is {part.dtype.name}{list(part.shape)}, and {name_leaf(first)!r} is "
+                f"{like.dtype.name}{list(like.shape)}",
+            )
+    return tuple(parts.values())

@@ -1,0 +1,86 @@
+"""Patterns match whole keys, `{i}` is an index that moves no group's number, and keys are made of matches."""
+
+import pytest
+
+from shardkeep.remap.patterns import check_key, compiled, expand, inverted, literal, plain
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "new", "expected"),
+    [
+        (r"a/(\d+)/(.*)", "a/7/w", r"b/\2/\1", "b/w/7"),
+        ("a/{i}/(.*)", "a/7/w", r"b/\1", "b/w"),
+        ("(x)/a_{i}/(.*)", "x/a_12/w", r"\2/{i}/\1", "w/12/x"),
+        ("(?P<name>.*)/{i}/(.*)", "x/3/w", r"\g<name>/\2", "x/w"),
+        (r"({i})/(a)\2", "5/aa", r"\1\2", "5a"),
+        ("layers/{i}/block_{i}/w", "layers/4/block_4/w", "{i}", "4"),
+        ("a{2}", "aa", r"\g<0>", "aa"),
+        ("a(b)?", "a", r"x\1", "x"),
+        ("a", "a", r"x\\1", "x\\1"),
+        ("a", "a", r"x\{i}", "x{i}"),
+    ],
+)
+def test_keys_are_made_of_matches(pattern: str, key: str, new: str, expected: str) -> None:
+    match = compiled(pattern).match(key)
+    assert match is not None
+    assert expand(new, match) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key"), [("a", "ab"), ("a", "b/a"), ("a/{i}", "a/x"), ("l{i}/b{i}", "l1/b2"), (r"\{i}", "3")]
+)
+def test_a_pattern_matches_the_whole_key_or_nothing(pattern: str, key: str) -> None:
+    assert compiled(pattern).match(key) is None
+
+
+def test_an_index_is_a_number() -> None:
+    match = compiled("layer_{i}/w").match("layer_007/w")
+    assert match is not None
+    assert match.index == 7
+    assert match.around == ("layer_", "/w")
+    assert compiled(".*").match("x").index is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "problem"),
+    [
+        ("a", r"\1", "refers to the group 1"),
+        ("(a)", r"\g<name>", "refers to the group name"),
+        ("{i}", r"\1", "refers to the group 1"),
+        ("(a)", "b\\", "a backslash without a group"),
+        ("(a)", "b/{i}", "the pattern '\\(a\\)' has none"),
+    ],
+)
+def test_keys_that_cannot_be_made_are_refused(pattern: str, key: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_key(key, compiled(pattern), index=compiled(pattern).has_index)
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'\(' is not a valid regular expression"):
+        compiled("(")
+
+
+@pytest.mark.parametrize("key", ["a/b", "a.b/c-d", "x{i}", "\\1", "(a)", "a+b*", "ä/é", r"\{i}"])
+def test_any_key_can_be_written_literally(key: str) -> None:
+    match = compiled(literal(key)).match(key)
+    assert match is not None
+    assert expand(plain(key), match) == key
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "expected"),
+    [
+        ("a/(.*)", r"b/\1", ("b/(.*)", r"a/\1")),
+        (r"(\d+)/(.*)", r"\2/\1/\2", (r"(.*)/(\d+)/\1", r"\2/\1")),
+        ("layers/{i}/(.*)", r"layers/\1", ("layers/(.*)", r"layers/{i}/\1")),
+        (r"a\.b", "c+d", (r"c\+d", "a.b")),
+        ("a/.*", "b", None),
+        ("a/(.*)", "b", None),
+        ("(a(b))", r"\1", None),
+        ("(a)?", r"\1", None),
+        ("(?:a)", "b", None),
+    ],
+)
+def test_a_pattern_of_names_and_groups_can_be_turned_around(pattern: str, key: str, expected: object) -> None:
+    assert inverted(pattern, key) == expected
