@@ -191,7 +191,11 @@ def _place() -> Case:
 
     words = [b"@", b"+", b"z", b".", b"s", b"c", b"n", b"0", b"-1", b"9" * 25, b"/etc/passwd", b"../"]
     on_disk = {"model.safetensors": _plain_safetensors()}
-    return Case("torch: place", on_disk, start, lambda text: {}, words, is_json=False, target="model.safetensors", parse=parse)
+    return Case(
+        "torch: place", on_disk, start, lambda text: {}, words, is_json=False, target="model.safetensors", parse=parse
+    )
+        "torch: place", on_disk, start, lambda text: {}, words, is_json=False, target="model.safetensors", parse=parse
+    )
 
 
 def _plain_safetensors() -> bytes:

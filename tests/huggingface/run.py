@@ -287,9 +287,7 @@ def check_a_model_of_transformers_loads_into_stacked_arrays_and_goes_back(path: 
     model.config.save_pretrained(path / "back")
     same_model(path / "back", model)
     (path / "inverse.json").write_text(json.dumps(remap.to_json(plan.inverse())))  # the same by the command
-    shardkeep_command(
-        "convert", path / "ours", path / "again" / "model.safetensors", "--remap", path / "inverse.json"
-    )
+    shardkeep_command("convert", path / "ours", path / "again" / "model.safetensors", "--remap", path / "inverse.json")
     model.config.save_pretrained(path / "again")
     same_model(path / "again", model)
 
