@@ -194,8 +194,6 @@ def _place() -> Case:
     return Case(
         "torch: place", on_disk, start, lambda text: {}, words, is_json=False, target="model.safetensors", parse=parse
     )
-        "torch: place", on_disk, start, lambda text: {}, words, is_json=False, target="model.safetensors", parse=parse
-    )
 
 
 def _plain_safetensors() -> bytes:
