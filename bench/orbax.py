@@ -1,4 +1,4 @@
-"""A load of a sharded Orbax checkpoint beside Orbax's own restore, in turn, warm and cold. Run it by `make bench-orbax`.
+"""A load of a sharded Orbax checkpoint beside Orbax's own restore, cold and warm. Run it by `make bench-orbax`.
 
 Orbax writes 512 MiB of float32, sharded over eight CPU devices, in its default layout. Then each library loads it into
 the same shardings, in processes of their own that take turns, each first with nothing of the files in the page cache
@@ -77,7 +77,7 @@ def load(library: str, path: str) -> None:
 
     jax.block_until_ready(jax.device_put(1))
     seconds: list[float] = []
-    before = peak()
+    before = most = peak()
     for cold in (True, False):
         if cold:
             evict(path)
@@ -107,7 +107,9 @@ def main() -> None:
             for library in sorted(found, reverse=bool(number % 2)):
                 found[library].append([float(part) for part in run("load", library, path).split()])
                 print(library, *(f"{value:.3g}" for value in found[library][-1]), flush=True)
-        median = {name: [statistics.median(column) for column in zip(*rows)] for name, rows in found.items()}
+        median = {
+            name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
+        }
         print(f"\nmedian of {ROUNDS}      cold s   warm s   peak MiB")
         for name, (cold, warm, memory) in median.items():
             print(f"{name:12} {cold:11.2f} {warm:8.2f} {memory:10.0f}")
