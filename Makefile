@@ -3,7 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch .PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices faults faults-peers soak fixtures-torch format bench-orbax clean
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
+.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax faults faults-peers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
