@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
-.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices faults faults-peers soak fixtures-torch format clean
+.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax faults faults-peers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
@@ -162,6 +162,9 @@ bench-buckets: setup
 	$(BIN)/python bench/buckets.py
 
 # What saves and loads cost on accelerators, on a simulated one.
+bench-orbax: $(BENCH_STAMP)
+	$(BENCH)/bin/python bench/orbax.py
+
 bench-devices: setup
 	$(BIN)/python bench/devices.py
 
