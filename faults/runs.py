@@ -31,8 +31,8 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": np.full(1024, step, np.float32), "n": step}
 
 
-def opened(path: str | Path) -> shardkeep.Run:
-    return shardkeep.Run(path, save_every=1, keep=KEEP)
+def opened(path: str | Path, signals: tuple[str, ...] = ()) -> shardkeep.Run:
+    return shardkeep.Run(path, save_every=1, keep=KEEP, signals=signals)
 
 
 def prepare(path: str | Path) -> None:
@@ -45,7 +45,7 @@ def prepare(path: str | Path) -> None:
 
 def train(path: str) -> None:
     """Resume, save one more step, delete what is old, and close."""
-    with opened(path) as run:
+    with opened(path, ("SIGTERM",)) as run:
         _, step = run.resume(state_of(0), iterators={"data": 0})
         assert step == NEWEST
         run.step(NEXT, state_of(NEXT), metrics={"loss": 0.1}, iterators={"data": NEXT})
@@ -140,7 +140,7 @@ class RunWorker:
         """A run as it is before the call."""
         shutil.rmtree(self._path, ignore_errors=True)
         shutil.copytree(self._prepared, self._path)
-        run = opened(self._path)
+        run = opened(self._path, ("SIGTERM",))
         if call not in ("run.resume", "run.hold", "run.pin"):
             run.resume(state_of(0))
         if call == "run.close":
