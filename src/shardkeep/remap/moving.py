@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardkeep.errors import RemapError
 from shardkeep.model.arrays import Array, Region, split_region
 from shardkeep.remap.expressions import Function
 
@@ -21,12 +22,12 @@ def change_into(window: Array, data: Array, functions: Sequence[Function]) -> No
 
 
 def changed(data: Array, functions: Sequence[Function], dtype: object) -> Array:
-    """Data after functions that work on each element. `ValueError` if the result has another shape or dtype."""
+    """Data after functions that work on each element. `RemapError` if the result has another shape or dtype."""
     shape = data.shape
     for function in functions:
         data = np.asarray(function(data))
     if data.shape != shape or data.dtype != dtype:
-        raise ValueError(
+        raise RemapError(
             f"remap.apply(..., elementwise=True): the function made {data.dtype.name}{list(data.shape)} of an array of "
             f"the shape {list(shape)}, and {dtype}{list(shape)} was planned"
         )

@@ -333,7 +333,11 @@ class Apply(OnEach):
         dtype = self.dtype
         if dtype is None:
             probe = np.zeros((0,) * max(len(array.shape), 1), array.dtype)
-            dtype = np.asarray(self.function(probe)).dtype
+            try:
+                dtype = np.asarray(self.function(probe)).dtype
+            except Exception as error:
+                problem = f"the function fails on an empty array ({error!r}); pass dtype=, the dtype of its result"
+                raise refuse(self, name_leaf(path), problem) from error
         return Changed(array, self.function, dtype)
 
 
