@@ -10,7 +10,7 @@ import pytest
 import shardkeep
 from foreign.test_orbax import Layout, describe
 from shardkeep.foreign.chunked import ArrayFiles, Cabinet, ChunkedReader, Chunks, describe_array, plain_scalar
-from shardkeep.foreign.ocdbt import Span
+from shardkeep.foreign.ocdbt import FileSpan
 from shardkeep.model.arrays import Region
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.stores.local.store import LocalStore
@@ -127,7 +127,7 @@ def test_names_of_arrays_in_a_database_are_one_part_of_a_place(tmp_path: Path) -
 def test_files_are_as_long_as_what_is_in_them_should_be(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
     files = ArrayFiles()
-    assert [files.number(Span(name, 5, n)) for name, n in (("a", 3), ("b", 7), ("a", 4))] == [0, 1, 0]
+    assert [files.number(FileSpan(name, 5, n)) for name, n in (("a", 3), ("b", 7), ("a", 4))] == [0, 1, 0]
     assert [(f.name, f.size) for f in files.listed(LocalStore(str(tmp_path)), ["c", "a"])] == [
         ("a", 10),
         ("b", 12),

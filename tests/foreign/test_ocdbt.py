@@ -9,7 +9,7 @@ import tensorstore
 
 import shardkeep
 from shardkeep.foreign.crc32c import crc32c
-from shardkeep.foreign.ocdbt import MANIFEST, Span, read_database, read_value
+from shardkeep.foreign.ocdbt import MANIFEST, FileSpan, read_database, read_value
 from shardkeep.stores.local.store import LocalStore
 
 
@@ -49,7 +49,7 @@ def test_values_are_those_that_were_written(config: str, count: int, tmp_path: P
     found = read_database(LocalStore(str(tmp_path)), "").values
     kinds = {type(found[key]) for key, value in values.items() if value}
     if "nodes" in config:
-        assert kinds == {bytes if config.startswith("all") else Span}
+        assert kinds == {bytes if config.startswith("all") else FileSpan}
 
 
 def test_the_newest_version_is_read(tmp_path: Path) -> None:

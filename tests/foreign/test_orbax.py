@@ -458,3 +458,16 @@ class TestOtherChunks:
         }
         shardkeep.save(tmp_path, {"x": 1}, prefix="ours")
         assert_same(shardkeep.load(tmp_path, prefix=""), found)
+
+
+def test_a_tree_of_ours_beside_it_keeps_all_that_is_known_of_it(tmp_path: Path) -> None:
+    """Keys, shardings and NumPy arrays, which our manifest then records."""
+    for name in ("std_default_mixed", "sharded8_default"):
+        made = Path(shutil.copytree(FIXTURES / name / "ckpt", tmp_path / name))
+        before = shardkeep.inspect(made).tree("")
+        shardkeep.save(made, {"x": 1}, prefix="ours")
+        after = shardkeep.inspect(made).tree("")
+        assert [(leaf.key, leaf.kind) for leaf in after.leaves] == [(leaf.key, leaf.kind) for leaf in before.leaves]
+        assert [leaf.sharding for leaf in after.arrays] == [leaf.sharding for leaf in before.arrays]
+        assert (after.source, after.created) == ("orbax", before.created)
+        assert_loaded(shardkeep.load(made, prefix=""), expected_of(name))

@@ -175,11 +175,22 @@ class TestWhatIsShown:
             "path",
             "prefixes",
             "save_id",
+            "source",
             "step",
             "tree",
             "trees",
         ]
-        assert _public(tree) == ["compression", "created", "format", "leaves", "metadata", "nbytes", "save_id", "step"]
+        assert _public(tree) == [
+            "compression",
+            "created",
+            "format",
+            "leaves",
+            "metadata",
+            "nbytes",
+            "save_id",
+            "source",
+            "step",
+        ]
         assert _public(tree.leaves[0]) == ["dtype", "key", "kind", "nbytes", "path", "processes", "shape", "value"]
 
     def test_each_is_documented_and_every_class_they_lead_to_is_exported(self, tmp_path: Path) -> None:

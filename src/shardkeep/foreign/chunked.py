@@ -19,7 +19,7 @@ import numpy as np
 
 from shardkeep.errors import IntegrityError, MissingDataError, damage_of, missing_of
 from shardkeep.foreign.grids import ZARR_JSON, Grid, parse_grid
-from shardkeep.foreign.ocdbt import MANIFEST, Database, Span, Value, read_database, read_value
+from shardkeep.foreign.ocdbt import MANIFEST, Database, FileSpan, Value, read_database, read_value
 from shardkeep.layouts.codecs import RAW, ZSTD
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.arrays import NUMPY_NAMES, Array, Region
@@ -76,7 +76,7 @@ class Cabinet:
             return {key: values[key] for key in keys if key in values}
         names = {key: check_name(_join(self.directory, key)) for key in keys}
         sizes = self.store.sizes(names.values())
-        return {key: Span(name, 0, size) for key, name in names.items() if (size := sizes[name]) is not None}
+        return {key: FileSpan(name, 0, size) for key, name in names.items() if (size := sizes[name]) is not None}
 
     def arrays(self) -> list[str]:
         """The names of all arrays, in the order of their keys. Only of a database, which has a list of them."""
@@ -104,7 +104,7 @@ class ArrayFiles:
         self._ends: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
 
-    def number(self, span: Span) -> int:
+    def number(self, span: FileSpan) -> int:
         """The number of a file, which must have the bytes of a span."""
         self._ends[span.file] = max(self._ends.get(span.file, 0), span.offset + span.length)
         return self._numbers.setdefault(span.file, len(self._numbers))
@@ -158,7 +158,7 @@ class Chunks:
         shards = self.grid.shards
         if shards is None:
             return [(Region(start, self.grid.chunks), value)]
-        size = value.length if isinstance(value, Span) else len(value)
+        size = value.length if isinstance(value, FileSpan) else len(value)
         length = shards.index_bytes(self.grid.chunks)
         if length > size:
             raise IntegrityError(f"{self.where} is damaged: a chunk is smaller than its index", file=self.where)
@@ -172,10 +172,10 @@ class Chunks:
 
     def check_size(self, value: Value, nbytes: int) -> None:
         """`IntegrityError` if some stored bytes cannot be so many elements. Nothing is read or allocated."""
-        size = value.length if isinstance(value, Span) else len(value)
+        size = value.length if isinstance(value, FileSpan) else len(value)
         wrong = nbytes > max(size * _RATIO, _SMALL) or not size
         if (size != nbytes) if self.grid.compressor is None else wrong:
-            where = self.cabinet.store.locate(value.file) if isinstance(value, Span) else self.where
+            where = self.cabinet.store.locate(value.file) if isinstance(value, FileSpan) else self.where
             raise IntegrityError(f"{where} is damaged: a chunk of {nbytes:,} bytes is stored in {size:,}", file=where)
 
     def decode(self, part: Region, stored: Value) -> Array:
@@ -198,24 +198,24 @@ class Chunks:
             return None
         try:
             values = self.values(whole)
-            spans = {start: value for start, (_, value) in values.items() if isinstance(value, Span)}
+            spans = {start: value for start, (_, value) in values.items() if isinstance(value, FileSpan)}
             if len(spans) < count:
                 return None
             parts = self._all_parts(spans)
             for region, value in parts:
-                if not isinstance(value, Span):
+                if not isinstance(value, FileSpan):
                     return None
                 self.check_size(value, region.size * grid.spec.dtype.itemsize)
         except IntegrityError:
             return None  # it is raised, with the key of the leaf, when the array is read
-        return tuple(self._piece(region, value, files) for region, value in parts if isinstance(value, Span))
+        return tuple(self._piece(region, value, files) for region, value in parts if isinstance(value, FileSpan))
 
-    def _piece(self, region: Region, span: Span, files: ArrayFiles) -> Piece:
+    def _piece(self, region: Region, span: FileSpan, files: ArrayFiles) -> Piece:
         stored = None if self.grid.compressor is None else span.length
         nbytes = region.size * self.grid.spec.dtype.itemsize
         return Piece(region, files.number(span), span.offset, nbytes, None, stored)
 
-    def _all_parts(self, spans: Mapping[tuple[int, ...], Span]) -> list[tuple[Region, Value | None]]:
+    def _all_parts(self, spans: Mapping[tuple[int, ...], FileSpan]) -> list[tuple[Region, Value | None]]:
         """The parts of all chunks. In a bucket, the indexes of shards are read at the same time."""
         found: dict[tuple[int, ...], list[tuple[Region, Value | None]]] = {}
 
@@ -232,8 +232,8 @@ class Chunks:
 
 
 def _within(value: Value, offset: int, length: int) -> Value:
-    if isinstance(value, Span):
-        return Span(value.file, value.offset + offset, length)
+    if isinstance(value, FileSpan):
+        return FileSpan(value.file, value.offset + offset, length)
     return value[offset : offset + length]
 
 
@@ -252,7 +252,7 @@ def note_files(chunks: Chunks, files: ArrayFiles) -> None:
     with suppress(IntegrityError):  # of a grid that no directory holds: it is raised when the array is read
         values = [value for _, value in chunks.values(Region.whole(chunks.grid.spec.shape)).values()]
         for value in (*values, *chunks.cabinet.look_up([_join(chunks.name, chunks.document_name)]).values()):
-            if isinstance(value, Span):
+            if isinstance(value, FileSpan):
                 files.number(value)
 
 

@@ -27,25 +27,25 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recur
 
 
 # What the documents hold. What is not like this raises an error that `parse_grid` reports.
-class _Named(TypedDict):
+class _NamedRecord(TypedDict):
     """A codec, or whatever else has a name and a configuration."""
 
     name: str
-    configuration: NotRequired["_Configuration"]
+    configuration: NotRequired["_ConfigurationRecord"]
 
 
-class _Configuration(TypedDict):
+class _ConfigurationRecord(TypedDict):
     """All that one of them can have; few have all of it."""
 
     chunk_shape: list[int]
     separator: NotRequired[str]
     endian: NotRequired[str]
-    codecs: "list[_Named]"
-    index_codecs: "list[_Named]"
+    codecs: "list[_NamedRecord]"
+    index_codecs: "list[_NamedRecord]"
     index_location: NotRequired[str]
 
 
-class _Zarray(TypedDict):
+class _ZarrayRecord(TypedDict):
     """The content of `.zarray`."""
 
     shape: list[int]
@@ -58,16 +58,16 @@ class _Zarray(TypedDict):
     fill_value: NotRequired[Json]
 
 
-class _ZarrJson(TypedDict):
+class _ZarrJsonRecord(TypedDict):
     """The content of `zarr.json`."""
 
     zarr_format: int
     node_type: str
     shape: list[int]
     data_type: str
-    chunk_grid: _Named
-    chunk_key_encoding: _Named
-    codecs: list[_Named]
+    chunk_grid: _NamedRecord
+    chunk_key_encoding: _NamedRecord
+    codecs: list[_NamedRecord]
     storage_transformers: NotRequired[Json]
     fill_value: NotRequired[Json]
 
@@ -216,7 +216,7 @@ def parse_grid(name: str, document: bytes, where: str) -> Grid:
     try:
         found: Json = json.loads(document, object_pairs_hook=no_duplicates)
         is_first = name == ZARRAY
-        grid = _read_zarray(cast(_Zarray, found)) if is_first else _read_zarr_json(cast(_ZarrJson, found))
+        grid = _read_zarray(cast(_ZarrayRecord, found)) if is_first else _read_zarr_json(cast(_ZarrJsonRecord, found))
         shape, chunks = grid.spec.shape, grid.chunks
         inner = grid.stored_shape
         whole = [n for n in (*shape, *chunks, *inner) if type(n) is not int or n < 0]
@@ -237,7 +237,7 @@ def parse_grid(name: str, document: bytes, where: str) -> Grid:
     return grid
 
 
-def _read_zarray(data: _Zarray) -> Grid:
+def _read_zarray(data: _ZarrayRecord) -> Grid:
     shape, chunks = tuple(data["shape"]), tuple(data["chunks"])
     dtype, swapped = _dtype(data["dtype"])
     compressor = data.get("compressor")
@@ -252,7 +252,7 @@ def _read_zarray(data: _Zarray) -> Grid:
     )
 
 
-def _read_zarr_json(data: _ZarrJson) -> Grid:
+def _read_zarr_json(data: _ZarrJsonRecord) -> Grid:
     if data["zarr_format"] != 3 or data["node_type"] != "array" or data["chunk_grid"]["name"] != "regular":
         raise ValueError("it is not an array of zarr version 3 with a regular grid")
     if data.get("storage_transformers"):
@@ -281,11 +281,11 @@ def _read_zarr_json(data: _ZarrJson) -> Grid:
     )
 
 
-def _configuration(named: _Named) -> _Configuration:
-    return named.get("configuration") or cast(_Configuration, {})
+def _configuration(named: _NamedRecord) -> _ConfigurationRecord:
+    return named.get("configuration") or cast(_ConfigurationRecord, {})
 
 
-def _shards(data: _Configuration) -> Shards:
+def _shards(data: _ConfigurationRecord) -> Shards:
     index = data["index_codecs"]
     names = [codec["name"] for codec in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or _configuration(index[0]).get("endian", "little") != "little":
@@ -297,7 +297,7 @@ def _shards(data: _Configuration) -> Shards:
     return Shards(inner, location == "end", len(names) == 2)
 
 
-def _chain(codecs: Sequence[_Named]) -> tuple[bool, str | None]:
+def _chain(codecs: Sequence[_NamedRecord]) -> tuple[bool, str | None]:
     """Whether a chain of codecs leaves elements as they are in memory, and how their bytes are compressed."""
     names = [codec["name"] for codec in codecs]
     if names[:1] != ["bytes"] or names[1:] not in ([], ["zstd"]):

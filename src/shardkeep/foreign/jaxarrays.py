@@ -45,13 +45,13 @@ class JaxReader:
     def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
         if not self.recognizes(names):
             return None
-        return _Tree(store).manifest() if TREE in names else _database(store, names)
+        return _PytreeDirectory(store).manifest() if TREE in names else _database(store, names)
 
     def open(self, store: Store, leaf: StoredArray) -> ChunkedReader:
         return ChunkedReader(store, leaf, lambda _: False)
 
 
-class _Tree:
+class _PytreeDirectory:
     """Describes a tree that has a `pytreedef.json`."""
 
     def __init__(self, store: Store) -> None:

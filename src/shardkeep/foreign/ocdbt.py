@@ -32,7 +32,7 @@ _NONE = (1 << 64) - 1  # offset and length of the root of an empty database
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """A value in a file of the store."""
 
     file: str
@@ -40,7 +40,7 @@ class Span:
     length: int
 
 
-Value: TypeAlias = Span | bytes  # small values lie in the nodes
+Value: TypeAlias = FileSpan | bytes  # small values lie in the nodes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read_database(store: Store, directory: str) -> Database:
 class _NodeRef:
     """Where a node lies. `prefix`: what all keys below it begin with. `base`: of the paths of files it names."""
 
-    span: Span
+    span: FileSpan
     height: int
     base: str
     prefix: bytes
@@ -136,10 +136,10 @@ def _read_whole(store: Store, name: str) -> bytes:
         raise MissingDataError(f"{store.locate(name)} is missing", file=store.locate(name))
     if size > _LARGEST:
         raise IntegrityError(f"{store.locate(name)} is too large for a manifest", file=store.locate(name))
-    return read_value(store, Span(name, 0, size))
+    return read_value(store, FileSpan(name, 0, size))
 
 
-def _opened(data: bytes, magic: int, where: str) -> "_Reader":
+def _opened(data: bytes, magic: int, where: str) -> "_NodeReader":
     """The body of a manifest or node, its checksum checked, decompressed."""
 
     def damaged(problem: str) -> IntegrityError:
@@ -161,7 +161,7 @@ def _opened(data: bytes, magic: int, where: str) -> "_Reader":
         if unpacked is None:
             raise damaged(f"it cannot be decompressed, or is larger than {limit:,} bytes")
         body = unpacked
-    return _Reader(body, damaged)
+    return _NodeReader(body, damaged)
 
 
 def _decompress(data: bytes, limit: int) -> bytes | None:
@@ -178,7 +178,7 @@ def _decompress(data: bytes, limit: int) -> bytes | None:
     return b"".join(parts) if total <= limit else None
 
 
-class _Reader:
+class _NodeReader:
     """Reads the body of a manifest or node from its start."""
 
     def __init__(self, body: bytes, damaged: Callable[[str], IntegrityError]) -> None:
@@ -292,10 +292,10 @@ class _Reader:
         span = self._span(files, number, offset, length)
         return _NodeRef(span, height, files[number][1], prefix)
 
-    def _span(self, files: list[tuple[str, str]], number: int, offset: int, length: int) -> Span:
+    def _span(self, files: list[tuple[str, str]], number: int, offset: int, length: int) -> FileSpan:
         if number >= len(files) or offset + length > 1 << 62:
             raise self._damaged("a value is in no file")
-        return Span(check_name(files[number][0]), offset, length)
+        return FileSpan(check_name(files[number][0]), offset, length)
 
     def _take(self, length: int) -> bytes:
         start = self._at

@@ -18,7 +18,7 @@ _EMPTY: dict[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()} 
 
 
 @dataclass(frozen=True)
-class Entry:
+class OrbaxLeaf:
     """A leaf, or what has no leaves, as `_METADATA` lists it.
 
     Attributes:
@@ -36,17 +36,17 @@ class Entry:
     is_ambiguous: bool = False
 
     @classmethod
-    def found(cls, name: str) -> "Entry":
+    def found(cls, name: str) -> "OrbaxLeaf":
         """An array that was found, and is not listed."""
         return cls((), "jax.Array", False, name)
 
 
-def entries_of(document: JsonObject | None, where: str) -> list[Entry]:
+def entries_of(document: JsonObject | None, where: str) -> list[OrbaxLeaf]:
     """What `_METADATA` lists, in its order; nothing if there is no document. `IntegrityError` if it is malformed."""
     if document is None:
         return []
     try:
-        listed = cast("Mapping[str, _Listed]", document["tree_metadata"]).values()
+        listed = cast("Mapping[str, _EntryRecord]", document["tree_metadata"]).values()
         entries = [_entry(each) for each in listed]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(f"{where} is malformed: {error!r}", file=where) from error
@@ -54,43 +54,43 @@ def entries_of(document: JsonObject | None, where: str) -> list[Entry]:
     return [replace(e, is_ambiguous=True) if not e.is_skipped and counts[e.name] > 1 else e for e in entries]
 
 
-class _Key(TypedDict):
+class _KeyRecord(TypedDict):
     key: str
     key_type: int
 
 
-class _Value(TypedDict):
+class _ValueRecord(TypedDict):
     value_type: str
     skip_deserialize: NotRequired[bool]
 
 
-class _Listed(TypedDict):
+class _EntryRecord(TypedDict):
     """One leaf in `_METADATA`. Those of a file are checked where they are used."""
 
-    key_metadata: list[_Key]
-    value_metadata: _Value
+    key_metadata: list[_KeyRecord]
+    value_metadata: _ValueRecord
 
 
-def _entry(listed: _Listed) -> Entry:
+def _entry(listed: _EntryRecord) -> OrbaxLeaf:
     keys = tuple((str(key["key"]), key["key_type"] == _SEQUENCE) for key in listed["key_metadata"])
     about = listed["value_metadata"]
     kind, skipped = about["value_type"], about.get("skip_deserialize", False)
     if not isinstance(kind, str) or not isinstance(skipped, bool):
         raise TypeError("value_type is not a string, or skip_deserialize is not a boolean")
-    return Entry(keys, kind, skipped or kind in _EMPTY, ".".join(key for key, _ in keys))
+    return OrbaxLeaf(keys, kind, skipped or kind in _EMPTY, ".".join(key for key, _ in keys))
 
 
-class _Branch(dict[str, object]):
+class _Container(dict[str, object]):
     """A container that is being filled. `is_list`: whether its keys are indices."""
 
     is_list: bool = False
 
 
-def tree_of(entries: Sequence[Entry], where: str) -> object:
-    """The tree of entries: dicts and lists, with an `Entry` for each leaf, and what has no leaves as it is."""
+def tree_of(entries: Sequence[OrbaxLeaf], where: str) -> object:
+    """The tree of entries: dicts and lists, with an `OrbaxLeaf` for each leaf, and what has no leaves as it is."""
     if entries and all(not entry.keys and entry.name for entry in entries):
         return nest([((entry.name,), entry) for entry in entries])
-    root = _Branch()
+    root = _Container()
     for entry in entries:
         value = entry if not entry.is_skipped else _EMPTY.get(entry.kind)
         if not entry.keys:
@@ -99,11 +99,11 @@ def tree_of(entries: Sequence[Entry], where: str) -> object:
             return value
         holder: object = root
         for depth, (key, is_index) in enumerate(entry.keys):
-            if not isinstance(holder, _Branch) or (holder and holder.is_list != is_index):
+            if not isinstance(holder, _Container) or (holder and holder.is_list != is_index):
                 raise IntegrityError(f"{where} is malformed: {entry.name!r} is below a leaf, or in a list", file=where)
             holder.is_list = is_index
             if depth < len(entry.keys) - 1:
-                holder = holder.setdefault(key, _Branch())
+                holder = holder.setdefault(key, _Container())
             elif key in holder:
                 raise IntegrityError(f"{where} is malformed: it lists {entry.name!r} twice", file=where)
             else:
@@ -113,7 +113,7 @@ def tree_of(entries: Sequence[Entry], where: str) -> object:
 
 def _settled(branch: object, where: str, depth: int) -> object:
     """A container as a dict or list, and those in it."""
-    if not isinstance(branch, _Branch):
+    if not isinstance(branch, _Container):
         return branch
     if depth > 200:  # more than `flatten` takes, and less than Python's limit
         raise IntegrityError(f"{where} is malformed: its tree is nested too deeply", file=where)

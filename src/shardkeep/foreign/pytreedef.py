@@ -17,13 +17,13 @@ def decode_pytreedef(data: bytes, where: str) -> Child:
     Classes that were registered for export are nodes with the names that they were registered under.
     """
     try:
-        reader = _Reader(data)
+        reader = _FlatBuffer(data)
         return reader.node(reader.offset(0), 0)
     except (struct.error, ValueError, IndexError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
 
 
-class _Reader:
+class _FlatBuffer:
     """Reads nodes. A table takes four bytes at least, so there cannot be more nodes than that."""
 
     def __init__(self, data: bytes) -> None:

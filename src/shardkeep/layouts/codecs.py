@@ -1,6 +1,5 @@
 """Codecs: how the bytes of a piece are stored in its file."""
 
-import io
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,7 +61,7 @@ class Zstd:
         view = memoryview(memory.data)
         filled = 0
         try:
-            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(stored.data)) as reader:
+            with zstandard.ZstdDecompressor().stream_reader(stored.data) as reader:
                 while filled < memory.size:
                     count = reader.readinto(view[filled:])  # pyright: ignore[reportUnknownMemberType]  (its parameter)
                     if not count:
