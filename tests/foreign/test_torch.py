@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from buckets.fixtures import Place, _alone, place  # noqa: F401
 from foreign.conformance import FileReaderTests
 from foreign.torchfiles import Call, Global, Pickle, StorageId, Strided, encode_torch, zipped
 from shardkeep.foreign.torch import TorchReader
@@ -187,6 +188,8 @@ class TestParts:
         assert shardkeep.latest(self.FOLDER) == str(self.FOLDER)
 
     def copied(self, path: Path) -> Path:
+        path = path / "folder"
+        path.mkdir()
         for file in self.FOLDER.iterdir():
             (path / file.name).write_bytes(file.read_bytes())
         return path
@@ -431,3 +434,12 @@ def test_files_among_names() -> None:
         "n.bin.index.json",
         "pytorch_model.bin",
     ]
+
+
+def test_it_is_read_from_a_bucket(place: Place) -> None:
+    for name in ("views.pt", "trained.pt"):
+        place.put(name, (FIXTURES / name).read_bytes())
+        assert_same(shardkeep.load(f"{place.url}/{name}"), shardkeep.load(FIXTURES / name))
+        assert shardkeep.verify(f"{place.url}/{name}").ok
+    place.upload(FIXTURES / "parts", "parts")
+    assert_same(shardkeep.load(f"{place.url}/parts"), shardkeep.load(FIXTURES / "parts"))

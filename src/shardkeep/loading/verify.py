@@ -21,7 +21,7 @@ from shardkeep.runtime.progress import NO_BAR, Bar, Progress
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Store
 from shardkeep.stores.location import Location, location, path_text
-from shardkeep.targets.base import Source
+from shardkeep.targets.base import ReadTarget
 from shardkeep.targets.steady import TRIES, Attempt
 
 _SHOWN = 5  # leaves named for a file that is missing or truncated
@@ -94,7 +94,7 @@ def _verify(
     )
 
 
-def _document_of(target: Source) -> str:
+def _document_of(target: ReadTarget) -> str:
     """The document of a checkpoint that cannot be opened: the first that is there."""
     for name in target.documents:
         with suppress(OSError):  # a loop of symbolic links, for example

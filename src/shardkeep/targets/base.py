@@ -1,4 +1,4 @@
-"""What a load asks of the place that it reads, a Source, and a save of the place that it commits to, a Target."""
+"""What a load asks of the place that it reads, a ReadTarget, and a save of the place that it commits to, a Target."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.stores.base import Store
 
 
-class Source(Protocol):
+class ReadTarget(Protocol):
     """A place from which a checkpoint is read, and the documents that say what it holds."""
 
     @property
@@ -38,7 +38,7 @@ class Source(Protocol):
         ...
 
 
-class Target(Source, Protocol):
+class Target(ReadTarget, Protocol):
     """A place for a checkpoint and the documents that commit it: a directory with a manifest, or exchange files."""
 
     @property

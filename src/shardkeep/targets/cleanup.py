@@ -13,7 +13,7 @@ from shardkeep.errors import CheckpointNotFoundError, ConflictError, IncompleteC
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import LOCK_SECONDS, Held, Store
-from shardkeep.targets.base import Source, Target
+from shardkeep.targets.base import ReadTarget, Target
 from shardkeep.targets.files import ForeignFile
 from shardkeep.targets.running import DELETE, now, record_lines, recorded_names
 
@@ -149,7 +149,7 @@ def delete(target: Target | ForeignFile) -> None:
         store.remove_control()
 
 
-def _not_ours(target: Source) -> CheckpointNotFoundError:
+def _not_ours(target: ReadTarget) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{target.where} was written by another program; nothing was deleted")
 
 

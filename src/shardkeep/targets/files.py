@@ -13,7 +13,7 @@ from shardkeep.stores.location import Location, store_at
 
 @dataclass(frozen=True)
 class ForeignFile:
-    """A file that another program wrote, or the one that names all files of a set; a `Source`."""
+    """A file that another program wrote, or the one that names all files of a set; a `ReadTarget`."""
 
     store: Store
     name: str

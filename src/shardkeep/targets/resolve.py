@@ -13,7 +13,7 @@ from shardkeep.model.manifest import MANIFEST, Manifest
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import Location, exists, is_directory, store_at
-from shardkeep.targets.base import Source
+from shardkeep.targets.base import ReadTarget
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.exchange import INDEX_SUFFIX, SUFFIX, Exchange, exchange_at, exchange_bases, exchange_in
@@ -59,7 +59,7 @@ class FoundCheckpoint:
     `described`: whether the `.zarray` files of other programs' arrays were read to find out what it holds.
     """
 
-    target: Source
+    target: ReadTarget
     manifest: Manifest
     described: bool = True
 
@@ -92,7 +92,7 @@ def _look_at_documents(place: Location) -> FoundCheckpoint:
     return look(place, search=False)
 
 
-def _look_inside(target: Source, inside: Sequence[str]) -> FoundCheckpoint:
+def _look_inside(target: ReadTarget, inside: Sequence[str]) -> FoundCheckpoint:
     """The checkpoint of a target, if one of its documents is among the names in its directory."""
     documents = {*target.documents, *target.companions}
     is_bare = isinstance(target, Directory) and documents.isdisjoint(inside) and not is_recognized(inside)
