@@ -42,7 +42,7 @@ def test_the_fuzzer_notices_names_that_leave_the_checkpoint(tmp_path: Path, monk
 
 def test_the_fuzzer_notices_pickles_that_find_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fuzzer = Fuzzer(tmp_path, 3, "a pickled value")
-    monkeypatch.setattr(pickles._InertUnpickler, "find_class", pickle._Unpickler.find_class)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pickles.InertUnpickler, "find_class", pickle._Unpickler.find_class)  # type: ignore[attr-defined]
     told = _fuzz(fuzzer, 200, 0).violations
     assert any("pickle.find_class" in text for text in told), told
 
