@@ -35,7 +35,17 @@ _TRACED = 64  # one input of so many is traced line by line
 _SECONDS = 10
 _MOST_KEPT = 400  # inputs of one case
 # What JSON may be in, and text in old pickles: found by Python when they are first met.
-_ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "raw-unicode-escape")
+_ENCODINGS = (
+    "utf-8-sig",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
+    "utf-32-le",
+    "utf-32-be",
+    "raw-unicode-escape",
+    "unicode-escape",
+)
 _MEMORY = 200 << 20  # what an input may add to the most memory there ever was
 
 

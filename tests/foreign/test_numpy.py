@@ -148,6 +148,18 @@ def test_strings_become_plain_values(tmp_path: Path) -> None:
     assert shardkeep.load(tmp_path / "s.npy") == "x" * 100
 
 
+@pytest.mark.parametrize("order", "<>")
+def test_characters_that_do_not_exist_are_damage(order: str, tmp_path: Path) -> None:
+    """NumPy looks at none of them, and its strings then raise a SystemError."""
+    header = f"{{'descr': '{order}U2', 'fortran_order': False, 'shape': (), }}".encode()
+    good, bad = (np.array([0x61, last], f"{order}u4").tobytes() for last in (0x10FFFF, 0x110000))
+    (tmp_path / "s.npy").write_bytes(_npy(header, good))
+    assert shardkeep.load(tmp_path / "s.npy") == "a\U0010ffff"
+    (tmp_path / "s.npy").write_bytes(_npy(header, bad))
+    with pytest.raises(shardkeep.IntegrityError, match=r"s\.npy .*characters that do not exist"):
+        shardkeep.load(tmp_path / "s.npy")
+
+
 def test_bfloat16_is_read_although_numpy_has_no_name_for_it(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     """NumPy itself gives two raw bytes for each element."""
     monkeypatch.setattr("shardkeep.model.tree._mentioned", set())

@@ -26,6 +26,7 @@ _NPY, _NPZ = ".npy", ".npz"
 _MOST_LEVELS = 40  # of the tree, that slashes and dots in one name make
 _MOST_TEXT = 1 << 20  # bytes of strings in an archive, which become plain values that take hundreds of bytes each
 _COLUMNS = 4 << 20  # bytes of an array in Fortran order that are read at once, if so few are wanted
+_LAST_CHARACTER = 0x10FFFF  # of Unicode: NumPy looks at none
 _START = 256  # bytes of an array's file that are read first: the header of most
 
 
@@ -114,9 +115,10 @@ def _describe(window: Window, entry: ZipEntry, place: str) -> tuple[object, NpyA
         return _FoundEntry(ArraySpec(spec.shape, spec.dtype.newbyteorder("=")), place), described
     memory = np.empty(spec.nbytes, np.uint8)
     source.read_into(described.start, memory)
-    return memory.view(spec.dtype).reshape(spec.shape).tolist() if spec.nbytes else np.empty(
-        spec.shape, spec.dtype
-    ).tolist(), described
+    if spec.dtype.kind == "U" and (memory.view(f"{spec.dtype.str[0]}u4") > _LAST_CHARACTER).any():
+        raise ValueError("it holds text with characters that do not exist")
+    found = memory.view(spec.dtype).reshape(spec.shape) if spec.nbytes else np.empty(spec.shape, spec.dtype)
+    return found.tolist(), described
 
 
 def _parse(source: ByteSource, size: int) -> NpyArray:
