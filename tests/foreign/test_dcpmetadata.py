@@ -7,7 +7,7 @@ import pytest
 
 import shardkeep
 from foreign.torchfiles import Global, Pairs, Pickle, encode_dcp, of_metadata, size_of
-from shardkeep.foreign.dcpmetadata import Span, decode_metadata
+from shardkeep.foreign.dcpmetadata import FileSpan, decode_metadata
 from shardkeep.model.arrays import Region
 
 FILE = "__0_0.distcp"
@@ -54,7 +54,7 @@ def test_it_says_where_every_part_is() -> None:
 def test_older_versions_have_the_dtype_in_a_dict() -> None:
     found = decoded(fields_of((2,), [((0,), (2,))], properties={"dtype": Global("torch", "bfloat16")}))
     assert found.tensors["w"].dtype.name == "bfloat16"
-    assert found.tensors["w"].parts == ((Region((0,), (2,)), Span(FILE, 0, 9)),)
+    assert found.tensors["w"].parts == ((Region((0,), (2,)), FileSpan(FILE, 0, 9)),)
 
 
 def test_a_process_may_have_nothing_of_a_tensor() -> None:

@@ -18,7 +18,7 @@ from shardkeep.errors import (
     MissingDataError,
     damage_of,
 )
-from shardkeep.foreign.dcpmetadata import DcpMetadata, DcpTensor, Span, decode_metadata
+from shardkeep.foreign.dcpmetadata import DcpMetadata, DcpTensor, FileSpan, decode_metadata
 from shardkeep.foreign.standins import Placed, take_apart
 from shardkeep.foreign.strided import STRIDED, read_strided, with_flags
 from shardkeep.foreign.torcharchives import TorchArchive, read_archive
@@ -112,7 +112,7 @@ def _manifest(store: Store, described: DcpMetadata) -> Manifest:
     return Manifest(store.url, described.identity, {"": tree})
 
 
-def _inside_a_value(path: Path, tensor: Tensor, archive: TorchArchive | None, span: Span, where: str) -> StoredArray:
+def _inside_a_value(path: Path, tensor: Tensor, archive: TorchArchive | None, span: FileSpan, where: str) -> StoredArray:
     """A tensor in a value that is none, such as a list of states."""
     assert archive is not None
     assert tensor.dtype is not None
@@ -179,7 +179,7 @@ def _read_values(store: Store, described: DcpMetadata) -> tuple[dict[str, object
     return found, archives
 
 
-def _unread(span: Span) -> StandIn:
+def _unread(span: FileSpan) -> StandIn:
     """What stands for a value that was not looked into."""
     about = StandIn()
     about.state = {"file": span.file, "offset": span.offset, "length": span.length}
@@ -240,7 +240,7 @@ class DcpArray:
                 return f"leaf {self._leaf.key!r}: {self._store.locate(span.file)} is missing or truncated"
         return None
 
-    def _read_part(self, whole: Region, span: Span, region: Region) -> Array:
+    def _read_part(self, whole: Region, span: FileSpan, region: Region) -> Array:
         """A region of one part."""
         with opened(self._store, span.file, self._leaf.key) as file:
             part = FilePart(file, span.offset, span.length)
@@ -249,7 +249,7 @@ class DcpArray:
             found = read_strided(EntryBytes(part, entry), self._leaf.spec.dtype, tensor.offset, tensor.strides, region)
             return with_flags(found, place.flags)
 
-    def _open_part(self, part: FilePart, whole: Region, span: Span) -> tuple[TorchArchive, Tensor, ZipEntry]:
+    def _open_part(self, part: FilePart, whole: Region, span: FileSpan) -> tuple[TorchArchive, Tensor, ZipEntry]:
         """The archive of a part, its tensor, and the entry with the elements. `ValueError` if it is another tensor."""
         where = self._store.locate(span.file)
         archive = read_archive(part, where)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @fast_dataclass
-class Span:
+class FileSpan:
     """Some bytes of a file of the checkpoint."""
 
     file: str
@@ -39,7 +39,7 @@ class DcpTensor:
     shape: tuple[int, ...]
     dtype: DType | None
     type_name: str
-    parts: tuple[tuple[Region, Span], ...]
+    parts: tuple[tuple[Region, FileSpan], ...]
 
     @property
     def spec(self) -> ArraySpec:
@@ -60,13 +60,13 @@ class DcpMetadata:
     """
 
     tensors: Mapping[str, DcpTensor]
-    values: Mapping[str, Span]
+    values: Mapping[str, FileSpan]
     paths: Mapping[str, tuple[str | int, ...]]
     identity: str
     length: int
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[FileSpan]:
         """Everything that is in files."""
         parts = [span for tensor in self.tensors.values() for _, span in tensor.parts]
         return [*parts, *self.values.values()]
@@ -79,7 +79,7 @@ def decode_metadata(document: bytes, where: str) -> DcpMetadata:
         fields = _fields(root, "Metadata")
         places = _places(_as_dict(fields["storage_data"]))
         tensors: dict[str, DcpTensor] = {}
-        values: dict[str, Span] = {}
+        values: dict[str, FileSpan] = {}
         for name, described in _as_dict(fields["state_dict_metadata"]).items():
             if not isinstance(name, str) or not isinstance(described, PickledObject):
                 raise TypeError("what it describes has no name")
@@ -114,22 +114,22 @@ def _fields(value: object, name: str) -> Mapping[str, object]:
     return cast("Mapping[str, object]", _as_dict(cast(object, value.state)))
 
 
-def _places(stored: Mapping[object, object]) -> dict[tuple[str, tuple[int, ...] | None], Span]:
+def _places(stored: Mapping[object, object]) -> dict[tuple[str, tuple[int, ...] | None], FileSpan]:
     """Where each part is, by the name and the offsets of the part."""
-    found: dict[tuple[str, tuple[int, ...] | None], Span] = {}
+    found: dict[tuple[str, tuple[int, ...] | None], FileSpan] = {}
     for index, described in stored.items():
         key, place = _fields(index, "MetadataIndex"), _fields(described, "_StorageInfo")
         if place.get(_SEVERAL):
             raise ValueError("its parts are compressed or encrypted, which cannot be read")
         start = key.get("offset")
         offset, length = as_counts((place["offset"], place["length"]))
-        span = Span(check_name(place["relative_path"]), offset, length)
+        span = FileSpan(check_name(place["relative_path"]), offset, length)
         found[_as(str, key["fqn"]), None if start is None else as_counts(start)] = span
     return found
 
 
 def _tensor(
-    name: str, described: Mapping[str, object], places: Mapping[tuple[str, tuple[int, ...] | None], Span]
+    name: str, described: Mapping[str, object], places: Mapping[tuple[str, tuple[int, ...] | None], FileSpan]
 ) -> DcpTensor:
     shape = as_counts(described["size"])
     properties: object = _as(PickledObject, described["properties"]).state
@@ -141,7 +141,7 @@ def _tensor(
     dtype = dtype_named(type_name)
     if not is_possible(shape, 1 if dtype is None else dtype.itemsize):
         raise ValueError(f"no array can have the shape {shape!r:.80}")
-    parts: list[tuple[Region, Span]] = []
+    parts: list[tuple[Region, FileSpan]] = []
     for chunk in cast("list[object]", _as(list, described["chunks"])):
         fields = _fields(chunk, "ChunkStorageMetadata")
         region = Region(as_counts(fields["offsets"]), as_counts(fields["sizes"]))

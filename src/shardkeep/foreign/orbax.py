@@ -27,7 +27,7 @@ from shardkeep.foreign.chunked import (
 )
 from shardkeep.foreign.documents import ORBAX, files_below, names_below, parse_json, read_json
 from shardkeep.foreign.ocdbt import MANIFEST as DATABASE
-from shardkeep.foreign.orbaxtree import Entry, entries_of, impls_of, shardings_of, strings_of, tree_of
+from shardkeep.foreign.orbaxtree import OrbaxLeaf, entries_of, impls_of, shardings_of, strings_of, tree_of
 from shardkeep.model.digests import digest
 from shardkeep.model.leaves import (
     NATIVE,
@@ -274,7 +274,7 @@ class _Facts:
 
 def _leaf(cabinet: Cabinet, leaf: Leaf, facts: _Facts, files: ArrayFiles) -> StoredLeaf:
     """A leaf as it is stored."""
-    entry: Entry = leaf.value
+    entry: OrbaxLeaf = leaf.value
     name = entry.name
     if entry.kind == "string":
         if name not in facts.strings:
@@ -297,7 +297,7 @@ def _leaf(cabinet: Cabinet, leaf: Leaf, facts: _Facts, files: ArrayFiles) -> Sto
     return describe_array(chunks, leaf.path, files, KIND, was)
 
 
-def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[Entry]:
+def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[OrbaxLeaf]:
     """The arrays that are there, if no document lists them: dots in their names make levels."""
     if cabinet.database is not None:
         names = cabinet.arrays()
@@ -306,7 +306,7 @@ def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[Entry]:
         store, directory = cabinet.store, cabinet.directory
         described = {".zarray", "zarr.json"}
         names = [name for name in found if not described.isdisjoint(store.children(_join(directory, name)))]
-    return [Entry.found(name) for name in sorted(names)]
+    return [OrbaxLeaf.found(name) for name in sorted(names)]
 
 
 def _refuse_unfinished_item(store: Store, directory: str, inside: Collection[str]) -> None:

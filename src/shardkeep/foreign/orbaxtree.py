@@ -18,7 +18,7 @@ _EMPTY: dict[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()} 
 
 
 @dataclass(frozen=True)
-class Entry:
+class OrbaxLeaf:
     """A leaf, or what has no leaves, as `_METADATA` lists it.
 
     Attributes:
@@ -36,12 +36,12 @@ class Entry:
     is_ambiguous: bool = False
 
     @classmethod
-    def found(cls, name: str) -> "Entry":
+    def found(cls, name: str) -> "OrbaxLeaf":
         """An array that was found, and is not listed."""
         return cls((), "jax.Array", False, name)
 
 
-def entries_of(document: JsonObject | None, where: str) -> list[Entry]:
+def entries_of(document: JsonObject | None, where: str) -> list[OrbaxLeaf]:
     """What `_METADATA` lists, in its order; nothing if there is no document. `IntegrityError` if it is malformed."""
     if document is None:
         return []
@@ -71,13 +71,13 @@ class _Listed(TypedDict):
     value_metadata: _Value
 
 
-def _entry(listed: _Listed) -> Entry:
+def _entry(listed: _Listed) -> OrbaxLeaf:
     keys = tuple((str(key["key"]), key["key_type"] == _SEQUENCE) for key in listed["key_metadata"])
     about = listed["value_metadata"]
     kind, skipped = about["value_type"], about.get("skip_deserialize", False)
     if not isinstance(kind, str) or not isinstance(skipped, bool):
         raise TypeError("value_type is not a string, or skip_deserialize is not a boolean")
-    return Entry(keys, kind, skipped or kind in _EMPTY, ".".join(key for key, _ in keys))
+    return OrbaxLeaf(keys, kind, skipped or kind in _EMPTY, ".".join(key for key, _ in keys))
 
 
 class _Branch(dict[str, object]):
@@ -86,8 +86,8 @@ class _Branch(dict[str, object]):
     is_list: bool = False
 
 
-def tree_of(entries: Sequence[Entry], where: str) -> object:
-    """The tree of entries: dicts and lists, with an `Entry` for each leaf, and what has no leaves as it is."""
+def tree_of(entries: Sequence[OrbaxLeaf], where: str) -> object:
+    """The tree of entries: dicts and lists, with an `OrbaxLeaf` for each leaf, and what has no leaves as it is."""
     if entries and all(not entry.keys and entry.name for entry in entries):
         return nest([((entry.name,), entry) for entry in entries])
     root = _Branch()
