@@ -13,9 +13,9 @@ from shardkeep.model.leaves import NATIVE, SavedSharding, StoredArray
 from shardkeep.model.manifest import Tree as SavedTree
 from shardkeep.model.tree import flatten
 from shardkeep.remap.changes import remap_tree
-from shardkeep.remap.expressions import Called, DerivedArray, Source, Stacked, Transposed, sharding_of, sources_of
+from shardkeep.remap.expressions import Called, DerivedArray, Stacked, StoredSource, Transposed, sharding_of, sources_of
 from shardkeep.remap.moving import change_into, changed, window_of
-from shardkeep.remap.regions import Gap, Window, assembly, inverse_axes, regions_read, reshaped, strides_of
+from shardkeep.remap.regions import Gap, StridedView, assembly, inverse_axes, regions_read, reshaped, strides_of
 
 
 def saved_tree(tree: Tree) -> SavedTree:
@@ -83,7 +83,7 @@ def test_a_region_of_a_reshaped_array_is_made_of_boxes(
     region = data.draw(regions(new))
     found = np.full(region.shape, -1)
     if region.size:
-        for box, window in reshaped(old, new, region, Window(0, strides_of(region.shape))):
+        for box, window in reshaped(old, new, region, StridedView(0, strides_of(region.shape))):
             window_of(found, window.offset, box.shape, window.strides)[...] = values[box.slices]
     assert np.array_equal(found, values.reshape(new)[region.slices])
 
@@ -91,11 +91,11 @@ def test_a_region_of_a_reshaped_array_is_made_of_boxes(
 def test_dimensions_that_stay_are_not_cut() -> None:
     """A kernel that is reshaped to heads is read in as many parts as there are ranges in it, not element by element."""
     heads = Region((0, 4, 0), (1024, 2, 64))
-    assert len(list(reshaped((1024, 1024), (1024, 16, 64), heads, Window(0, strides_of(heads.shape))))) == 1
+    assert len(list(reshaped((1024, 1024), (1024, 16, 64), heads, StridedView(0, strides_of(heads.shape))))) == 1
     columns = Region((0, 0, 16), (1024, 16, 8))
-    assert len(list(reshaped((1024, 1024), (1024, 16, 64), columns, Window(0, strides_of(columns.shape))))) == 16
+    assert len(list(reshaped((1024, 1024), (1024, 16, 64), columns, StridedView(0, strides_of(columns.shape))))) == 16
     odd = Region((0, 0), (4, 6))
-    assert len(list(reshaped((6, 4), (4, 6), odd, Window(0, strides_of(odd.shape))))) == 1
+    assert len(list(reshaped((6, 4), (4, 6), odd, StridedView(0, strides_of(odd.shape))))) == 1
 
 
 def stored(path: str, sharding: Any = None) -> StoredArray:
@@ -106,7 +106,7 @@ def stored(path: str, sharding: Any = None) -> StoredArray:
 
 def test_the_saved_sharding_follows_the_axes() -> None:
     sharding = SavedSharding(("a",), (("a", 2), ("b", 2)))
-    stack = Stacked((Source(stored("0", sharding)), Source(stored("1", sharding))), 1)
+    stack = Stacked((StoredSource(stored("0", sharding)), StoredSource(stored("1", sharding))), 1)
     found = sharding_of(Transposed(stack, (2, 0, 1)))
     assert found is not None
     assert found.spec == (None, "a", None)
@@ -114,7 +114,7 @@ def test_the_saved_sharding_follows_the_axes() -> None:
 
 
 def test_what_is_read_is_listed_by_stored_array() -> None:
-    stack = Stacked((Source(stored("0")), Source(stored("1"))), 0)
+    stack = Stacked((StoredSource(stored("0")), StoredSource(stored("1"))), 0)
     found = regions_read(stack, [Region((1, 0, 0), (1, 4, 3)), Region((1, 0, 3), (1, 4, 3))])
     assert [(leaf.key, some) for leaf, some in found] == [("1", [Region((0, 0), (4, 3)), Region((0, 3), (4, 3))])]
     assert [leaf.key for leaf in sources_of(stack)] == ["0", "1"]

@@ -3,16 +3,16 @@
 import threading
 from collections.abc import Sequence
 
-from shardkeep.runtime.places import Place
+from shardkeep.runtime.places import QueuePlace
 from shardkeep.runtime.scopes import Scope
 
 
-class Turn(Place):
+class Turn(QueuePlace):
     """A place that notes for whom it has waited."""
 
-    waited_for: Sequence[Place] = ()
+    waited_for: Sequence[QueuePlace] = ()
 
-    def _look(self, ahead: Sequence[Place]) -> None:
+    def _look(self, ahead: Sequence[QueuePlace]) -> None:
         self.waited_for = ahead
 
 

@@ -18,7 +18,7 @@ class UnreadableError(ValueError):
 class ArrayReader(Protocol):
     """One array that another program wrote. It has no digests, so the reader says what is missing or damaged.
 
-    Any method may raise `IntegrityError`, or `MissingDataError` for data that is not there. Use it on one thread.
+    All methods may raise `IntegrityError`, or `MissingDataError` for data that is not there. Use it on one thread.
     """
 
     @property

@@ -122,7 +122,7 @@ def _discover(store: Store) -> Manifest | None:
     manifest = _manifest(store, {"": found}, digest("\n".join(found).encode()))
     if store.size(CHECKPOINT_METADATA) is not None:
         return manifest
-    # Any program may have written them: JAX's `GlobalAsyncCheckpointManager`, for example.
+    # Other programs may have written them: JAX's `GlobalAsyncCheckpointManager`, for example.
     return replace(manifest, trees={prefix: replace(tree, source="zarr") for prefix, tree in manifest.trees.items()})
 
 
@@ -350,7 +350,7 @@ class EformerIndex:
             index["arrays"] = trees.get("", [])
         # Of the trees that were saved together, only the main one has metadata.
         newest = (tree.metadata for tree in manifest.trees.values() if tree.save_id == manifest.save_id)
-        metadata = untagged(dict(next(filter(None, newest), dict[str, Any]())))
+        metadata = untagged(dict(next(filter(None, newest), dict[str, object]())))
         return {
             CHECKPOINT_METADATA: json.dumps(metadata, allow_nan=False).encode(),
             TENSORSTORE_INDEX: json.dumps(index, indent=1).encode(),

@@ -15,7 +15,7 @@ from shardkeep.remap.expressions import (
     DerivedArray,
     Expression,
     Shape,
-    Source,
+    StoredSource,
     Unsized,
     keeps_values,
     sharding_of,
@@ -24,7 +24,7 @@ from shardkeep.remap.expressions import (
 )
 from shardkeep.remap.rules import Rule, Within
 from shardkeep.remap.skeletons import rebuilt
-from shardkeep.remap.steps import Entry, Step, refuse
+from shardkeep.remap.steps import Entry, Replacement, refuse
 
 _SHOWN = 5  # keys that a message lists
 
@@ -36,7 +36,7 @@ class Done:
     """A rule that was applied, and what it did."""
 
     rule: Rule
-    steps: tuple[Step, ...]
+    steps: tuple[Replacement, ...]
 
 
 @dataclass
@@ -74,10 +74,10 @@ class Changes:
         some = ", ".join("/".join(path) for path in list(self.entries)[:_SHOWN])
         return f"; the keys are {some}{', …' if len(self.entries) > _SHOWN else ''}" if some else ""
 
-    def _commit(self, rule: Rule, shown: Rule, steps: Sequence[Step]) -> None:
+    def _commit(self, rule: Rule, shown: Rule, steps: Sequence[Replacement]) -> None:
         """Replace leaves. Each new one stands where the first of those that it is made of stood."""
         taken = {path: step for step in steps if not step.keeps for path, _ in step.takes}
-        places: dict[Path, list[Step]] = {}
+        places: dict[Path, list[Replacement]] = {}
         for step in steps:
             places.setdefault(step.takes[0][0], []).append(step)
         entries: dict[Path, Entry] = {}
@@ -195,10 +195,10 @@ def _shared(entries: Mapping[Path, Entry]) -> set[Path]:
 
 def _leaf(path: Path, entry: Entry, shared: set[Path], changes: Changes) -> StoredLeaf:
     """A leaf of the new tree. One that is stored as it is wanted stays a stored one."""
-    if isinstance(entry, Source) and entry.leaf.path not in shared:
+    if isinstance(entry, StoredSource) and entry.leaf.path not in shared:
         entry = entry.leaf
     if isinstance(entry, StoredArray) and entry.holds_numbers and entry.path in shared:
-        entry = Source(entry)
+        entry = StoredSource(entry)
     if not isinstance(entry, Expression):
         return entry if entry.path == path else replace(entry, path=path)
     spec = ArraySpec(entry.shape, entry.dtype)

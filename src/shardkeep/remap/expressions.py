@@ -32,7 +32,7 @@ class Expression:
 
 
 @dataclass(frozen=True, eq=False)
-class Source(Expression):
+class StoredSource(Expression):
     """A stored array."""
 
     leaf: StoredArray
@@ -213,7 +213,7 @@ def walk(expression: Expression) -> Iterator[Expression]:
 
 def sources_of(expression: Expression) -> list[StoredArray]:
     """The stored arrays that it is made of, each once."""
-    found = (each.leaf for each in walk(expression) if isinstance(each, Source))
+    found = (each.leaf for each in walk(expression) if isinstance(each, StoredSource))
     return list({leaf.path: leaf for leaf in found}.values())
 
 
@@ -237,7 +237,7 @@ def result_of(function: Function, data: Array, shape: Shape, dtype: DType, what:
 def sharding_of(expression: Expression) -> SavedSharding | None:
     """The sharding that the arrays had when they were saved, as far as the axes are still there."""
     match expression:
-        case Source():
+        case StoredSource():
             return expression.leaf.sharding
         case Stacked():
             inner, axis = sharding_of(expression.parts[0]), expression.axis

@@ -26,7 +26,7 @@ from shardkeep.remap.rules import (
     Transpose,
     Unstack,
 )
-from shardkeep.remap.steps import Entry, Step, form_of
+from shardkeep.remap.steps import Entry, Replacement, form_of
 
 _ASIDE = "~"  # the end of a name that a leaf has between two renames
 
@@ -54,7 +54,7 @@ def inverse_of(changes: Changes, present: Iterable[Path]) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def _can_be_undone(rule: Rule, step: Step, now: dict[Path, Entry]) -> bool:
+def _can_be_undone(rule: Rule, step: Replacement, now: dict[Path, Entry]) -> bool:
     """Whether there is something to undo. `RemapError` if only a part of it is there."""
     lost = [path for path, _ in step.gives if path not in now]
     if step.gives and len(lost) == len(step.gives):
@@ -75,7 +75,7 @@ def _settled(entry: Entry, changes: Changes) -> Entry:
 
 
 def _tried(
-    done: Done, steps: Sequence[Step], now: dict[Path, Entry], before: dict[Path, Entry], changes: Changes
+    done: Done, steps: Sequence[Replacement], now: dict[Path, Entry], before: dict[Path, Entry], changes: Changes
 ) -> list[Rule]:
     """Rules that undo steps, in the shortest form that does it."""
     wanted = {path: form_of(entry) for path, entry in before.items()}
@@ -100,7 +100,7 @@ def _rename(source: Path, to: Path) -> Rename:
     return Rename(literal(_key(source)), plain(_key(to)))
 
 
-def _undo(rule: Rule, step: Step, now: Collection[Path], changes: Changes) -> list[Rule]:
+def _undo(rule: Rule, step: Replacement, now: Collection[Path], changes: Changes) -> list[Rule]:
     """Rules that undo one step, each for one leaf."""
     match rule:
         case Rename():
@@ -135,13 +135,13 @@ def _undo(rule: Rule, step: Step, now: Collection[Path], changes: Changes) -> li
             raise RemapError(f"{rule} cannot be undone")
 
 
-def _axis_of_first(step: Step) -> int:
+def _axis_of_first(step: Replacement) -> int:
     entry = step.gives[0][1]
     assert isinstance(entry, Sliced)
     return entry.axis
 
 
-def _undo_change(rule: OnEach, pattern: str, step: Step, changes: Changes) -> Rule:
+def _undo_change(rule: OnEach, pattern: str, step: Replacement, changes: Changes) -> Rule:
     (_, before), (_, after) = step.takes[0], step.gives[0]
     (shape, _), (new, _) = form_of(_settled(before, changes)), form_of(_settled(after, changes))
     match rule:
@@ -181,7 +181,7 @@ def _aside(rules: Sequence[Rule], now: Iterable[Path]) -> list[Rule]:
     return [*first, Rename(f"(.*){literal(end)}", r"\1")]
 
 
-def _short(rule: Rule, steps: Sequence[Step], single: Sequence[Rule]) -> list[Rule]:
+def _short(rule: Rule, steps: Sequence[Replacement], single: Sequence[Rule]) -> list[Rule]:
     """One rule for all leaves, with the pattern of the rule it undoes turned around; empty if that cannot be."""
     match rule:
         case OnEach():

@@ -20,15 +20,15 @@ from shardkeep.remap.expressions import (
     Reshaped,
     Shape,
     Sliced,
-    Source,
     Stacked,
+    StoredSource,
     Transposed,
     Unsized,
 )
 
 
 @fast_dataclass
-class Window:
+class StridedView:
     """A part of an array in memory: where it begins, and its strides, in elements."""
 
     offset: int
@@ -48,7 +48,7 @@ class Part:
 
     source: StoredArray | Called
     region: Region
-    window: Window
+    window: StridedView
     functions: tuple[Function, ...] = ()
 
 
@@ -58,7 +58,7 @@ class Gap:
 
     shape: Shape
     dtype: DType
-    window: Window
+    window: StridedView
     value: float | None
     functions: tuple[Function, ...] = ()
 
@@ -85,14 +85,14 @@ def assembly(expression: Expression, region: Region) -> list[Part | Gap]:
     """What fills a region of an array: parts of stored arrays, in no overlap, and gaps."""
     if region.size == 0:
         return []
-    return list(_parts(expression, region, Window(0, strides_of(region.shape)), ()))
+    return list(_parts(expression, region, StridedView(0, strides_of(region.shape)), ()))
 
 
 def _parts(
-    expression: Expression, region: Region, window: Window, functions: tuple[Function, ...]
+    expression: Expression, region: Region, window: StridedView, functions: tuple[Function, ...]
 ) -> Iterator[Part | Gap]:
     match expression:
-        case Source():
+        case StoredSource():
             yield Part(expression.leaf, region, window, functions)
         case Called():
             yield Part(expression, region, window, functions)
@@ -106,7 +106,7 @@ def _parts(
             axis = expression.axis
             for number in range(region.start[axis], region.start[axis] + region.shape[axis]):
                 offset = window.offset + (number - region.start[axis]) * window.strides[axis]
-                inner = Window(offset, _without(window.strides, axis))
+                inner = StridedView(offset, _without(window.strides, axis))
                 yield from _parts(expression.parts[number], _drop(region, axis), inner, functions)
         case Joined():
             yield from _joined(expression, region, window, functions)
@@ -118,11 +118,11 @@ def _parts(
                 strides.insert(expression.axis, 0)
             else:
                 start[expression.axis] += expression.start
-            inner = Window(window.offset, tuple(strides))
+            inner = StridedView(window.offset, tuple(strides))
             yield from _parts(expression.of, Region(tuple(start), tuple(shape)), inner, functions)
         case Transposed():
             order = inverse_axes(expression.axes)
-            inner = Window(window.offset, tuple(window.strides[i] for i in order))
+            inner = StridedView(window.offset, tuple(window.strides[i] for i in order))
             turned = Region(tuple(region.start[i] for i in order), tuple(region.shape[i] for i in order))
             yield from _parts(expression.of, turned, inner, functions)
         case Reshaped():
@@ -141,7 +141,7 @@ def _drop(region: Region, axis: int) -> Region:
 
 
 def _joined(
-    expression: Joined, region: Region, window: Window, functions: tuple[Function, ...]
+    expression: Joined, region: Region, window: StridedView, functions: tuple[Function, ...]
 ) -> Iterator[Part | Gap]:
     axis, begin = expression.axis, 0
     first, last = region.start[axis], region.start[axis] + region.shape[axis]
@@ -151,19 +151,19 @@ def _joined(
         if low < high:
             start, shape = list(region.start), list(region.shape)
             start[axis], shape[axis] = low - begin, high - low
-            inner = Window(window.offset + (low - first) * window.strides[axis], window.strides)
+            inner = StridedView(window.offset + (low - first) * window.strides[axis], window.strides)
             yield from _parts(part, Region(tuple(start), tuple(shape)), inner, functions)
         begin += size
 
 
-def reshaped(old: Shape, new: Shape, region: Region, window: Window) -> Iterator[tuple[Region, Window]]:
+def reshaped(old: Shape, new: Shape, region: Region, window: StridedView) -> Iterator[tuple[Region, StridedView]]:
     """The regions of an array that a region of it, reshaped from `old` to `new`, is made of, and where each goes.
 
     Dimensions that only change together are treated together: others stay as they are.
     """
     kept = [i for i, n in enumerate(old) if n != 1]
     axes = [i for i, n in enumerate(new) if n != 1]
-    groups: list[list[tuple[Region, Window]]] = []
+    groups: list[list[tuple[Region, StridedView]]] = []
     for ours, theirs in _groups([old[i] for i in kept], [new[i] for i in axes]):
         mine = [axes[i] for i in theirs]
         part = Region(tuple(region.start[i] for i in mine), tuple(region.shape[i] for i in mine))
@@ -177,7 +177,7 @@ def reshaped(old: Shape, new: Shape, region: Region, window: Window) -> Iterator
         for axis, (a, n, s) in zip(kept, flat, strict=True):
             start[axis], shape[axis], strides[axis] = a, n, s
         offset = window.offset + sum(inner.offset for _, inner in chosen)
-        yield Region(tuple(start), tuple(shape)), Window(offset, tuple(strides))
+        yield Region(tuple(start), tuple(shape)), StridedView(offset, tuple(strides))
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
@@ -200,12 +200,12 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
 
 def _regrouped(
     old: Sequence[int], new: Sequence[int], region: Region, strides: Shape
-) -> Iterator[tuple[Region, Window]]:
+) -> Iterator[tuple[Region, StridedView]]:
     """`reshaped`, for one group of dimensions: the runs of elements that follow each other, each as boxes."""
     for start, length, offset, step in _runs(new, region, strides):
         for box in _boxes(old, start, start + length):
             first = sum(a * n for a, n in zip(box.start, strides_of(old), strict=True))
-            yield box, Window(offset + (first - start) * step, tuple(n * step for n in strides_of(old)))
+            yield box, StridedView(offset + (first - start) * step, tuple(n * step for n in strides_of(old)))
 
 
 def _runs(sizes: Sequence[int], region: Region, strides: Shape) -> Iterator[tuple[int, int, int, int]]:

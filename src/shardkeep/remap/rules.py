@@ -33,7 +33,7 @@ from shardkeep.remap.patterns import INDEX
 from shardkeep.remap.steps import (
     Entries,
     Entry,
-    Step,
+    Replacement,
     array_of,
     axis_of,
     matches,
@@ -52,7 +52,7 @@ class Rule:
 
     name: ClassVar[str] = ""
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         """What the rule does to the leaves of a tree; nothing if it matches none. `RemapError` if it cannot."""
         raise NotImplementedError
 
@@ -74,9 +74,9 @@ class Rename(Rule):
     def __post_init__(self) -> None:
         pattern_of(self, self.pattern, self.key)
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
-            yield Step(((path, entry),), ((new_path(self, self.key, match), entry),))
+            yield Replacement(((path, entry),), ((new_path(self, self.key, match), entry),))
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,11 +88,11 @@ class Copy(Rule):
     def __post_init__(self) -> None:
         pattern_of(self, self.pattern, self.key)
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             if not isinstance(entry, Expression) and entry.processes is not None:
                 raise refuse(self, name_leaf(path), "it is a PerProcess value, which can only be renamed or dropped")
-            yield Step(((path, entry),), ((new_path(self, self.key, match), entry),), keeps=True)
+            yield Replacement(((path, entry),), ((new_path(self, self.key, match), entry),), keeps=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,9 +103,9 @@ class Drop(Rule):
     def __post_init__(self) -> None:
         pattern_of(self, self.pattern)
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         for _, path, entry in matches(pattern_of(self, self.pattern), entries):
-            yield Step(((path, entry),), ())
+            yield Replacement(((path, entry),), ())
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,7 +120,7 @@ class Stack(Rule):
             raise RemapError(f"{self}: the pattern needs {INDEX} where the index of each leaf is")
         _check_int(self, axis=self.axis)
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         groups: dict[Path, dict[int, tuple[Path, Entry]]] = {}
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             group = groups.setdefault(new_path(self, self.key, match), {})
@@ -137,7 +137,7 @@ class Stack(Rule):
             takes = tuple(group[i] for i in range(len(group)))
             parts = same_forms(self, {at: array_of(self, at, entry) for at, entry in takes})
             axis = axis_of(self, path, self.axis, len(parts[0].shape) + 1)
-            yield Step(takes, ((path, Stacked(parts, axis)),))
+            yield Replacement(takes, ((path, Stacked(parts, axis)),))
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,7 +153,7 @@ class Unstack(Rule):
             raise RemapError(f"{self}: the key needs {INDEX} where the index of each leaf goes")
         _check_int(self, axis=self.axis)
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             array = array_of(self, path, entry)
             axis = axis_of(self, path, self.axis, len(array.shape))
@@ -161,7 +161,7 @@ class Unstack(Rule):
                 (new_path(self, self.key, match, number), Sliced(array, axis, number, 1, drop=True))
                 for number in range(array.shape[axis])
             )
-            yield Step(((path, entry),), gives)
+            yield Replacement(((path, entry),), gives)
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +180,7 @@ class Split(Rule):
         if not self.keys:
             raise RemapError(f"{self}: there are no keys to split into")
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             array = array_of(self, path, entry)
             axis, count = axis_of(self, path, self.axis, len(array.shape)), len(self.keys)
@@ -193,7 +193,7 @@ class Split(Rule):
                 problem = f"the sizes add up to {sum(sizes)}, and axis {axis} of {list(array.shape)} has {extent}"
                 raise refuse(self, name_leaf(path), problem)
             starts = [sum(sizes[:i]) for i in range(count)]
-            yield Step(
+            yield Replacement(
                 ((path, entry),),
                 tuple(
                     (new_path(self, key, match), Sliced(array, axis, start, size))
@@ -216,7 +216,7 @@ class Fuse(Rule):
         if not self.patterns:
             raise RemapError(f"{self}: there are no patterns of leaves to fuse")
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         groups: dict[Path, dict[int, tuple[Path, Entry]]] = {}
         for number, pattern in enumerate(self.patterns):
             for match, path, entry in matches(pattern_of(self, pattern), entries):
@@ -234,7 +234,7 @@ class Fuse(Rule):
             if len(parts) < len(takes):
                 raise refuse(self, name_leaf(takes[0][0]), "several patterns match it")
             axis = axis_of(self, takes[0][0], self.axis, len(parts[takes[0][0]].shape))
-            yield Step(takes, ((path, Joined(same_forms(self, parts, axis), axis)),))
+            yield Replacement(takes, ((path, Joined(same_forms(self, parts, axis), axis)),))
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,9 +246,9 @@ class OnEach(Rule):
     def __post_init__(self) -> None:
         pattern_of(self, self.pattern)
 
-    def steps(self, entries: Entries) -> Iterator[Step]:
+    def steps(self, entries: Entries) -> Iterator[Replacement]:
         for _, path, entry in matches(pattern_of(self, self.pattern), entries):
-            yield Step(((path, entry),), ((path, self.change(path, array_of(self, path, entry))),))
+            yield Replacement(((path, entry),), ((path, self.change(path, array_of(self, path, entry))),))
 
     def change(self, path: Path, array: Expression) -> Expression:
         """What becomes of an array."""

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from shardkeep.errors import RemapError
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.tree import Path, name_leaf
-from shardkeep.remap.expressions import Expression, Shape, Source, Unsized
+from shardkeep.remap.expressions import Expression, Shape, StoredSource, Unsized
 from shardkeep.remap.patterns import Match, Pattern, check_key, compiled, expand
 
 Entry: TypeAlias = StoredLeaf | Expression  # a leaf as it is stored, or what rules have made
@@ -15,17 +15,17 @@ Entries: TypeAlias = Mapping[Path, Entry]
 
 
 @dataclass(frozen=True)
-class Step:
+class Replacement:
     """Leaves that a rule takes, and those that it puts in their place. With `keeps`, the taken ones stay as well."""
 
     takes: tuple[tuple[Path, Entry], ...]
     gives: tuple[tuple[Path, Entry], ...]
     keeps: bool = False
 
-    def below(self, place: Path) -> "Step":
+    def below(self, place: Path) -> "Replacement":
         """The same in a tree of which this one is the subtree at `place`."""
         takes = tuple(((*place, *path), entry) for path, entry in self.takes)
-        return Step(takes, tuple(((*place, *path), entry) for path, entry in self.gives), self.keeps)
+        return Replacement(takes, tuple(((*place, *path), entry) for path, entry in self.gives), self.keeps)
 
     @property
     def took(self) -> Path:
@@ -95,7 +95,7 @@ def array_of(rule: object, path: Path, entry: Entry) -> Expression:
             f"it holds {entry.logical_dtype}, and this rule is for arrays of numbers; it can be renamed or dropped"
         )
         raise refuse(rule, name_leaf(path), problem)
-    return Source(entry)
+    return StoredSource(entry)
 
 
 def axis_of(rule: object, path: Path, axis: int, rank: int) -> int:

@@ -10,11 +10,11 @@ first: they start in order all the same, and nobody waits for itself.
 from collections.abc import Callable, Sequence
 
 from shardkeep.errors import CallbackError
-from shardkeep.runtime.places import Place
+from shardkeep.runtime.places import QueuePlace
 from shardkeep.runtime.scopes import Scope
 
 
-class Callback(Place):
+class Callback(QueuePlace):
     """The callback of one save, and its place among those with the same `order`, from `enter` until it is released."""
 
     def __init__(self, call: Callable[[], object], order: object, path: str, scope: Scope) -> None:
@@ -34,7 +34,7 @@ class Callback(Place):
             self.release()
         return None
 
-    def _look(self, ahead: Sequence[Place]) -> None:
+    def _look(self, ahead: Sequence[QueuePlace]) -> None:
         for other in tuple(self.line):
             if other is not self and other.scope.is_below:
                 other.pass_over()

@@ -41,7 +41,7 @@ class Arriving:
 
     Args:
         array: The array.
-        copies: The parts of it that have the region: the number of each, and its device. Any of them will do.
+        copies: The parts of it that have the region: the number of each, and its device. One of them will do.
         nbytes: The size of the region.
         cut: The region within the part; None if it is all of it.
     """
