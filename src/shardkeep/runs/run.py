@@ -241,10 +241,13 @@ class Run(ReadableRun):
         """
         enter = self._enter or self._open_and_enter()
         agreed = enter()
-        if self._last.has_failed and self._is_alone:
+        saving, writer = self._last.save, self._writer
+        if saving is not None and saving.error is not None and self._is_alone:
             self._last.settle()
         number = step if type(step) is int and step >= 0 else check_number(step)
-        due = self._schedule.passed(number) or self._is_time(number)
+        due = self._schedule.passed(number)
+        if not due and self._schedule.seconds is not None and writer is not None:
+            due = writer.is_time(number)
         if not due and agreed is None:
             return None
         return self._save(number, Contents(state, metrics, iterators, trees, metadata), agreed)
@@ -264,16 +267,15 @@ class Run(ReadableRun):
             step: The number of the step.
         """
         number = check_number(step)
-        return self._schedule.is_due(number) or (self._is_alone and self._is_time(number))
+        if self._schedule.is_due(number):
+            return True
+        writer = self._writer
+        return self._schedule.seconds is not None and writer is not None and writer.is_alone and writer.is_time(number)
 
     @property
     def _is_alone(self) -> bool:
         """Whether this program writes the run and has one process."""
         return self._writer is not None and self._writer.is_alone
-
-    def _is_time(self, number: int) -> bool:
-        """Whether a step is due by time."""
-        return self._schedule.seconds is not None and self._writer is not None and self._writer.is_time(number)
 
     def save(
         self,

@@ -213,11 +213,6 @@ class LastSave:
         self._raises = raises
         self.save: BackgroundSave | None = None
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended with an error that was not told yet."""
-        return self.save is not None and self.save.error is not None
-
     def settle(self) -> None:
         """Wait for it. What went wrong is raised, or was logged when it happened."""
         if self.save is None:
