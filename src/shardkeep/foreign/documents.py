@@ -4,7 +4,9 @@ import json
 from collections.abc import Collection
 
 from shardkeep.errors import IntegrityError
+from shardkeep.foreign.recognize import has_our_data
 from shardkeep.model.document import no_duplicates
+from shardkeep.model.manifest import MANIFEST
 from shardkeep.model.values import Json, JsonObject
 from shardkeep.stores.base import Store
 
@@ -44,9 +46,11 @@ def files_below(store: Store, directory: str, depth: int = 3) -> list[str]:
 def names_below(store: Store, names: Collection[str]) -> list[str]:
     """The names in the directories of a place, such as `state/_METADATA`, if what is there could be parts of a step.
 
-    A step has a number at the end of its name. Anything else is taken for a directory of checkpoints.
+    A step has a number at the end of its name. Anything else is taken for a directory of checkpoints. Nothing is looked
+    for where shardkeep has been at work.
     """
-    if not store.url.rstrip("/")[-1:].isdigit():
+    ours = MANIFEST in names or store.control in names or has_our_data(names)
+    if ours or not store.url.rstrip("/")[-1:].isdigit():
         return []
     directories = [name for name in names if "." not in name and not name[-1:].isdigit()]
     if len(directories) > _FEW:
