@@ -10,7 +10,7 @@ import pytest
 from foreign.test_zips import Memory
 from shardkeep.foreign.flat import After, read_region
 from shardkeep.foreign.hdf5 import Hdf5, read_chunks
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 from shardkeep.model.arrays import Region
 from support import assert_same
 
@@ -25,7 +25,7 @@ ARRAYS = {
 
 
 def _read(data: bytes) -> dict[str, np.ndarray]:
-    window = Window(Memory(data))
+    window = FileWindow(Memory(data))
     found: dict[str, np.ndarray] = {}
     for path, dataset in Hdf5(window).find():
         assert Hdf5(window).dataset(dataset.header) == dataset
@@ -96,7 +96,7 @@ def test_a_changed_byte_of_a_newer_description_does_not_match_its_checksum(tmp_p
     with h5py.File(tmp_path / "f", "w", libver="latest") as file:
         file["w"] = np.arange(5)
     data = (tmp_path / "f").read_bytes()
-    ((path, dataset),) = Hdf5(Window(Memory(data))).find()
+    ((path, dataset),) = Hdf5(FileWindow(Memory(data))).find()
     for at in (20, 45, dataset.header + 10, dataset.header + 40):
         with pytest.raises(ValueError, match="checksum"):
             _read(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])

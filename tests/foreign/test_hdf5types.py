@@ -12,7 +12,7 @@ from foreign.test_zips import Memory
 from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.hdf5 import Hdf5
 from shardkeep.foreign.hdf5types import fletcher32, lookup3, parse_filters, parse_link
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 
 DTYPES = ["bool", *(f"{order}{kind}" for order in "<>" for kind in ("i1", "i2", "u4", "i8", "f2", "f4", "f8"))]
 
@@ -22,7 +22,7 @@ DTYPES = ["bool", *(f"{order}{kind}" for order in "<>" for kind in ("i1", "i2", 
 def test_dtypes_and_shapes_are_those_of_h5py(dtype: str, libver: str, tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f", "w", libver=libver) as file:
         file["w"] = np.zeros((2, 1, 3), dtype)
-    ((_, found),) = Hdf5(Window(Memory((tmp_path / "f").read_bytes()))).find()
+    ((_, found),) = Hdf5(FileWindow(Memory((tmp_path / "f").read_bytes()))).find()
     assert (found.spec.dtype, found.spec.shape) == (np.dtype(dtype), (2, 1, 3))
 
 
@@ -33,7 +33,7 @@ def test_raw_bytes_are_bfloat16_where_keras_notes_it(text: Any, tmp_path: Path) 
             file["w"] = np.zeros(3, ml_dtypes.bfloat16)
             if noted is not None:
                 file["w"].attrs["dtype"] = noted
-        find = Hdf5(Window(Memory((tmp_path / "f").read_bytes()))).find
+        find = Hdf5(FileWindow(Memory((tmp_path / "f").read_bytes()))).find
         if noted is text:
             assert find()[0][1].spec.dtype == ml_dtypes.bfloat16
         else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foreign.test_zips import Memory
 from shardkeep.foreign.msgpack import FoundArray, begins_a_dict, scan
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 from support import assert_same
 
 VALUES = st.recursive(
@@ -44,7 +44,7 @@ def test_everything_is_found_that_flax_finds(value: Any, largest: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(flax.serialization, "MAX_CHUNK_SIZE", largest)
         data = flax.serialization.msgpack_serialize(value)
-    found, end = scan(Window(Memory(data)))
+    found, end = scan(FileWindow(Memory(data)))
     assert end == len(data)
     assert_same(_whole(found, data), flax.serialization.msgpack_restore(data))
 
@@ -55,23 +55,23 @@ def test_a_file_that_is_cut_anywhere_is_refused(value: Any, data: st.DataObject)
     packed = flax.serialization.msgpack_serialize({"x": value})
     end = data.draw(st.integers(0, len(packed) - 1))
     with pytest.raises(ValueError, match=r"."):
-        scan(Window(Memory(packed[:end])))
+        scan(FileWindow(Memory(packed[:end])))
 
 
 def test_a_value_inside_is_found_by_its_place() -> None:
     packed = flax.serialization.msgpack_serialize({"x": {"w": np.arange(3)}})
-    whole, _ = scan(Window(Memory(packed)))
-    again, _ = scan(Window(Memory(packed)), whole["x"]["w"].start)
+    whole, _ = scan(FileWindow(Memory(packed)))
+    again, _ = scan(FileWindow(Memory(packed)), whole["x"]["w"].start)
     assert again == whole["x"]["w"]
 
 
 def test_many_values_and_long_names_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardkeep.foreign.msgpack._MOST_VALUES", 1000)
     with pytest.raises(ValueError, match="more than 1,000 values"):
-        scan(Window(Memory(b"\xdd\x00\x00\x10\x00" + bytes(0x1000))))
+        scan(FileWindow(Memory(b"\xdd\x00\x00\x10\x00" + bytes(0x1000))))
     monkeypatch.setattr("shardkeep.foreign.msgpack._MOST_NAMED", 10_000)
     with pytest.raises(ValueError, match="more than 10,000 characters"):
-        scan(Window(Memory(flax.serialization.msgpack_serialize({"x" * 5000: [1, 2, 3]}))))
+        scan(FileWindow(Memory(flax.serialization.msgpack_serialize({"x" * 5000: [1, 2, 3]}))))
 
 
 def test_the_start_of_a_dict_with_names_is_known() -> None:

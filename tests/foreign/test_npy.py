@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as npst
 
 from foreign.test_zips import Memory
 from shardkeep.foreign.npy import parse_npy
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 
 DTYPES = (
     npst.boolean_dtypes()
@@ -29,7 +29,7 @@ def test_every_header_is_read_as_numpy_reads_it(array: Any, fortran: bool) -> No
     made = io.BytesIO()
     np.save(made, np.asfortranarray(array) if fortran and array.ndim else array)
     data = made.getvalue()
-    found = parse_npy(Window(Memory(data)).read, len(data))
+    found = parse_npy(FileWindow(Memory(data)).read, len(data))
     assert (found.spec.shape, found.spec.dtype) == (array.shape, array.dtype)
     assert found.is_text == (array.dtype.kind in "US")
     again = np.frombuffer(data[found.start :], found.spec.dtype).reshape(
@@ -46,7 +46,7 @@ def test_a_changed_byte_of_a_header_never_gives_another_size() -> None:
         for changed in (data[at] ^ 1, 0, 0x39, 255):
             text = data[:at] + bytes([changed]) + data[at + 1 :]
             try:
-                found = parse_npy(Window(Memory(text)).read, len(text))
+                found = parse_npy(FileWindow(Memory(text)).read, len(text))
             except ValueError:
                 continue
             assert found.start + found.spec.nbytes == len(text)
@@ -57,4 +57,4 @@ def test_the_size_of_the_file_must_be_that_of_the_array() -> None:
     np.save(made, np.arange(3))
     for data in (made.getvalue()[:-1], made.getvalue() + b"x"):
         with pytest.raises(ValueError, match="describes an array that ends at byte 152"):
-            parse_npy(Window(Memory(data)).read, len(data))
+            parse_npy(FileWindow(Memory(data)).read, len(data))

@@ -9,7 +9,7 @@ import shardkeep
 from foreign.torchfiles import Pickle, encode_torch, zipped
 from shardkeep.foreign.torcharchives import TorchArchive, entries_to_check, read_archive
 from shardkeep.foreign.torchpickles import tensor_of
-from shardkeep.foreign.windows import FilePart, Window
+from shardkeep.foreign.windows import FilePart, FileWindow
 from shardkeep.stores.local.store import LocalStore
 
 PICKLE = Pickle().dumps({"a": 1})
@@ -77,6 +77,6 @@ def test_without_crcs_there_is_nothing_to_check(tmp_path: Path) -> None:
     fixtures = Path(__file__).parents[1] / "fixtures" / "torch"
     store = LocalStore(str(fixtures))
     with store.open("no_crcs.pt") as file:
-        assert entries_to_check(Window(file)) == []
+        assert entries_to_check(FileWindow(file)) == []
     with store.open("views.pt") as file:
-        assert len(entries_to_check(Window(file))) > 10
+        assert len(entries_to_check(FileWindow(file))) > 10

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.foreign.windows import FilePart, Window, opened
+from shardkeep.foreign.windows import FilePart, FileWindow, opened
 from shardkeep.stores.local.store import LocalStore
 
 DATA = np.random.default_rng(1).bytes(1 << 20)
@@ -25,7 +25,7 @@ class Counted:
 
 def test_neighbouring_parts_take_one_read_and_a_way_back_none() -> None:
     file = Counted(DATA)
-    window = Window(file)
+    window = FileWindow(file)
     for offset in (*range(0, 100_000, 10), 900_000, 50_000):
         assert window.read(offset, 10) == DATA[offset : offset + 10]
     assert file.reads == 2
@@ -35,12 +35,12 @@ def test_neighbouring_parts_take_one_read_and_a_way_back_none() -> None:
 @pytest.mark.parametrize(("offset", "count"), [(1 << 20, 1), (0, (1 << 20) + 1), (-1, 1), (0, -1), (1 << 62, 1 << 62)])
 def test_what_is_not_in_the_file_takes_no_memory(offset: int, count: int) -> None:
     with pytest.raises(ValueError, match="it ends at byte 1,048,576"):
-        Window(Counted(DATA)).read(offset, count)
+        FileWindow(Counted(DATA)).read(offset, count)
 
 
 def test_a_part_of_a_file_ends_where_it_ends() -> None:
     part = FilePart(Counted(DATA), 100, 50)
-    assert Window(part).read(0, 50) == DATA[100:150]
+    assert FileWindow(part).read(0, 50) == DATA[100:150]
     with pytest.raises(ValueError, match="this part"):
         part.read_into(40, np.empty(11, np.uint8))
     with pytest.raises(ValueError, match="it ends at byte 1,048,576"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 from shardkeep.foreign.zips import DEFLATED, EntryBytes, ZipEntry, read_directory
 
 CONTENT = {"a/data.npy": b"x" * 1000, "é": b"", "b": np.random.default_rng(1).bytes(300_000)}
@@ -36,7 +36,7 @@ def archive(method: int = zipfile.ZIP_STORED, comment: bytes = b"", zip64: bool 
 
 def contents(data: bytes) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
-    for entry in read_directory(Window(Memory(data))).entries:
+    for entry in read_directory(FileWindow(Memory(data))).entries:
         EntryBytes(Memory(data), entry).check()
         memory = np.empty(entry.size, np.uint8)
         EntryBytes(Memory(data), entry).read_into(0, memory)
@@ -84,7 +84,7 @@ def test_the_directory_of_a_large_archive_has_numbers_of_64_bits(monkeypatch: py
 def test_a_part_of_an_entry_in_any_order() -> None:
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         data = archive(method)
-        (entry,) = (entry for entry in read_directory(Window(Memory(data))).entries if entry.name == "b")
+        (entry,) = (entry for entry in read_directory(FileWindow(Memory(data))).entries if entry.name == "b")
         source = EntryBytes(Memory(data), entry)
         for offset, count in ((250_000, 100), (0, 10), (10, 299_990), (299_999, 1), (5, 0)):
             memory = np.empty(count, np.uint8)
@@ -155,11 +155,11 @@ def test_entries_that_share_bytes_are_refused() -> None:
         out.filelist[1].header_offset = 0
         out.filelist[1].filename = out.filelist[1].orig_filename = "w2"
     with pytest.raises(ValueError, match="overlaps|header of the entry"):
-        read_directory(Window(Memory(made.getvalue())))
+        read_directory(FileWindow(Memory(made.getvalue())))
     twice = io.BytesIO()
     with zipfile.ZipFile(twice, "w") as out:
         out.writestr("w", b"x")
         with pytest.warns(UserWarning, match="Duplicate name"):
             out.writestr("w", b"y")
     with pytest.raises(ValueError, match="two of its entries have the same name"):
-        read_directory(Window(Memory(twice.getvalue())))
+        read_directory(FileWindow(Memory(twice.getvalue())))

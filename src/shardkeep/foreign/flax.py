@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
 from shardkeep.foreign.flat import read_region
 from shardkeep.foreign.msgpack import FoundArray, begins_a_dict, scan
-from shardkeep.foreign.windows import Window, opened
+from shardkeep.foreign.windows import FileWindow, opened
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import digest
 from shardkeep.model.leaves import UNSHARDED, ForeignArray, Piece, StoredArray, StoredLeaf, StoredValue
@@ -35,7 +35,7 @@ class FlaxReader:
     def detect(self, store: Store, name: str) -> Manifest | None:
         where = store.locate(name)
         with store.open(name) as file:
-            window = Window(file)
+            window = FileWindow(file)
             if not _is_named(name) and not (file.size and begins_a_dict(window.read(0, min(16, file.size)))):
                 return None
             try:
@@ -100,7 +100,7 @@ class ChunkedArray:
             self._size = file.size
             if not start.isdecimal() or len(start) > 18:
                 raise ValueError(f"{start[:80]!r} is not the place of an array")
-            found, _ = scan(Window(file), int(start))
+            found, _ = scan(FileWindow(file), int(start))
             if not isinstance(found, FoundArray) or found.spec != leaf.spec:
                 raise ValueError(f"there is another array at byte {start}")
             self._runs = found.runs
@@ -111,7 +111,7 @@ class ChunkedArray:
 
     def read(self, region: Region) -> Array:
         with opened(self._store, self._name, self._leaf.key) as file:
-            return read_region(_Joined(file, self._runs), self._leaf.spec, region)
+            return read_region(_ChunkBytes(file, self._runs), self._leaf.spec, region)
 
     def check(self) -> None:
         """Nothing but the places of the chunks can be checked, which was done."""
@@ -122,7 +122,7 @@ class ChunkedArray:
         return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} does not have its size"
 
 
-class _Joined:
+class _ChunkBytes:
     """The bytes of an array that lie in several runs of a file; a `ByteSource`."""
 
     def __init__(self, file: StoredFile, runs: tuple[tuple[int, int], ...]) -> None:

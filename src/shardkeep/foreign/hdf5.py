@@ -27,7 +27,7 @@ from shardkeep.foreign.hdf5types import (
     parse_shape,
     parse_text_attribute,
 )
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_from_name, is_possible
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.tree import Path
@@ -89,7 +89,7 @@ class FoundDataset:
 class Hdf5:
     """An HDF5 file that is read. Its methods raise `ValueError` for damage, `UnreadableError` for what is not read."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: FileWindow) -> None:
         self._window = window
         self._seen: set[int] = set()
         self._named = 0
@@ -318,7 +318,7 @@ class Hdf5:
         return FoundDataset(spec, 0, found.header, found.chunk, tuple(chunks.values()), found.filters)
 
 
-def read_chunks(window: Window, found: FoundDataset, region: Region) -> Array:
+def read_chunks(window: FileWindow, found: FoundDataset, region: Region) -> Array:
     """A region of an array in chunks, as a new array in the byte order in which it is stored."""
     into = np.empty(region.shape, found.spec.dtype)
     shape = found.chunk or ()

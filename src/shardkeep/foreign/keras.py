@@ -11,7 +11,7 @@ from shardkeep.errors import CheckpointNotFoundError, IntegrityError, damage_of
 from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.flat import After, native, read_region
 from shardkeep.foreign.hdf5 import MAGIC, FoundDataset, Hdf5, read_chunks
-from shardkeep.foreign.windows import Window, opened
+from shardkeep.foreign.windows import FileWindow, opened
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipEntry, read_directory
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.digests import digest
@@ -39,11 +39,11 @@ class KerasReader:
         where = store.locate(name)
         with store.open(name) as file:
             named = name.endswith((_KERAS, _WEIGHTS))
-            if not named and Window(file).read(0, min(8, file.size)) != MAGIC:
+            if not named and FileWindow(file).read(0, min(8, file.size)) != MAGIC:
                 return None
             try:
                 part = _weights(file, name)
-                tree = _tree(Hdf5(Window(part)).find(), DataFile(name, file.size), part.start)
+                tree = _tree(Hdf5(FileWindow(part)).find(), DataFile(name, file.size), part.start)
             except UnreadableError as error:
                 raise CheckpointNotFoundError(f"no checkpoint that can be read at {where}: {error}") from error
             except (ValueError, EOFError) as error:
@@ -78,7 +78,7 @@ def _weights(file: StoredFile, name: str) -> EntryBytes:
     """The HDF5 file: the one in an archive, or the whole file as if it were in one."""
     if not name.endswith(_KERAS):
         return EntryBytes(file, ZipEntry("", STORED, None, file.size, file.size, 0))
-    entries = {entry.name: entry for entry in read_directory(Window(file)).entries}
+    entries = {entry.name: entry for entry in read_directory(FileWindow(file)).entries}
     if _INSIDE not in entries:
         raise UnreadableError(f"the archive holds no {_INSIDE}, as those of Keras 3 do")
     if entries[_INSIDE].method != STORED:
@@ -124,7 +124,7 @@ class KerasArray:
             self._size = file.size
             if not place.isdecimal() or len(place) > 18:
                 raise ValueError(f"{place[:80]!r} is not the place of an array")
-            self._found = Hdf5(Window(_weights(file, self._name))).dataset(int(place))
+            self._found = Hdf5(FileWindow(_weights(file, self._name))).dataset(int(place))
             if _native(self._found.spec) != leaf.spec:
                 raise ValueError(f"there is another array at byte {place}")
 
@@ -139,11 +139,11 @@ class KerasArray:
             part = _weights(file, self._name)
             if found.chunk is None:
                 return read_region(After(part, found.offset), found.spec, region)
-            return native(read_chunks(Window(part), found, region))
+            return native(read_chunks(FileWindow(part), found, region))
 
     def check(self) -> None:
         with opened(self._store, self._name, self._leaf.key) as file:
-            window = Window(_weights(file, self._name))
+            window = FileWindow(_weights(file, self._name))
             for chunk in self._found.chunks:
                 read_chunks(window, self._found, Region(chunk.start, (1,) * len(chunk.start)))
 

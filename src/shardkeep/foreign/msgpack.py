@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 from shardkeep.model.arrays import ArraySpec, DType, dtype_from_name, is_possible
 from shardkeep.model.fastclass import fast_dataclass
 
@@ -38,7 +38,7 @@ class FoundArray:
     start: int
 
 
-def scan(window: Window, start: int = 0) -> tuple[object, int]:
+def scan(window: FileWindow, start: int = 0) -> tuple[object, int]:
     """The value that begins at an offset, with a `FoundArray` for each array in it, and where it ends.
 
     `ValueError` for what Flax does not write, or cannot be read safely.
@@ -59,7 +59,7 @@ def begins_a_dict(start: bytes) -> bool:
 class Scanner:
     """Reads one value after the other. `at` is where the next one begins."""
 
-    def __init__(self, window: Window, at: int) -> None:
+    def __init__(self, window: FileWindow, at: int) -> None:
         self.at = at
         self._window = window
         self._values = self._named = 0

@@ -12,7 +12,7 @@ from shardkeep.errors import CheckpointNotFoundError, IntegrityError
 from shardkeep.foreign.base import UnreadableError
 from shardkeep.foreign.flat import After, ByteSource, read_region
 from shardkeep.foreign.npy import MAGIC, NpyArray, parse_npy
-from shardkeep.foreign.windows import Window, opened
+from shardkeep.foreign.windows import FileWindow, opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry, read_directory
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.digests import digest
@@ -43,7 +43,7 @@ class NumpyReader:
     def detect(self, store: Store, name: str) -> Manifest | None:
         where = store.locate(name)
         with store.open(name) as file:
-            window = Window(file)
+            window = FileWindow(file)
             if not name.endswith((_NPY, _NPZ)) and window.read(0, min(6, file.size)) != MAGIC:
                 return None
             try:
@@ -67,7 +67,7 @@ class _FoundEntry:
     offset: int | None = None
 
 
-def _single(window: Window, name: str) -> Tree:
+def _single(window: FileWindow, name: str) -> Tree:
     """The tree of a `.npy` file, which is an array."""
     entry = _whole(window.size)
     value, described = _describe(window, entry, f"{name}@")
@@ -79,7 +79,7 @@ def _single(window: Window, name: str) -> Tree:
     return _tree(value, DataFile(name, window.size, described.start, header), header)
 
 
-def _archive(window: Window, name: str) -> Tree:
+def _archive(window: FileWindow, name: str) -> Tree:
     """The tree of a `.npz` file."""
     directory = read_directory(window)
     found: list[tuple[tuple[str, ...], object]] = []
@@ -106,7 +106,7 @@ def _archive(window: Window, name: str) -> Tree:
     return _tree(nest(found), DataFile(name, window.size), directory.identity)
 
 
-def _describe(window: Window, entry: ZipEntry, place: str) -> tuple[object, NpyArray]:
+def _describe(window: FileWindow, entry: ZipEntry, place: str) -> tuple[object, NpyArray]:
     """What is in an entry: an array, or strings in lists as deep as the array has axes; and its header."""
     source = EntryBytes(window, entry)
     described = _parse(source, entry.size)

@@ -16,7 +16,7 @@ from shardkeep.foreign.standins import take_apart
 from shardkeep.foreign.strided import STRIDED, StridedArray
 from shardkeep.foreign.torcharchives import TorchArchive, entries_to_check, read_archive, refuse_other_forms
 from shardkeep.foreign.torchpickles import Tensor
-from shardkeep.foreign.windows import Window, requests_of
+from shardkeep.foreign.windows import FileWindow, requests_of
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipEntry
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import digest
@@ -106,7 +106,7 @@ def _open_archive(store: Store, name: str, number: int = 0) -> tuple[TorchArchiv
         try:
             archive = read_archive(file, where, number, requests_of(store))
             if archive is None and _is_named_so(name):
-                refuse_other_forms(Window(file).read(0, min(_START, file.size)), name, where)
+                refuse_other_forms(FileWindow(file).read(0, min(_START, file.size)), name, where)
         except (ValueError, EOFError, MemoryError) as error:
             if isinstance(error, IntegrityError):
                 raise
@@ -201,7 +201,7 @@ def _checks_of(store: Store, tree: Tree, number: int) -> list[Callable[[Progress
     name = tree.files[number].name
     try:
         with store.open(name) as file:
-            entries = entries_to_check(Window(file, requests_of(store)))
+            entries = entries_to_check(FileWindow(file, requests_of(store)))
     except (ValueError, EOFError) as error:
         raise damage_of(error, None, store.locate(name)) from error
     batches: list[list[ZipEntry]] = []

@@ -7,7 +7,7 @@ import numpy as np
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, MissingDataError
 from shardkeep.foreign.strided import SWAPPED, StridedPlace
 from shardkeep.foreign.torchpickles import Tensor, decode_torch, nbytes_of
-from shardkeep.foreign.windows import ByteFile, Window
+from shardkeep.foreign.windows import ByteFile, FileWindow
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipDirectory, ZipEntry, read_directory
 from shardkeep.model.digests import digest
 from shardkeep.model.fastclass import fast_dataclass
@@ -73,7 +73,7 @@ def read_archive(file: ByteFile, where: str, number: int = 0, requests: int | No
         CheckpointNotFoundError: It is something else that torch writes, which cannot be read.
         ValueError: It is a zip archive, but a damaged one.
     """
-    window = Window(file, requests)
+    window = FileWindow(file, requests)
     if window.read(0, min(len(_ZIP), window.size)) != _ZIP:
         return None
     directory = read_directory(window)
@@ -101,7 +101,7 @@ def read_archive(file: ByteFile, where: str, number: int = 0, requests: int | No
     return TorchArchive(entries, swapped, decode_torch(pickled, where, number), len(pickled), identity)
 
 
-def entries_to_check(window: Window) -> list[ZipEntry]:
+def entries_to_check(window: FileWindow) -> list[ZipEntry]:
     """The entries of an archive that have a CRC: all of them, unless torch was told not to compute any."""
     directory = read_directory(window)
     return [] if _has_no_crcs(directory) else list(directory.entries)
@@ -142,7 +142,7 @@ def _has_no_crcs(directory: ZipDirectory) -> bool:
     return not any(entry.crc for entry in directory.entries)
 
 
-def _bytes_of(window: Window, entry: ZipEntry) -> bytes:
+def _bytes_of(window: FileWindow, entry: ZipEntry) -> bytes:
     """All of an entry, which is small."""
     memory = np.empty(entry.size, np.uint8)
     source = EntryBytes(window, entry)
@@ -150,7 +150,7 @@ def _bytes_of(window: Window, entry: ZipEntry) -> bytes:
     return memory.tobytes()
 
 
-def _note(window: Window, entry: ZipEntry) -> bytes:
+def _note(window: FileWindow, entry: ZipEntry) -> bytes:
     if entry.size > _LONGEST_NOTE:
         raise ValueError(f"the entry {entry.name[:80]!r} is too long")
     return _bytes_of(window, entry)

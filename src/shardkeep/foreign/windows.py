@@ -26,7 +26,7 @@ class ByteFile(ByteSource, Protocol):
     def size(self) -> int: ...
 
 
-class Window:
+class FileWindow:
     """A file, of which a few parts are in memory. What is asked for must be there before memory is taken for it.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardkeep.foreign.flat import ByteSource
-from shardkeep.foreign.windows import Window
+from shardkeep.foreign.windows import FileWindow
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import digest
 from shardkeep.model.fastclass import fast_dataclass
@@ -55,7 +55,7 @@ class ZipDirectory:
     identity: str
 
 
-def read_directory(window: Window) -> ZipDirectory:
+def read_directory(window: FileWindow) -> ZipDirectory:
     """The entries of an archive. They lie in it one after the other, and no two have one name.
 
     `ValueError` for what is no zip archive, or one that is damaged, encrypted or compressed in another way.
@@ -86,7 +86,7 @@ def read_directory(window: Window) -> ZipDirectory:
     return ZipDirectory(tuple(entries), digest(text))
 
 
-def _find_directory(window: Window) -> tuple[int, int, int]:
+def _find_directory(window: FileWindow) -> tuple[int, int, int]:
     """The offset and size of the directory, and the number of its entries."""
     length = min(window.size, _LONGEST_END)
     tail = window.read(window.size - length, length)
