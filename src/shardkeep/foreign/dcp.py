@@ -112,7 +112,9 @@ def _manifest(store: Store, described: DcpMetadata) -> Manifest:
     return Manifest(store.url, described.identity, {"": tree})
 
 
-def _inside_a_value(path: Path, tensor: Tensor, archive: TorchArchive | None, span: FileSpan, where: str) -> StoredArray:
+def _inside_a_value(
+    path: Path, tensor: Tensor, archive: TorchArchive | None, span: FileSpan, where: str
+) -> StoredArray:
     """A tensor in a value that is none, such as a list of states."""
     assert archive is not None
     assert tensor.dtype is not None
