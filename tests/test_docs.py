@@ -31,7 +31,7 @@ from shardkeep.cli.main import main as shardkeep_command
 
 ROOT = Path(__file__).parents[1]
 # What the newest flax uses and JAX 0.8 warns of.
-_OLDER_JAX = ["-W", "ignore:jax.array_ref is deprecated:DeprecationWarning"]
+_OLDER_JAX = [f"-Wignore:jax.{name} is deprecated:DeprecationWarning" for name in ("array_ref", "ArrayRef")]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 WITH_CODE = [name for name in NAMES if re.search(r"^```(python|console)", (ROOT / name).read_text(), re.MULTILINE)]
