@@ -65,7 +65,7 @@ class StoreTests:
         held = hold(store, f"{store.saves}/1", b"")
         with store.open("old") as opened:
             things: dict[Any, object] = {base.Store: store, base.StoredFile: opened, base.Held: held}
-            things[base.Mapping] = opened.map(0, 1)
+            things[base.MappedFile] = opened.map(0, 1)
             if store.traits.editable:
                 things[base.EditableStore] = store
             for protocol, thing in things.items():

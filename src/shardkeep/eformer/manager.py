@@ -297,12 +297,12 @@ class AsyncCheckpointManager(CheckpointLoader):
         names = dotted_names([leaf.path for leaf in leaves])
         arrays = {name: leaf.value for name, leaf in zip(names, leaves, strict=True)}
         described = describe_arrays(arrays, check_metadata(metadata), self.enable_validation)
-        when = {"timestamp": described["timestamp"]}
+        when = {"timestamp": described.pop("timestamp")}
         return SaveRequest(
             target=self._target(path, directory),
             tree=tree,
             prefix=prefix,
-            metadata={**described, "timestamp": None},
+            metadata=described,
             late=lambda: when,  # that of the leader: the clocks of processes differ
             checksums=checksums_of_parts(arrays) if self.enable_validation else {},
             overwrite=True,

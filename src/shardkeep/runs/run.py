@@ -387,7 +387,7 @@ class Run(ReadableRun):
             operation.share()
 
     def stop(self) -> None:
-        """Have all processes save at one of their next calls of `step` and then stop. It may be called on every thread."""
+        """Have all processes save at one of their next calls of `step` and then stop. Threads may call it."""
         self._stop_asked = True
         writer = self._writer
         if writer is not None and writer.agreement is not None:
