@@ -4,16 +4,16 @@ import datetime
 from collections.abc import Sequence
 
 from shardkeep.errors import ConflictError
-from shardkeep.runtime.places import QueuePlace
+from shardkeep.runtime.turns import Turn
 
 
-class QueueEntry(QueuePlace):
+class QueueEntry(Turn):
     """The place of a save in the queue for a target, from `enter` to `release`.
 
     Its key identifies the target: a URL, or a path without symbolic links.
     """
 
-    def _look(self, ahead: Sequence[QueuePlace]) -> None:
+    def _look(self, ahead: Sequence[Turn]) -> None:
         for other in ahead:
             if other.scope.is_below:
                 raise ConflictError(

@@ -10,11 +10,11 @@ first: they start in order all the same, and nobody waits for itself.
 from collections.abc import Callable, Sequence
 
 from shardkeep.errors import CallbackError
-from shardkeep.runtime.places import QueuePlace
 from shardkeep.runtime.scopes import Scope
+from shardkeep.runtime.turns import Turn
 
 
-class Callback(QueuePlace):
+class Callback(Turn):
     """The callback of one save, and its place among those with the same `order`, from `enter` until it is released."""
 
     def __init__(self, call: Callable[[], object], order: object, path: str, scope: Scope) -> None:
@@ -34,7 +34,7 @@ class Callback(QueuePlace):
             self.release()
         return None
 
-    def _look(self, ahead: Sequence[QueuePlace]) -> None:
+    def _look(self, ahead: Sequence[Turn]) -> None:
         for other in tuple(self.line):
             if other is not self and other.scope.is_below:
                 other.pass_over()
@@ -47,7 +47,7 @@ class Callback(QueuePlace):
 
 def is_inside_callback() -> bool:
     """Whether a callback is running on this thread, and has called this."""
-    return any(isinstance(place, Callback) and place.is_running_here for place in tuple(Callback.line))
+    return any(isinstance(turn, Callback) and turn.is_running_here for turn in tuple(Callback.line))
 
 
 def callback_error(path: str, raised: BaseException) -> CallbackError:

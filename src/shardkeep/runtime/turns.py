@@ -1,4 +1,4 @@
-"""Places in a line: calls that wait for those before them."""
+"""Turns in a line: calls that wait for those before them."""
 
 import datetime
 import os
@@ -10,7 +10,7 @@ from typing import ClassVar
 from shardkeep.runtime.scopes import LOOK, Latch, Scope, sweep
 
 
-class QueuePlace(ABC):
+class Turn(ABC):
     """The place of a call in a line, from `enter` until it is released.
 
     Args:
@@ -22,7 +22,7 @@ class QueuePlace(ABC):
         since: When it entered.
     """
 
-    line: "ClassVar[list[QueuePlace]]"
+    line: "ClassVar[list[Turn]]"
     since: datetime.datetime = datetime.datetime.min
 
     def __init_subclass__(cls) -> None:
@@ -51,7 +51,7 @@ class QueuePlace(ABC):
                 sweep()  # the cleanup of that call may have been interrupted
 
     @abstractmethod
-    def _look(self, ahead: "Sequence[QueuePlace]") -> None:
+    def _look(self, ahead: "Sequence[Turn]") -> None:
         """Deal with calls that cannot end before this one does, because they are below it on the same thread."""
 
     def is_for(self, key: object) -> bool:
