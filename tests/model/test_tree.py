@@ -249,3 +249,9 @@ def test_arrays_are_leaves_whatever_they_hold() -> None:
     array = np.array([{"a": 1}], dtype=object)
     _, leaves = flatten({"x": array})
     assert leaves[0].value is array
+
+
+def test_a_name_with_very_many_dots_is_one_name() -> None:
+    """Levels of it would take memory in proportion to the square of its length."""
+    name = ".".join(["a"] * 200_000)
+    assert nest([((name,), 1), (("b.c",), 2)]) == {name: 1, "b": {"c": 2}}

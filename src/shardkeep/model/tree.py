@@ -96,6 +96,7 @@ def split_key(key: str) -> Path:
 
 
 _MAX_DEPTH = 150  # JSON readers recurse, and a tree that can be saved must be readable
+_MOST_LEVELS = 64  # that dots in one name make; a hostile file can have millions of them
 _PLAIN = frozenset((bool, int, float, complex, str, bytes))
 
 
@@ -184,7 +185,7 @@ def flatten(
 def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     """Nested dicts with string keys. Dots in names make levels, unless two leaves would then have the same path.
 
-    A leaf below another leaf (a zarr array's directory can contain arrays) is named by its complete path.
+    A name with very many dots is taken as it is. A leaf below another leaf (a zarr array's directory can contain arrays) is named by its complete path.
 
     >>> nest([(("a.b",), 1), (("c", "0"), 2)])
     {'a': {'b': 1}, 'c': {'0': 2}}
@@ -193,7 +194,8 @@ def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     >>> nest([(("a",), 1), (("a", "b"), 2)])
     {'a': 1, 'a/b': 2}
     """
-    split = [tuple(".".join(path).split(".")) for path, _ in items]
+    joined = [(path, ".".join(path)) for path, _ in items]
+    split = [tuple(name.split(".")) if name.count(".") < _MOST_LEVELS else path for path, name in joined]
     count: dict[Path, int] = {}
     for place in split:
         count[place] = count.get(place, 0) + 1
