@@ -185,7 +185,8 @@ def flatten(
 def nest(items: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     """Nested dicts with string keys. Dots in names make levels, unless two leaves would then have the same path.
 
-    A name with very many dots is taken as it is. A leaf below another leaf (a zarr array's directory can contain arrays) is named by its complete path.
+    A name with very many dots is taken as it is. A leaf below another leaf (a zarr array's directory can contain
+    arrays) is named by its complete path.
 
     >>> nest([(("a.b",), 1), (("c", "0"), 2)])
     {'a': {'b': 1}, 'c': {'0': 2}}
