@@ -55,6 +55,16 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         {"encoder": {str(i): {"attention": {"w": (4, i + 1)}} for i in range(3)}},
         [r"remap.rename('(.*)/attn/(.*)', '\\1/attention/\\2')"],
     ),
+    "renamed above and below a number": (
+        {"layers": {str(i): {"attn": {"w": np.zeros((4, 2), F32)}} for i in range(12)}},
+        {"blocks": {str(i): {"attention": {"w": (4, 2)}} for i in range(12)}},
+        [r"remap.rename('layers/{i}/attn/(.*)', 'blocks/{i}/attention/\\1')"],
+    ),
+    "renamed, with numbered names": (
+        {f"block_{i}": {"w": np.zeros((4, i + 1), F32)} for i in range(12)},
+        {"layers": {str(i): {"w": (4, i + 1)} for i in range(12)}},
+        [r"remap.rename('block_{i}/(.*)', 'layers/{i}/\\1')"],
+    ),
     "another root": (
         {"model": {"a": np.zeros(3, F32), "b": np.zeros(4, F32)}},
         {"params": {"a": (3,), "b": (4,)}},
@@ -70,6 +80,11 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         {"embed": np.zeros((10, 4), F32)},
         {"embed": (12, 4)},
         ["remap.resize('embed', size=12, fill='keep')"],
+    ),
+    "a smaller vocabulary": (
+        {"embed": np.zeros((12, 4), F32)},
+        {"embed": (10, 4)},
+        ["remap.resize('embed', size=10)"],
     ),
     "split": (
         {"layers": layers(qkv=(4, 12))},

@@ -104,8 +104,10 @@ def _other_shape(path: Path, saved: Shape, wanted: Shape) -> Iterator[Rule]:
                     break
         yield reshape(pattern, wanted)
         other = [axis for axis, (a, b) in enumerate(zip(saved, wanted, strict=False)) if a != b]
-        if len(saved) == len(wanted) and len(other) == 1 and wanted[other[0]] > saved[other[0]]:
-            yield resize(pattern, axis=other[0], size=wanted[other[0]], fill="keep")
+        if len(saved) == len(wanted) and len(other) == 1:
+            (axis,) = other
+            fill = "keep" if wanted[axis] > saved[axis] else "zeros"  # nothing is filled where it is cut
+            yield resize(pattern, axis=axis, size=wanted[axis], fill=fill)
 
 
 def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
@@ -117,7 +119,9 @@ def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
     while end < min(len(saved), len(wanted)) - start and saved[-1 - end] == wanted[-1 - end]:
         end += 1
     old, new = "/".join(saved[start : len(saved) - end]), "/".join(wanted[start : len(wanted) - end])
-    for before, after in ((True, True), (False, True), (True, False), (False, False)):
+    middles = [(literal(old), plain(new)), *_numbered(old, new)]
+    around = ((True, True), (False, True), (True, False), (False, False))
+    for (before, after), (middle, replacement) in itertools.product(around, middles):
         head = "(.*)/" if before and start else "" if not start else "/".join(map(literal, saved[:start])) + "/"
         tail = "/(.*)" if after and end else "" if not end else "/" + "/".join(map(literal, saved[len(saved) - end :]))
         first = r"\1/" if head == "(.*)/" else "/".join(map(plain, saved[:start])) + "/" if start else ""
@@ -129,12 +133,22 @@ def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
             if end
             else ""
         )
-        pattern, key = f"{head}{literal(old)}{tail}", f"{first}{plain(new)}{last}"
+        pattern, key = f"{head}{middle}{tail}", f"{first}{replacement}{last}"
         if not old:
             pattern, key = pattern.replace("//", "/").strip("/"), key
         if not new:
             key = key.replace("//", "/").strip("/")
         yield rename(pattern.replace("//", "/"), key)
+
+
+def _numbered(old: str, new: str) -> list[tuple[str, str]]:
+    """Names that differ and have a number in common, as a pattern and a key for every number."""
+    for there in re.finditer("[0-9]+", old):
+        here = re.search(f"(?<![0-9]){there[0]}(?![0-9])", new)
+        if here:
+            ends = (old[: there.start()], old[there.end() :]), (new[: here.start()], new[here.end() :])
+            return [("{i}".join(map(literal, ends[0])), "{i}".join(map(plain, ends[1])))]
+    return []
 
 
 def _stacked(saved: Path, wanted: Path) -> Iterator[Rule]:
