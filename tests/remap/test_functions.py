@@ -59,3 +59,11 @@ def test_a_function_has_no_json_form() -> None:
 def test_json_that_is_no_rule_is_refused(data: Any) -> None:
     with pytest.raises(RemapError, match="rule|remap"):
         remap.from_json(data)
+
+
+def test_rules_inside_rules_without_end_are_refused() -> None:
+    data: dict[str, Any] = {"rule": "drop", "pattern": "a"}
+    for _ in range(5000):
+        data = {"rule": "within", "pattern": "a", "rules": [data]}
+    with pytest.raises(RemapError, match="nested too deeply"):
+        remap.from_json([data])

@@ -78,6 +78,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: remap.stack("layers/{i}/w", "w", axis="x"), r"axis must be an integer"),  # type: ignore[arg-type]
     (lambda: remap.unstack("head", "x"), r"the key needs \{i\}"),
     (lambda: remap.unstack("head", "x/{i}", axis=2), r"axis 2 is out of range for an array of 2 dimensions"),
+    (
+        lambda: [remap.resize("head", size=0), remap.unstack("head", "x/{i}")],
+        r"leaf 'head': axis 0 of \[0, 8\] is empty; drop it instead",
+    ),
     (lambda: remap.split("head", ["a", "b", "c"]), r"cannot be split into 3 equal parts; pass sizes="),
     (lambda: remap.split("head", ["a", "b"], sizes=[3, 4]), r"the sizes add up to 7, and axis 1 of \[6, 8\] has 8"),
     (lambda: remap.split("head", ["a", "b"], sizes=[8]), r"sizes needs a size for each of the 2 keys"),
@@ -108,6 +112,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: remap.within("opt/.*", [remap.drop("w")]), r"no place in the tree matches 'opt/\.\*'"),
     (lambda: remap.within("layers", [remap.drop("w")]), r"matches nothing in any of the 1 places"),
     (lambda: remap.within("layers", [remap.rename(r"1/(.)", r"0/\1")]), r"within\('layers', .* would be 'layers/0/w'"),
+    (
+        lambda: remap.within("layers/.", [remap.transpose("w", (0, 2))]),
+        r"within\('layers/.', .*, below 'layers/0': remap.transpose\('w', \(0, 2\)\), leaf 'w': axis 2",
+    ),
     (lambda: "x", r"remap must be a list of rules from shardkeep.remap, not 'x'"),
     (lambda: [None], r"remap must be a list of rules"),
     (lambda: {"a": 1}, r"remap must be a list of rules"),

@@ -58,11 +58,20 @@ class Changes:
             for each in rule.rules:
                 self.apply(each, inside, shown)
             return
-        steps = [step.below(place) for place in places for step in rule.steps(self._below(place))]
+        steps = [step for place in places for step in self._steps(rule, shown, place)]
         if not steps:
             inner = "" if outer is None else f" matches nothing in any of the {len(places)} places"
             raise RemapError(f"{shown}: {f'{rule}{inner}' if inner else 'it matches no leaf'}{self._examples()}")
         self._commit(rule, shown, steps)
+
+    def _steps(self, rule: Rule, shown: Rule, place: Path) -> list[Replacement]:
+        """What a rule does below a place. Its keys there are relative, so that an error names the place as well."""
+        try:
+            return [step.below(place) for step in rule.steps(self._below(place))]
+        except RemapError as error:
+            if not place:
+                raise
+            raise RemapError(f"{shown}, below {name_leaf(place)!r}: {error}") from error
 
     def _below(self, place: Path) -> dict[Path, Entry]:
         if not place:

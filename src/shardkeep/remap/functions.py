@@ -284,7 +284,10 @@ def from_json(data: object) -> list[Rule]:
     """
     if not isinstance(data, list):
         raise RemapError(f"rules are a JSON list of objects, not {an(type(data).__name__)}")
-    return [_rule_from_json(each) for each in cast("list[object]", data)]
+    try:
+        return [_rule_from_json(each) for each in cast("list[object]", data)]
+    except RecursionError:
+        raise RemapError('rules of "within" are nested too deeply') from None
 
 
 def _rule_from_json(data: object) -> Rule:

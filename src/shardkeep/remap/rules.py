@@ -157,6 +157,8 @@ class Unstack(Rule):
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             array = array_of(self, path, entry)
             axis = axis_of(self, path, self.axis, len(array.shape))
+            if not array.shape[axis]:
+                raise refuse(self, name_leaf(path), f"axis {axis} of {list(array.shape)} is empty; drop it instead")
             gives = tuple(
                 (new_path(self, self.key, match, number), Sliced(array, axis, number, 1, drop=True))
                 for number in range(array.shape[axis])
@@ -329,7 +331,8 @@ class Apply(OnEach):
     def change(self, path: Path, array: Expression) -> Expression:
         if not self.elementwise:
             shape = array.shape if self.shape is None else self.shape
-            return Called(array, self.function, shape, self.dtype or array.dtype, repr(self))
+            shown = f"{self}, leaf {name_leaf(path)!r}"
+            return Called(array, self.function, shape, self.dtype or array.dtype, shown)
         dtype = self.dtype
         if dtype is None:
             probe = np.zeros((0,) * max(len(array.shape), 1), array.dtype)
