@@ -56,6 +56,18 @@ def bits_of(tree: Any) -> dict[str, list[Any]]:
     return {key: [array.dtype.name, list(array.shape), array.tobytes().hex()] for key, array in arrays.items()}
 
 
+def test_a_checkpoint_that_has_lost_all_its_parts_is_damaged(tmp_path: Path) -> None:
+    path = shutil.copytree(FIXTURE, tmp_path / "lost")
+    for part in path.glob("*.distcp"):
+        part.unlink()
+    with pytest.raises(shardkeep.MissingDataError, match=r"lost has \.metadata of .*, but none of its files"):
+        shardkeep.load(path)
+    assert not shardkeep.verify(path).ok
+    (path / ".metadata").write_text("of another program")
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="something else"):
+        shardkeep.load(path)
+
+
 def test_what_four_processes_wrote_is_loaded_bit_for_bit() -> None:
     found = shardkeep.load(FIXTURE)
     assert bits_of(found) == EXPECTED

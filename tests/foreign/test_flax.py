@@ -148,6 +148,19 @@ class TestCheckpointsDirectory:
         ]
         assert printed.count("flax") == 3
 
+    def test_a_run_begins_with_them_only_if_told_to(self, tmp_path: Path) -> None:
+        """Never a new start, without a word, where there is something to go on from."""
+        run = _legacy(tmp_path, [9, 100])
+        for name in ("step_{}", "checkpoint_{}"):
+            with (
+                shardkeep.Run(run, name=name) as opened,
+                pytest.raises(shardkeep.CheckpointExistsError, match=r"file .*checkpoint_100 .* pass init_from="),
+            ):
+                opened.resume({"step": 0})
+        with shardkeep.Run(run) as opened:
+            state, step = opened.resume({"step": 0}, init_from=run)
+        assert (state["step"], step) == (100, 0)
+
     def test_latest_finds_the_newest_step_and_skips_what_is_unfinished(self, tmp_path: Path) -> None:
         run = _legacy(tmp_path, [9, 100])
         (run / "checkpoint_tmp").write_bytes(b"\x81")

@@ -337,6 +337,28 @@ class TestManager:
         assert [(c["name"], c["kind"]) for c in listed] == [("ckpt_000001", "orbax"), ("ckpt_000003", "orbax")]
 
 
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("std_default_mixed/ckpt", ""),
+        ("no_ocdbt_zarr2/ckpt", ""),
+        ("no_ocdbt_zarr3/ckpt", ""),
+        ("v1_save/ckpt", "state"),
+        ("manager_root/ckpt/20", "default"),
+    ],
+)
+def test_a_tree_without_its_description_is_damaged(name: str, tree: str, tmp_path: Path) -> None:
+    """Without `_METADATA`, strings, lists and empty nodes would be lost without a word."""
+    path = tmp_path / "run" / "20"
+    lost = Path(shutil.copytree(FIXTURES / name, path)) / tree / "_METADATA"
+    lost.unlink()
+    with pytest.raises(shardkeep.MissingDataError, match=f"^{re.escape(str(lost))} is missing"):
+        shardkeep.load(path)
+    assert not shardkeep.exists(path)
+    assert shardkeep.latest(tmp_path / "run") is None
+    assert [problem.file for problem in shardkeep.verify(path).problems] == [str(lost)]
+
+
 class TestUnfinished:
     """What Orbax would not take for a checkpoint is not loaded either."""
 

@@ -18,7 +18,7 @@ from shardkeep.errors import (
     MissingDataError,
     damage_of,
 )
-from shardkeep.foreign.dcpmetadata import DcpMetadata, DcpTensor, FileRange, decode_metadata
+from shardkeep.foreign.dcpmetadata import MODULE, DcpMetadata, DcpTensor, FileRange, decode_metadata
 from shardkeep.foreign.standins import Placed, take_apart
 from shardkeep.foreign.strided import STRIDED, read_strided, with_flags
 from shardkeep.foreign.torcharchives import TorchArchive, read_archive
@@ -52,10 +52,13 @@ class DcpReader:
 
     def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
         if not self.recognizes(names):
+            if METADATA in names and MODULE.encode() in store.read(METADATA):
+                where = store.url.rstrip("/")
+                raise MissingDataError(f"{where} has {METADATA} of {MODULE}, but none of its files *{_DATA}")
             return None
         if METADATA not in names:
             raise IncompleteCheckpointError(
-                f"{store.url} has files of torch.distributed.checkpoint, but not {METADATA}, which is written last: "
+                f"{store.url} has files of {MODULE}, but not {METADATA}, which is written last: "
                 "the save that wrote them never finished, or the file was lost"
             )
         return _manifest(store, _read_metadata(store))

@@ -15,7 +15,7 @@ from shardkeep.model.digests import digest
 from shardkeep.model.document import check_name
 from shardkeep.model.fastclass import fast_dataclass
 
-_MODULE = "torch.distributed.checkpoint"
+MODULE = "torch.distributed.checkpoint"
 _MOST_PARTS = 4000  # of a tensor, if they are not the cells of a grid: each is compared with each
 _DEEPEST = 60  # keys that lead to a value
 _SEVERAL = "transform_descriptors"  # says that the bytes of a part were changed on their way, for example compressed
@@ -109,7 +109,7 @@ def _as_dict(value: object) -> Mapping[object, object]:
 
 def _fields(value: object, name: str) -> Mapping[str, object]:
     """The fields of a dataclass of torch's."""
-    if not isinstance(value, PickledObject) or value.name != name or not value.module.startswith(_MODULE):
+    if not isinstance(value, PickledObject) or value.name != name or not value.module.startswith(MODULE):
         raise TypeError(f"it has no {name} where one should be")
     return cast("Mapping[str, object]", _as_dict(cast(object, value.state)))
 

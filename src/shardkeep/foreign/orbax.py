@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
 
-from shardkeep.errors import IncompleteCheckpointError, IntegrityError, TreeError
+from shardkeep.errors import IncompleteCheckpointError, IntegrityError, MissingDataError, TreeError
 from shardkeep.foreign.chunked import (
     ArrayFiles,
     Cabinet,
@@ -55,6 +55,7 @@ MANAGER = "metadata/_ROOT_METADATA"  # in the directory of a CheckpointManager
 COMMIT = "commit_success.txt"  # in a bucket a checkpoint is complete with it
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what a save has not finished
 _SHARDING, _STRINGS, _ARRAYS = "_sharding", "_strings.json", "array_metadatas"
+_BESIDE = (_STRINGS, _ARRAYS)  # what only versions write that always write `_METADATA` too
 _STRICT = "store_array_data_equal_to_fill_value"
 _DEFAULT = "default"  # the name of the only item of a step
 _METRICS = "metrics"  # an item, and the name of the file in it
@@ -141,10 +142,7 @@ class _Checkpoint:
 
     def manifest(self, names: Collection[str]) -> Manifest | None:
         about = self._about(names)
-        if TREE in names or DATABASE in names:
-            trees = {"": self._tree("", names, about)}
-        else:
-            trees = dict(self._items(names, about))
+        trees = {"": self._tree("", names, about)} if _holds_tree(names) else dict(self._items(names, about))
         if not trees:
             return None
         identity = digest(b"\0".join(self._read))
@@ -179,7 +177,7 @@ class _Checkpoint:
                 continue
             inside = self._store.children(item)
             prefix = "" if item == _DEFAULT else check_prefix(item)
-            if TREE in inside or DATABASE in inside:
+            if _holds_tree(inside):
                 tree = self._tree(item, inside, about)
                 yield prefix, _unwrapped(tree) if "ArrayCheckpoint" in about.handlers.get(item, "") else tree
             elif _KEYS in inside:
@@ -222,6 +220,8 @@ class _Checkpoint:
         _refuse_unfinished_item(store, directory, inside)
         described = self._json(_join(directory, TREE)) if TREE in inside else None
         where = store.locate(_join(directory, TREE))
+        if described is None and not set(_BESIDE).isdisjoint(inside):
+            raise MissingDataError(f"{where} is missing, which says what the tree is", file=where)
         cabinet = Cabinet.at(store, directory)
         if cabinet.database is not None:
             self._read.append(store.read(_join(directory, DATABASE)))
@@ -307,6 +307,11 @@ def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[OrbaxLeaf]
         described = {".zarray", "zarr.json"}
         names = [name for name in found if not described.isdisjoint(store.children(_join(directory, name)))]
     return [OrbaxLeaf.found(name) for name in sorted(names)]
+
+
+def _holds_tree(inside: Collection[str]) -> bool:
+    """Whether there is a tree of arrays in a directory, or what is left of one."""
+    return not {TREE, DATABASE, *_BESIDE}.isdisjoint(inside)
 
 
 def _refuse_unfinished_item(store: Store, directory: str, inside: Collection[str]) -> None:

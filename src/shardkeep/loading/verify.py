@@ -58,7 +58,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
             store, manifest = open_checkpoint(place)
         except IntegrityError as error:
             target = find(place)
-            where = target.store.locate(_document_of(target))
+            where = error.file or _document_of(target) or str(place)
             problem = Problem(None, where, str(error))
             return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
         report = None
@@ -94,13 +94,13 @@ def _verify(
     )
 
 
-def _document_of(target: ReadTarget) -> str:
-    """The document of a checkpoint that cannot be opened: the first that is there."""
+def _document_of(target: ReadTarget) -> str | None:
+    """The document of a checkpoint that cannot be opened: the first that is there, if one is."""
     for name in target.documents:
         with suppress(OSError):  # a loop of symbolic links, for example
             if target.store.size(name) is not None:
-                return name
-    return target.documents[0]
+                return target.store.locate(name)
+    return None
 
 
 def _carries_no_digests(leaf: StoredArray) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from shardkeep.catalog import open_checkpoint
 from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError, RemapError
+from shardkeep.foreign.registry import checkpoint_files
 from shardkeep.loading.load import load
 from shardkeep.loading.remapping import FromTemplate
 from shardkeep.model.manifest import Manifest
@@ -269,7 +270,9 @@ def _checkpoint_at(init_from: object, name: StepName) -> str:
 def _refuse_other_names(control: Control, name: StepName) -> None:
     """Raise an error if a run without steps has numbered checkpoints of another name: they were meant to be resumed."""
     with control.explained("listing the steps"):
-        numbered = [(number, each) for each in control.store.entries()[0] if (number := number_in(each)) is not None]
+        directories, files = control.store.entries()
+    single = set(checkpoint_files(files))  # such as Flax's "checkpoint_100"
+    numbered = [(number, each) for each in (*directories, *single) if (number := number_in(each)) is not None]
     for _, each in sorted(numbered, reverse=True)[:_LOOKS]:
         place = control.place / each
         try:
@@ -278,6 +281,12 @@ def _refuse_other_names(control: Control, name: StepName) -> None:
             continue
         except IntegrityError:
             pass  # one that is damaged
+        if each in single:
+            raise CheckpointExistsError(
+                f"resume: the run {control.place} has no steps yet, but it has the file {place} of another program. "
+                "To begin with the newest of its weights at step 0, pass init_from=. To begin anew, choose another "
+                "directory"
+            )
         raise CheckpointExistsError(
             f"resume: the run {control.place} has no steps named {name.pattern!r}, but it has {place}. To continue "
             f"with the checkpoints there are, open the run with name={pattern_of(each)!r}. To begin with "
