@@ -408,13 +408,25 @@ class TestWhatIsNotStored:
         assert not shardkeep.exists(tmp_path)
         assert list(shardkeep.inspect(tmp_path).leaves) == ["w"]
 
-    def test_it_is_missing_if_there_is_no_fill_value(self, tmp_path: Path) -> None:
-        """zarr version 2 as TensorStore writes it: without a fill value, every chunk is stored."""
+    @pytest.mark.parametrize("said", [False, None])
+    def test_an_array_without_a_fill_value(self, said: bool | None, tmp_path: Path, caplog: Any) -> None:
+        """zarr version 2 as TensorStore writes it: only a checkpoint that says so can leave chunks out."""
         self.write(tmp_path, Layout("zarr", False, strict=False), strict=False)
+        described = json.loads((tmp_path / "_METADATA").read_text())
+        if said is None:
+            del described["store_array_data_equal_to_fill_value"]
+        (tmp_path / "_METADATA").write_text(json.dumps(described))
         assert_same(shardkeep.load(tmp_path), {"w": jax.numpy.asarray(self.ARRAY)})
-        (tmp_path / "w" / "0.0").unlink()
-        with pytest.raises(shardkeep.MissingDataError, match="leaf 'w': 1 of 8 chunks is missing"):
-            shardkeep.load(tmp_path)
+        (tmp_path / "w" / "2.0").unlink()
+        if said is None:
+            with pytest.raises(shardkeep.MissingDataError, match="leaf 'w': 1 of 8 chunks is missing"):
+                shardkeep.load(tmp_path)
+            return
+        expected = self.ARRAY.copy()
+        expected[2, :3] = 0
+        assert_same(shardkeep.load(tmp_path), {"w": jax.numpy.asarray(expected)})
+        assert "leaf 'w': 1 of 8 chunks is missing" in caplog.text
+        assert shardkeep.verify(tmp_path).unchecked == 1
 
     def test_another_fill_value(self, tmp_path: Path) -> None:
         self.write(tmp_path, Layout("zarr", False), strict=False)

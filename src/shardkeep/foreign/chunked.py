@@ -5,6 +5,7 @@ Arrays with other chunks (in the nodes of a database, not stored, beyond the edg
 the origin `ForeignArray`, and `ChunkedReader` reads them.
 """
 
+import logging
 import math
 import threading
 from bisect import bisect_left
@@ -41,6 +42,7 @@ Lookup = Callable[[Iterable[str]], Mapping[str, Value]]  # of these keys, those 
 Was = JaxArray | NumpyArray | PrngKeys
 
 
+log = logging.getLogger("shardkeep")
 _reading = threading.RLock()  # what several threads ask for is read by one
 _cabinets: "WeakKeyDictionary[Store, dict[str, Cabinet]]" = WeakKeyDictionary()  # a call has a store object of its own
 
@@ -262,11 +264,12 @@ class ChunkedReader:
     Args:
         store: Where the checkpoint is.
         leaf: The array.
-        strict: Whether every chunk of the arrays in a directory was stored. If not, one that is not there has the fill
-            value of the array. It is asked only if one is not, and if there is such a value.
+        strict: What the checkpoint says: whether every chunk of the arrays in a directory was stored; None if it does
+            not say. It is asked only if a chunk is not there. Where chunks may be left out, such a chunk has the fill
+            value of the array, or zeros. Where nothing is said, only arrays with a fill value can leave chunks out.
     """
 
-    def __init__(self, store: Store, leaf: StoredArray, strict: Callable[[str], bool]) -> None:
+    def __init__(self, store: Store, leaf: StoredArray, strict: Callable[[str], bool | None]) -> None:
         assert isinstance(leaf.origin, ForeignArray)
         directory, _, name = leaf.origin.directory.rpartition("/")
         if store.size(_join(directory, MANIFEST)) is not None:
@@ -334,8 +337,15 @@ class ChunkedReader:
         return values
 
     def _refuse_missing(self, missing: int, count: int) -> None:
-        if self._array.grid.fill is None or self._strict(self._directory):
-            where = self._array.where
+        strict, has_fill, where = self._strict(self._directory), self._array.grid.fill is not None, self._array.where
+        if strict is False and not has_fill:
+            log.warning(
+                "leaf %r: %s in %s. It is read as zeros, because the checkpoint says that chunks may be left out",
+                self._leaf.key,
+                missing_of(missing, count),
+                where,
+            )
+        elif strict or not has_fill:
             raise MissingDataError(
                 f"{missing_of(missing, count)} in {where}. The save that wrote it never finished, or files were lost",
                 leaf=self._leaf.key,

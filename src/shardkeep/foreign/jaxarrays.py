@@ -48,7 +48,7 @@ class JaxReader:
         return _PytreeDirectory(store).manifest() if TREE in names else _database(store, names)
 
     def open(self, store: Store, leaf: StoredArray) -> ChunkedReader:
-        return ChunkedReader(store, leaf, lambda _: False)
+        return ChunkedReader(store, leaf, lambda _: None)
 
 
 class _PytreeDirectory:

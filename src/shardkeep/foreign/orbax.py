@@ -100,14 +100,15 @@ def _items_in(names: Collection[str]) -> list[str]:
     return [item for item in found if not item[-1:].isdigit() and f"{item}/{CHECKPOINT}" not in names]
 
 
-def is_strict(store: Store, directory: str) -> bool:
-    """Whether every chunk of the arrays in a directory was stored, so that one that is not there is missing."""
+def is_strict(store: Store, directory: str) -> bool | None:
+    """Whether every chunk of the arrays in a directory was stored, as far as `_METADATA` says so."""
     while True:  # names of arrays in directories can have slashes
         described = read_json(store, _join(directory, TREE))
         if described is not None:
-            return described.get(_STRICT) is True
+            said = described.get(_STRICT)
+            return said if isinstance(said, bool) else None
         if not directory:
-            return False
+            return None
         directory = directory.rpartition("/")[0]
 
 
