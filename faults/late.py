@@ -205,7 +205,7 @@ def _act(point: Point, path: str, options: dict[str, Any]) -> None:
         shardkeep.save(path, tree(3), **{**options, "prefix": "other"})
     elif point.meanwhile == "clean":
         for found in survey(path):
-            left = _look(found, _Runs())
+            left = _look(found, found.target, _Runs())
             _remove(left)
             if left.problem:
                 raise Violation(f"it cannot be cleaned up: {left.problem}")

@@ -105,7 +105,7 @@ def test_checkpoints_of_other_programs_are_listed(run: Run) -> None:
     assert shown["safetensors_sharded/model.safetensors"]["kind"] == "safetensors"
     assert shown["broken_killed_mid_save/ckpt"]["state"] == "damaged"
     assert shown["ts_two_prefixes/ckpt"]["prefixes"] == ["model", "optimizer"]
-    runs = [name for name in shown if name.startswith("checkpointer_runs")]
+    runs = [name for name in shown if name.startswith("checkpointer_runs/base")]
     assert runs == [f"checkpointer_runs/base/run-{step}" for step in (10, 20, 25)]
 
 
