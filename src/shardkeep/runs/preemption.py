@@ -61,11 +61,15 @@ class Signals:
                 " and ".join(number.name for number in numbers),
             )
             return
-        for number in numbers:
-            self._actions[number] = _action_of(number)
-            self._earlier[number] = signal.getsignal(number)
-            signal.signal(number, self._handle)
-        self.installed = True
+        try:
+            for number in numbers:
+                self._actions[number] = _action_of(number)
+                self._earlier[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
+            self.installed = True
+        except BaseException:  # an interrupt: nobody has this object yet to close it
+            self.close()
+            raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         known = signal.Signals(number)
