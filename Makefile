@@ -161,10 +161,11 @@ bench-quick: $(BENCH_STAMP)
 bench-buckets: setup
 	$(BIN)/python bench/buckets.py
 
-# What saves and loads cost on accelerators, on a simulated one.
+# A load of a sharded Orbax checkpoint beside Orbax's own restore.
 bench-orbax: $(BENCH_STAMP)
-	$(BENCH)/bin/python bench/orbax.py
+	$(BENCH)/bin/python bench/orbax_loads.py
 
+# What saves and loads cost on accelerators, on a simulated one.
 bench-devices: setup
 	$(BIN)/python bench/devices.py
 

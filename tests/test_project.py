@@ -333,3 +333,26 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
         content = path.read_bytes()
         for pattern in MACHINE_PATHS:
             assert not pattern.search(content), f"{path.relative_to(ROOT)} contains {pattern.pattern!r}"
+
+
+LIBRARIES = {
+    "equinox",
+    "flax",
+    "grain",
+    "jax",
+    "keras",
+    "matplotlib",
+    "numpy",
+    "optax",
+    "orbax",
+    "safetensors",
+    "torch",
+}
+
+
+@pytest.mark.parametrize("folder", ["bench", "examples"])
+def test_no_program_hides_a_library_by_its_name(folder: str) -> None:
+    """Python looks for imports beside the program first: a bench/orbax.py made `import orbax.checkpoint` fail there."""
+    programs = {path.stem for path in (ROOT / folder).iterdir()}
+    assert programs
+    assert not programs & LIBRARIES

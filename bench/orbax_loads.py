@@ -92,8 +92,7 @@ def run(*arguments: str) -> str:
     """This program in a process of its own."""
     flags = f"--xla_force_host_platform_device_count={DEVICES}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    # -P: this file has the name of the package.
-    command = [sys.executable, "-P", "-W", "ignore", __file__, *arguments]
+    command = [sys.executable, "-W", "ignore", __file__, *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
