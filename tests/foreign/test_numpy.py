@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import struct
 import tracemalloc
 import zipfile
@@ -185,13 +186,36 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_what_is_not_read_is_named_and_not_called_damaged(what: str, tmp_path: Path) -> None:
     data, says = UNREADABLE[what]
-    np.savez_compressed(tmp_path / "u.npz", good=np.ones(3), bad=data)
     np.save(tmp_path / "u.npy", data)
-    for name, array in ("u.npz", "array 'bad': "), ("u.npy", ""):
-        for read in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
-            with pytest.raises(shardkeep.CheckpointNotFoundError, match=rf"{name}: {array}.*({says})"):
-                read(tmp_path / name)
-        assert not shardkeep.exists(tmp_path / name)
+    for read in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match=rf"u\.npy: .*({says})"):
+            read(tmp_path / "u.npy")
+    assert not shardkeep.exists(tmp_path / "u.npy")
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_is_not_read_leaves_the_rest_of_an_archive_readable(what: str, tmp_path: Path, capsys: Any) -> None:
+    data, says = UNREADABLE[what]
+    path = tmp_path / "u.npz"
+    np.savez_compressed(path, **{"good": np.ones(3, np.float32), "x/bad": data})
+    assert_same(shardkeep.load(path, include="good"), {"good": jnp.ones(3)})
+    leaf = shardkeep.inspect(path).leaves["x/bad"]
+    assert leaf.kind == "unreadable"
+    assert "<StoredLeaf x/bad: unreadable: " in repr(leaf)
+    template = {"good": np.ones(3, np.float32), "x": {"bad": np.ones(3)}}
+    with pytest.raises(shardkeep.TemplateMismatchError, match=rf"'x/bad': saved what cannot be read .*({says})"):
+        shardkeep.load(path, template=template)
+    arguments: dict[str, Any]
+    for arguments in {}, {"include": "bad"}, {"mmap": False}:
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match=rf"leaf 'x/bad' of .*u\.npz cannot .*({says})"):
+            shardkeep.load(path, **arguments)
+    (problem,) = shardkeep.verify(path).problems
+    assert (problem.leaf, problem.file) == ("x/bad", str(path))
+    assert main(["inspect", str(path)]) == 0
+    assert re.search(rf"bad +unreadable.* ({says})", capsys.readouterr().out)
+    assert main(["convert", str(path), str(tmp_path / "ours")]) == 2
+    assert "'x/bad'" in capsys.readouterr().err
+    assert main(["convert", str(path), str(tmp_path / "ours"), "--include", "good"]) == 0
 
 
 def test_no_pickle_is_ever_run(tmp_path: Path) -> None:
@@ -209,12 +233,13 @@ def test_no_pickle_is_ever_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_files_in_the_archive_that_are_no_arrays_are_refused(tmp_path: Path) -> None:
+def test_files_in_the_archive_that_are_no_arrays_cannot_be_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", w=np.ones(3))
     with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
         archive.writestr("notes.txt", "of someone")
-    with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"entry 'notes\.txt' of the archive is not an array"):
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"leaf 'notes/txt' of .* is not an array"):
         shardkeep.load(tmp_path / "a.npz")
+    assert_same(shardkeep.load(tmp_path / "a.npz", include="w"), {"w": np.ones(3)})
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -296,7 +321,7 @@ def test_a_header_that_numpy_does_not_write_is_refused(what: str, tmp_path: Path
     for name in ("h.npy", "h.npz"):
         with pytest.raises(shardkeep.ShardkeepError, match=rf"{name}.*({says})"):
             shardkeep.load(tmp_path / name)
-        assert not shardkeep.exists(tmp_path / name)
+    assert not shardkeep.exists(tmp_path / "h.npy")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def _cells(row: _Row) -> list[Cell]:
 
 def _stored(leaf: StoredArray) -> str:
     """How an array is stored, if there is something to say: in several pieces, sharded over a mesh, as NumPy."""
+    if leaf.unreadable is not None:
+        return plain(leaf.unreadable)
     said: list[str] = []
     if len(leaf.pieces) > 1:
         said.append(f"{len(leaf.pieces)} pieces")

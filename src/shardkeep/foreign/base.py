@@ -4,9 +4,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shardkeep.model.arrays import Array, Region
-from shardkeep.model.leaves import StoredArray
+import numpy as np
+
+from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.model.arrays import Array, ArraySpec, Region
+from shardkeep.model.leaves import UNREADABLE, ForeignArray, StoredArray
 from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.model.tree import Path
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
@@ -37,6 +41,45 @@ class ArrayReader(Protocol):
     def find_damage(self, sizes: Mapping[str, int]) -> str | None:
         """What the sizes of the checkpoint's files, by name, show to be damaged. No data is read."""
         ...
+
+
+def unreadable(path: Path, file: str, reason: str, spec: ArraySpec | None = None) -> StoredArray:
+    """A leaf that stands for something that cannot be read, so that all else can. Whoever loads it is told why.
+
+    Args:
+        path: Its path in the tree.
+        file: The name of the file that it is in.
+        reason: Why it is not read, as a sentence without its end.
+        spec: Its shape and dtype, if it is an array that one can have.
+    """
+    place = ForeignArray(f"{file}\0{reason}", UNREADABLE)
+    return StoredArray(path, spec or ArraySpec((), np.dtype(np.uint8)), (), place)
+
+
+class UnreadableArray:
+    """Reads nothing, and says why; an `ArrayReader`."""
+
+    def __init__(self, store: Store, leaf: StoredArray) -> None:
+        """Stand for a leaf that `unreadable` gave."""
+        assert isinstance(leaf.origin, ForeignArray)
+        self._leaf = leaf
+        self._where = store.locate(leaf.origin.directory.partition("\0")[0])
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return tuple(max(extent, 1) for extent in self._leaf.spec.shape)
+
+    def read(self, region: Region) -> Array:
+        raise CheckpointNotFoundError(
+            f"leaf {self._leaf.key!r} of {self._where} cannot be read: {self._leaf.unreadable}. Load the others with "
+            "include= and a pattern that does not match it"
+        )
+
+    def check(self) -> None:
+        self.read(Region.whole(self._leaf.spec.shape))
+
+    def find_damage(self, sizes: Mapping[str, int]) -> str | None:
+        """None: what is there is not damaged."""
 
 
 class ForeignReader(Protocol):

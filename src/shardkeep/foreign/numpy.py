@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
-from shardkeep.foreign.base import UnreadableError
+from shardkeep.foreign.base import UnreadableError, unreadable
 from shardkeep.foreign.flat import After, ByteSource, read_region
 from shardkeep.foreign.npy import MAGIC, NpyArray, parse_npy
 from shardkeep.foreign.windows import FileWindow, opened
@@ -67,6 +67,13 @@ class _FoundEntry:
     offset: int | None = None
 
 
+@fast_dataclass
+class _Unreadable:
+    """Something in an archive that is not read, and why."""
+
+    reason: str
+
+
 def _single(window: FileWindow, name: str) -> Tree:
     """The tree of a `.npy` file, which is an array."""
     entry = _whole(window.size)
@@ -87,14 +94,15 @@ def _archive(window: FileWindow, name: str) -> Tree:
     text = 0
     for entry in directory.entries:
         key = entry.name.removesuffix(_NPY)
-        if key == entry.name:
-            raise UnreadableError(f"the entry {key[:80]!r} of the archive is not an array; NumPy's names end in {_NPY}")
         if entry.name.count("/") + entry.name.count(".") > _MOST_LEVELS:
             raise UnreadableError(f"the name {key[:80]!r} has more than {_MOST_LEVELS} parts")
         try:
+            if key == entry.name:
+                raise UnreadableError(f"this entry of the archive is not an array; NumPy's names end in {_NPY}")
             value, described = _describe(window, entry, f"{name}@{_place_of(entry)}")
         except UnreadableError as error:
-            raise UnreadableError(f"array {key!r}: {error}") from error
+            found.append((tuple(key.split("/")), _Unreadable(str(error))))
+            continue
         except ValueError as error:
             raise ValueError(f"array {key!r}: {error}") from error
         text += described.spec.nbytes if described.is_text else 0
@@ -140,11 +148,14 @@ def _parse(source: ByteSource, size: int) -> NpyArray:
 
 def _tree(value: object, file: DataFile, identity: str) -> Tree:
     skeleton, leaves = flatten(value)
-    return Tree(identity, "foreign", skeleton, tuple(map(_leaf, leaves)), (file,), {}, created="")
+    stored = tuple(_leaf(leaf, file.name) for leaf in leaves)
+    return Tree(identity, "foreign", skeleton, stored, (file,), {}, created="")
 
 
-def _leaf(leaf: Leaf) -> StoredLeaf:
+def _leaf(leaf: Leaf, name: str) -> StoredLeaf:
     found = leaf.value
+    if isinstance(found, _Unreadable):
+        return unreadable(leaf.path, name, found.reason)
     if not isinstance(found, _FoundEntry):
         return StoredValue(leaf.path, found)
     if found.offset is None:

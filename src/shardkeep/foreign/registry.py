@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
-from shardkeep.foreign.base import ArrayReader, ChecksummedReader, Companions, FileReader, ForeignReader
+from shardkeep.foreign.base import (
+    ArrayReader,
+    ChecksummedReader,
+    Companions,
+    FileReader,
+    ForeignReader,
+    UnreadableArray,
+)
 from shardkeep.foreign.dcp import DcpReader
 from shardkeep.foreign.documents import names_below
 from shardkeep.foreign.eformer import EformerIndex, EformerReader
@@ -90,6 +97,8 @@ def is_recognized_below(store: Store, names: Collection[str]) -> bool:
 
 def open_array(store: Store, leaf: StoredArray) -> ArrayReader:
     """The reader of an array that another program wrote. `IntegrityError` if its description is damaged."""
+    if leaf.unreadable is not None:
+        return UnreadableArray(store, leaf)
     reader = next((reader for reader in (*READERS, *FILE_READERS) if reader.kind == leaf.origin.kind), None)
     if reader is None:
         raise IntegrityError(

@@ -28,7 +28,7 @@ from shardkeep.loading.shardings import (
 )
 from shardkeep.model.arrays import DType, Region, kind_of, kind_of_value
 from shardkeep.model.keys import ByLooseKey, loose_key
-from shardkeep.model.leaves import NumpyArray, PrngKeys, StoredArray, StoredLeaf
+from shardkeep.model.leaves import UNREADABLE, NumpyArray, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.perprocess import PerProcess, PerProcessRows, fold_containers
 from shardkeep.model.tree import Leaf, Path, Skeleton, flatten, name_leaf
@@ -326,6 +326,8 @@ def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted 
     if stored.processes is not None or isinstance(like, PerProcess):
         return _per_process_as_template(stored, leaf)
     is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
+    if isinstance(stored, StoredArray) and stored.origin.kind == UNREADABLE:
+        return wrong_kind(leaf.path, f"what cannot be read ({stored.unreadable})", f"a {type(like).__name__}")
     if not is_array or not isinstance(stored, StoredArray):
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)

@@ -187,7 +187,8 @@ class _Check:
         try:
             open_array(self._reader.store, leaf).check()
         except (IntegrityError, OSError) as error:
-            self._report(leaf.key, self._reader.store.locate(directory), error)
+            place = self._reader.store.locate(directory.partition("\0")[0])
+            self._report(leaf.key, place, error)
 
     def _check_batch(self, batch: list[tuple[StoredArray, Piece]]) -> None:
         """Small pieces that are next to each other, read together."""

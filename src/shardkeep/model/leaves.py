@@ -70,6 +70,7 @@ class ForeignArray:
 
 Origin: TypeAlias = JaxArray | NumpyArray | PrngKeys | PerProcessRows | ForeignArray
 UNSHARDED = JaxArray()
+UNREADABLE = "unreadable"  # the kind of foreign arrays that are there, but hold something that is not read
 NATIVE = NumpyArray()
 
 
@@ -95,7 +96,8 @@ class StoredLeaf:
         path: The same as a tuple of names.
         kind: What the leaf was when it was saved: "jax" (a `jax.Array`), "numpy" (a `numpy.ndarray`), "prng" (typed
             PRNG keys, stored as their key data), "per_process" (a `PerProcess` value of each process), "zarr" (an
-            array that another program wrote) or "value" (a plain Python or NumPy value).
+            array that another program wrote), "unreadable" (something in its place that cannot be read) or "value" (a
+            plain Python or NumPy value).
         shape: The shape of an array; None for a plain value.
         dtype: The name of an array's dtype, for example "bfloat16"; None for a plain value.
         nbytes: The size of an array, uncompressed; 0 for a plain value.
@@ -191,6 +193,14 @@ class StoredArray(StoredLeaf):
         return self.was.kind
 
     @property
+    def unreadable(self) -> str | None:
+        """Why it cannot be read; None for an array that can, unless it is damaged."""
+        origin = self.origin
+        if not isinstance(origin, ForeignArray) or origin.kind != UNREADABLE:
+            return None
+        return origin.directory.partition("\0")[2]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.spec.shape
 
@@ -207,6 +217,8 @@ class StoredArray(StoredLeaf):
         return len(self.origin.lengths) if isinstance(self.origin, PerProcessRows) else None
 
     def _summary(self) -> str:
+        if self.unreadable is not None:
+            return cut(f"unreadable: {self.unreadable}", 80)
         if self.processes is not None:
             return f"PerProcess of {counted(self.processes, 'process', 'processes')}, {self.nbytes:,} bytes"
         pieces = f" in {counted(len(self.pieces), 'piece')}" if self.pieces else ""
@@ -232,7 +244,7 @@ class StoredArray(StoredLeaf):
             case PerProcessRows():
                 return "PerProcess"
             case _:
-                return self.spec.dtype.name
+                return self.spec.dtype.name if self.unreadable is None else UNREADABLE
 
     @property
     def holds_numbers(self) -> bool:
