@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -59,6 +60,7 @@ class Tally:
     kept: int = 0
     lines: int = 0
     violations: list[str] = field(default_factory=list)
+    by_case: dict[str, int] = field(default_factory=dict)
 
 
 class Lines:
@@ -91,10 +93,11 @@ class Fuzzer:
     """The inputs of one worker: chosen, changed, read, judged, kept."""
 
     def __init__(self, room: Path, seed: int, only: str = "") -> None:
+        """Take the cases whose names have a match of `only`."""
         self._rng = random.Random(seed)
         self._room = room
         (room / "load").mkdir(parents=True)
-        self._cases = [case for case in cases() if only in case.name]
+        self._cases = [case for case in cases() if re.search(only, case.name)]
         self._kept: dict[str, list[Scanned | bytes]] = {c.name: [self._seed(c, c.start)] for c in self._cases}
         self._weights = [1 if case.is_foreign else 3 for case in self._cases]
         self._places: set[Any] = set()
@@ -139,6 +142,7 @@ class Fuzzer:
         text = self.changed(case)
         self._remember(case, text)
         self.tally.inputs += 1
+        self.tally.by_case[case.name] = self.tally.by_case.get(case.name, 0) + 1
         new = False
         if number % _TRACED == 0:
             place = self._judge(case, text, lambda: self._lines.run(lambda: case.read(text)))
@@ -178,19 +182,23 @@ class Fuzzer:
 
     @contextlib.contextmanager
     def _on_disk(self, case: Case, text: bytes, link: str | None = None) -> Iterator[Path]:
-        """The path to load; `link`: a file of the checkpoint that is a link to one outside."""
+        """The path to load; `link`: a file or directory of the checkpoint that is a link to one outside."""
         home = self._room / "load" / str(self._cases.index(case))
         changed = case.close(text) if home.exists() else {**case.files, **case.close(text)}
         for name, data in changed.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_bytes(data)
+        outside = self._room / "outside"
         if link is not None:
-            (home / link).replace(self._room / "outside")
-            (home / link).symlink_to(self._room / "outside")
+            (home / link).replace(outside)
+            (home / link).symlink_to(outside)
         try:
             yield home / case.target if case.target else home
         finally:
-            for name in {*changed, *([link] if link else [])}:
+            if link is not None:
+                (home / link).unlink()
+                outside.replace(home / link)
+            for name in changed:
                 (home / name).unlink()
                 (home / name).write_bytes(case.files[name])
 
@@ -198,7 +206,8 @@ class Fuzzer:
         """The same through the file system; now and then one of the files is a link that leads out."""
         actions = [load_every, self._rng.choice(_ACTIONS)]
         # Exchange files may be links: that is how Hugging Face keeps them.
-        link = self._rng.choice(list(case.files)) if not case.target and self._rng.random() < 0.05 else None
+        inside = [*case.files, *sorted({os.path.dirname(name) for name in case.files} - {""})]
+        link = self._rng.choice(inside) if not case.target and self._rng.random() < 0.05 else None
         with self._on_disk(case, text, link) as path:
             self._guard.room = os.path.realpath(path.parent if case.target else path)
             self._judge(case, text, lambda: _try_all(path, actions))
@@ -265,7 +274,7 @@ def _black_box(path: Path, write: bool = False) -> mmap.mmap:
 
 
 def work(room: str, seed: int, count: int, load_every: int, seconds: float, only: str = "") -> Tally:
-    """So many inputs, or as many as there is time for; `only` of cases with this in their names."""
+    """So many inputs, or as many as there is time for; `only` of cases with a match of this in their names."""
     logging.getLogger("shardkeep").setLevel(logging.CRITICAL)
     fuzzer = Fuzzer(Path(room) / str(seed), seed, only)
     limit_memory(4 << 30)

@@ -10,18 +10,14 @@ from typing import Any
 
 import tensorstore  # noqa: F401  (imported now, and not when an input needs it)
 
-from faults.hostile_cases import Case, Files, MemoryStore, files_in
+from faults.hostile_cases import Case, Files, MemoryStore, files_in, read_arrays
 from shardkeep.foreign.crc32c import crc32c
 from shardkeep.foreign.documents import ORBAX
 from shardkeep.foreign.ocdbt import _MANIFEST_MAGIC, _NODE_MAGIC, _opened, read_database
 from shardkeep.foreign.pytreedef import decode_pytreedef
-from shardkeep.foreign.registry import open_array
-from shardkeep.model.arrays import Region
-from shardkeep.model.leaves import ForeignArray
 from shardkeep.targets.directory import Directory
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures"
-_SMALL = 1 << 20  # bytes of an array that is read whenever its checkpoint is
 
 
 def chunk_cases() -> Iterator[Case]:
@@ -36,9 +32,7 @@ def read_all(files: Files) -> None:
     """Describe a checkpoint, and read the arrays that are put together from chunks."""
     store: Any = MemoryStore(files)
     for tree in Directory(store).read().trees.values():
-        for leaf in tree.arrays:
-            if isinstance(leaf.origin, ForeignArray) and leaf.spec.nbytes < _SMALL:
-                open_array(store, leaf).read(Region.whole(leaf.spec.shape))
+        read_arrays(store, tree)
 
 
 def _case(name: str, files: Files, start: bytes, close: Callable[[bytes], Files], is_json: bool = True) -> Case:

@@ -12,12 +12,9 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from faults.hostile_cases import Case, Files, MemoryStore
-from shardkeep.foreign.registry import checks_of, detect_file, open_array
-from shardkeep.model.arrays import Region
-from shardkeep.model.leaves import ForeignArray
+from faults.hostile_cases import Case, Files, MemoryStore, read_arrays
+from shardkeep.foreign.registry import checks_of, detect_file
 
-_MOST_READ = 1 << 20  # bytes of arrays that are read: a claim of more must be justified, but takes time
 # What begins values, and lengths that no file has.
 _PACKED = [
     b"\x80", b"\x81\xa1w", b"\x8f", b"\x90", b"\x91", b"\x9f", b"\xa0", b"\xbf", b"\xc0", b"\xc1", b"\xc2", b"\xc3",
@@ -151,13 +148,6 @@ def _read_all(files: Files, name: str) -> None:
     store: Any = MemoryStore(files)
     found = detect_file(store, name)
     for tree in found.trees.values() if found else ():
-        left = _MOST_READ
-        for leaf in tree.arrays:
-            left -= leaf.nbytes
-            if isinstance(leaf.origin, ForeignArray) and left > 0:
-                array = open_array(store, leaf)
-                array.find_damage({})
-                array.read(Region.whole(leaf.spec.shape))
-                array.check()
+        read_arrays(store, tree)
         for check in checks_of(store, tree) or ():
             check(lambda done: None)

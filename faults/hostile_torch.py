@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from faults.hostile_cases import Case, Files, MemoryStore
+from faults.hostile_cases import Case, Files, MemoryStore, read_arrays
 from faults.mutate import PICKLED
 from foreign.torchfiles import Call, Global, Pickle, Strided, encode_dcp, encode_torch, zipped
 from shardkeep.errors import ShardkeepError
-from shardkeep.foreign.registry import checks_of, open_array
+from shardkeep.foreign.registry import checks_of
 from shardkeep.foreign.strided import STRIDED, StridedArray, StridedPlace
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import ForeignArray, StoredArray
 from shardkeep.targets.directory import Directory
 from shardkeep.targets.files import ForeignFile
 
-_MOST = 1 << 20  # bytes of an array that is read
 # Steps of a pickle that describe tensors, or what is called instead of them.
 _WORDS = [
     *PICKLED,
@@ -126,10 +125,7 @@ def _read_all(files: Mapping[str, bytes], target: str) -> None:
         for leaf in tree.arrays:
             for piece in leaf.pieces:
                 assert piece.offset + piece.length <= len(files[tree.files[piece.file].name])
-            if isinstance(leaf.origin, ForeignArray) and leaf.nbytes <= _MOST:
-                array = open_array(store, leaf)
-                array.find_damage({file.name: file.size for file in tree.files})
-                assert array.read(Region.whole(leaf.shape)).shape == leaf.shape
+        read_arrays(store, tree)
         for check in checks_of(store, tree) or ():
             try:
                 check(lambda _: None)
