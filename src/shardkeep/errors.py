@@ -6,7 +6,7 @@ ShardkeepError
 ├── IntegrityError            (ValueError)         the stored data is not the data that was saved
 │   ├── MissingDataError      (FileNotFoundError)  a file of the checkpoint is missing
 │   └── IncompleteCheckpointError                  a save that was never committed, or is still running
-├── NewerFormatError          (ValueError)         written by a later version of shardkeep
+├── NewerFormatError          (ValueError)         written by a later version, or in an unknown layout
 ├── PathError                 (ValueError)         not a usable path or URL
 │   └── PathTypeError         (TypeError)          not a path at all: None, a dict, an array, ...
 ├── PrefixError               (ValueError)         an unknown or invalid prefix
@@ -91,7 +91,7 @@ class IncompleteCheckpointError(IntegrityError):
 
 
 class NewerFormatError(ShardkeepError, ValueError):
-    """The checkpoint has a format version that this version of shardkeep cannot read."""
+    """The checkpoint has a format version, a layout or a compression that this version of shardkeep cannot read."""
 
 
 class PathError(ShardkeepError, ValueError):

@@ -18,6 +18,7 @@ import shardkeep
 from faults.states import make, same
 from shardkeep.cli.main import main
 from shardkeep.eformer.manager import AsyncCheckpointManager
+from shardkeep.model.digests import seal
 from support import FORMATS, save_as
 
 EFORMER = Path(__file__).parents[1] / "fixtures" / "eformer"
@@ -250,6 +251,33 @@ class TestDocuments:
         for overwrite in (True, False):
             with pytest.raises(shardkeep.NewerFormatError, match="format version 9"):
                 shardkeep.save(tmp_path, {"w": np.ones(3)}, overwrite=overwrite)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "named"),
+        [
+            (b'"format":"safetensors"', b'"format":"packed"', "format 'packed', which is not known"),
+            (b'"compression":null', b'"compression":"lz9"', "format 'safetensors' with compression 'lz9'"),
+        ],
+    )
+    def test_nor_is_one_with_a_layout_or_a_compression_that_is_not_known(
+        self, old: bytes, new: bytes, named: str, tmp_path: Path
+    ) -> None:
+        """A later version may have more of them. What it saved must survive a save by this one."""
+        shardkeep.save(tmp_path, {"w": np.ones(3)})
+        document = tmp_path / "manifest.json"
+        text = document.read_bytes().replace(old, new)
+        at = text.index(b'"digest":"') + 10
+        document.write_bytes(seal(text[:at] + b"0" * 32 + text[at + 32 :]))
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        for prefix in (None, "other"):
+            for overwrite in (True, False):
+                with pytest.raises(shardkeep.NewerFormatError, match=named):
+                    shardkeep.save(tmp_path, {"w": np.ones(3)}, prefix=prefix, overwrite=overwrite)
+        for call in (shardkeep.load, shardkeep.inspect, shardkeep.verify, shardkeep.delete):
+            with pytest.raises(shardkeep.NewerFormatError, match=rf"manifest.json has a tree in the {named}.* upgrade"):
+                call(tmp_path)
+        assert shardkeep.exists(tmp_path)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_the_manager_replaces_a_damaged_one_as_any_other(tmp_path: Path) -> None:

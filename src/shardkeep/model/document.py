@@ -151,7 +151,7 @@ def is_foreign_manifest(document: bytes) -> bool:
 
 
 def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
-    """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for a later version."""
+    """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for one that is not known."""
     try:
         body: Json = json.loads(document, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -170,6 +170,8 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
         records = cast("dict[str, _TreeRecord]", body["trees"])
         trees = {check_prefix(prefix): _decode_tree(tree) for prefix, tree in records.items()}
         return Manifest(path, _checked_id(body["save"]), trees)
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{where} {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{where} is malformed: {error}", file=where) from error
 
@@ -266,14 +268,19 @@ def encode_origin(origin: Origin) -> JsonObject:
 
 
 def _decode_tree(data: _TreeRecord) -> Tree:
+    if not isinstance(data["format"], str) or not isinstance(data["compression"], str | None):
+        raise TypeError("the format or the compression of a tree is not text")
+    if data["format"] not in _FORMATS or data["compression"] not in (None, "zstd"):
+        named = " with compression ".join(repr(name) for name in (data["format"], data["compression"]) if name)
+        raise NewerFormatError(
+            f"has a tree in the format {named}, which is not known here: upgrade shardkeep, or register that layout"
+        )
     files = tuple(_decode_file(f) for f in data["files"])
     skeleton = Skeleton.from_json(data["structure"])
     paths = skeleton.paths()
     if len(paths) != len(data["leaves"]):
         raise ValueError("the structure and the list of leaves do not match")
     leaves = tuple(_decode_leaf(leaf, path, files) for leaf, path in zip(data["leaves"], paths, strict=True))
-    if data["format"] not in _FORMATS or data["compression"] not in (None, "zstd"):
-        raise ValueError(f"unknown format {data['format']!r} or compression {data['compression']!r}")
     arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
     if data["compression"] is None and any(p.stored is not None for array in arrays for p in array.pieces):
         raise ValueError("a tree without compression has a compressed piece")
