@@ -1,5 +1,6 @@
 """`convert --subtree` and `--rename`: trees under the names other programs expect."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import safetensors.numpy
 import shardkeep
 from cli.commands import Run
 from cli.trees import HF_TENSORS, rich_tree, save_like_hugging_face
+from shardkeep.converting.rename import renamed
 from shardkeep.serialization import AsyncCheckpointManager
 from support import FORMATS, assert_same, mesh_of, save_as
 
@@ -138,3 +140,25 @@ def test_recorded_checksums_follow_their_arrays(run: Run, tmp_path: Path) -> Non
     np.testing.assert_array_equal(loaded["w"], np.ones(3))
     assert run("convert", tmp_path / "c", tmp_path / "e", "--rename", "^w$=v").code == 0
     manager.load(str(tmp_path / "e"), mesh_of(1), validate=True)
+
+
+@pytest.mark.parametrize(
+    "words", [["--subtree", "params"], ["--rename", "^params/=model/"], ["--include", "w"], ["--dtype", "bfloat16"]]
+)
+def test_metadata_of_the_users_own_is_never_changed(run: Run, tmp_path: Path, words: list[str]) -> None:
+    """Whatever its keys are: only what eFormer's manager recorded follows the arrays."""
+    metadata = {"checksum": {"shard-0": "ab"}, "array_metadata": {"params.w": {"unit": "m"}, "x": 3}, "version": 2}
+    shardkeep.save(tmp_path / "c", {"params": {"w": jnp.ones(3)}, "v": jnp.zeros(3)}, metadata=metadata)
+    assert run("convert", tmp_path / "c", tmp_path / "d", *words).code == 0
+    assert shardkeep.inspect(tmp_path / "d").metadata == metadata
+
+
+def test_checksums_of_parts_follow_too(tmp_path: Path) -> None:
+    """Those of arrays that span processes have the region after the name."""
+    AsyncCheckpointManager().save({"w": jnp.ones(4), "v": jnp.ones(2)}, str(tmp_path / "c"))
+    saved = shardkeep.inspect(tmp_path / "c").tree()
+    recorded = {"w[0:2]": "a", "w[2:4]": "b", "v": "c", "gone": "d"}
+    saved = dataclasses.replace(saved, metadata={**saved.metadata, "checksum": recorded})
+    changed = renamed({"": saved}, ["^w$=u"])[""]
+    assert changed.metadata["checksum"] == {"u[0:2]": "a", "u[2:4]": "b", "v": "c"}
+    assert sorted(changed.metadata["array_metadata"]) == ["u", "v"]

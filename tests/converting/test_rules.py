@@ -12,6 +12,7 @@ import pytest
 import shardkeep
 from cli.commands import Run
 from shardkeep import remap
+from shardkeep.eformer.manager import AsyncCheckpointManager
 from support import FORMATS, assert_same, run_python, save_as
 
 RULES = [
@@ -100,6 +101,20 @@ def test_one_tree_is_changed_at_a_time(tree: Any, tmp_path: Path, run: Run) -> N
     done = run("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--remap", file)
     assert "--remap changes one tree, and there are several ((no prefix), ema): choose one with --prefix" in done.err
     assert run("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--prefix", "ema", "--remap", file).code == 0
+
+
+def test_metadata_follows_only_if_eformers_manager_recorded_it(tmp_path: Path, run: Run) -> None:
+    tree = {"a": jnp.ones(3), "b": jnp.zeros(3), "c": jnp.full(3, 2.0)}
+    rules = rules_file(tmp_path, [remap.rename("a", "x"), remap.reshape("b", (3, 1))])
+    own = {"checksum": {"a": 1, "other": 2}}
+    shardkeep.save(tmp_path / "ours", tree, metadata=own)
+    AsyncCheckpointManager(enable_validation=True).save(tree, str(tmp_path / "theirs"))
+    for name in ("ours", "theirs"):
+        assert run("convert", str(tmp_path / name), str(tmp_path / f"{name}-2"), "--remap", rules).code == 0
+    assert shardkeep.inspect(tmp_path / "ours-2").metadata == own
+    before, after = (shardkeep.inspect(tmp_path / name).metadata for name in ("theirs", "theirs-2"))
+    assert after["checksum"] == {"x": before["checksum"]["a"], "c": before["checksum"]["c"]}
+    assert after["array_metadata"]["b"] == {"shape": [3, 1], "dtype": "float32"}
 
 
 MEMORY = """

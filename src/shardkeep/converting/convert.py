@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from shardkeep.catalog import new_target
 from shardkeep.converting.blocks import Opened, choose_trees, compile_include, matches, no_match, open_at, steady
@@ -22,15 +22,14 @@ from shardkeep.converting.rules import remapped
 from shardkeep.converting.scratch import cast_spec, make, recorded_leaf, snapshot_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import IntegrityError
+from shardkeep.foreign.registry import carry_metadata
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.arrays import DType, parse_dtype
-from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
-from shardkeep.model.naming import dotted_names
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path
-from shardkeep.model.values import Json
 from shardkeep.runtime.progress import Progress
 from shardkeep.saving.store import store_snapshot
 from shardkeep.stores.location import location
@@ -137,7 +136,9 @@ def _choose(tree: Tree, pattern: re.Pattern[str] | None) -> Tree:
     if all(keep):
         return tree
     leaves = tuple(leaf for leaf, kept in zip(tree.leaves, keep, strict=True) if kept)
-    return replace(tree, skeleton=tree.skeleton.prune(keep), leaves=leaves)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, StoredArray)]
+    metadata = carry_metadata(tree, arrays, {leaf.path: leaf.path for leaf in arrays})
+    return replace(tree, skeleton=tree.skeleton.prune(keep), leaves=leaves, metadata=metadata)
 
 
 def _convert_tree(
@@ -155,16 +156,13 @@ def _convert_tree(
     recorded = [recorded_leaf(leaf, spec) for leaf, spec in zip(tree.leaves, specs, strict=True)]
     with steady(opened), show("reading", tree.nbytes) as progress:
         made = make(opened, tree, specs, target.layout.gathers, _scratch_directory(target), progress)
-    changed = [
-        leaf.path
-        for leaf, spec in zip(tree.leaves, specs, strict=True)
-        if isinstance(leaf, StoredArray) and leaf.spec != spec
-    ]
+    arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
+    same = {new.path: new.path for old, new in zip(tree.arrays, arrays, strict=True) if old.spec == new.spec}
     draft = Draft(
         save_id=os.urandom(16).hex(),
         prefix=check_prefix(prefix) if prefix else "",
         skeleton=tree.skeleton,
-        metadata=check_metadata(_metadata(tree, recorded, set(changed))),
+        metadata=check_metadata(dict(carry_metadata(tree, arrays, same))),
         created=now(),
         indexed=tree.indexed,
         step=tree.step,
@@ -173,7 +171,7 @@ def _convert_tree(
     check = partial(_compare, tree)
     report = store_snapshot(target, snapshot, draft, overwrite=overwrite, verbose=verbose, check=check)
     seconds = time.perf_counter() - started
-    return Converted(prefix, len(recorded), len(changed), made.scratch, made.lost, seconds, report)
+    return Converted(prefix, len(recorded), len(arrays) - len(same), made.scratch, made.lost, seconds, report)
 
 
 def _compare(source: Tree, written: Tree) -> None:
@@ -197,24 +195,3 @@ def _scratch_directory(target: Target) -> str:
             return tempfile.gettempdir()
         place = above
     return place
-
-
-def _metadata(tree: Tree, recorded: Sequence[StoredLeaf], changed: set[Path]) -> dict[str, Any]:
-    """The metadata, without what was recorded for arrays that were left out or changed."""
-    metadata = dict(tree.metadata)
-    if not {"checksum", "array_metadata"} <= metadata.keys():
-        return metadata
-    arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
-    leaves = dict(zip(dotted_names([leaf.path for leaf in arrays]), arrays, strict=True))
-    checksums: Json = metadata["checksum"]
-    described: Json = metadata["array_metadata"]
-    if isinstance(checksums, dict):
-        same = {name for name, leaf in leaves.items() if leaf.path not in changed}
-        metadata["checksum"] = {name: text for name, text in checksums.items() if name in same}
-    if isinstance(described, dict):
-        kept = {name: facts for name, facts in described.items() if name in leaves}
-        for name in kept:
-            if leaves[name].path in changed:
-                kept[name] = {"shape": list(leaves[name].shape), "dtype": leaves[name].dtype}
-        metadata["array_metadata"] = kept
-    return metadata

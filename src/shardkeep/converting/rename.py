@@ -6,15 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from shardkeep.converting.usage import UsageError
+from shardkeep.foreign.registry import carry_metadata
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
-from shardkeep.model.naming import dotted_names
 from shardkeep.model.nodes import Child, Node
 from shardkeep.model.tree import Path, Skeleton, flatten, split_key
-from shardkeep.model.values import Json
 
 _SHOWN = 8  # keys that a message lists
-_BY_NAME = ("checksum", "array_metadata")  # metadata with an entry for each array
 
 
 def subtrees(trees: Mapping[str, Tree], key: str) -> dict[str, Tree]:
@@ -35,7 +33,7 @@ def _below(tree: Tree, key: str) -> Tree | None:
         if inside[0].path == path:
             raise UsageError(f"--subtree {key!r} is a leaf, not a subtree; select it with --include")
         leaves = [replace(leaf, path=leaf.path[len(path) :]) for leaf in inside]
-        metadata = _renamed_metadata(tree, inside, leaves)
+        metadata = _metadata(tree, inside, leaves)
         return replace(tree, skeleton=Skeleton(_at(tree.skeleton.root, path)), leaves=tuple(leaves), metadata=metadata)
     return None
 
@@ -101,7 +99,7 @@ def _renamed(tree: Tree, rules: Sequence[tuple[re.Pattern[str], str]], used: set
     skeleton, places = flatten(_nested(owners))
     before: list[StoredLeaf] = [place.value for place in places]
     leaves = [replace(leaf, path=place.path) for leaf, place in zip(before, places, strict=True)]
-    return replace(tree, skeleton=skeleton, leaves=tuple(leaves), metadata=_renamed_metadata(tree, before, leaves))
+    return replace(tree, skeleton=skeleton, leaves=tuple(leaves), metadata=_metadata(tree, before, leaves))
 
 
 def _replaced(pattern: re.Pattern[str], new: str, key: str) -> str:
@@ -122,17 +120,7 @@ def _nested(owners: Mapping[str, StoredLeaf]) -> dict[str, Any]:
     return root
 
 
-def _renamed_metadata(tree: Tree, before: Sequence[StoredLeaf], after: Sequence[StoredLeaf]) -> Mapping[str, Any]:
+def _metadata(tree: Tree, before: Sequence[StoredLeaf], after: Sequence[StoredLeaf]) -> Mapping[str, object]:
     """The metadata, with what it records for each array under the array's new name."""
-    if not set(_BY_NAME) & tree.metadata.keys():
-        return tree.metadata
-    arrays = [leaf.path for leaf in tree.arrays]
-    old = dict(zip(arrays, dotted_names(arrays), strict=True))
-    pairs = [(a.path, b.path) for a, b in zip(before, after, strict=True) if isinstance(a, StoredArray)]
-    new = {old[path]: name for (path, _), name in zip(pairs, dotted_names([p for _, p in pairs]), strict=True)}
-    metadata = dict(tree.metadata)
-    for entry in _BY_NAME:
-        recorded: Json = metadata.get(entry)
-        if isinstance(recorded, dict):
-            metadata[entry] = {new[name]: facts for name, facts in recorded.items() if name in new}
-    return metadata
+    arrays = [leaf for leaf in after if isinstance(leaf, StoredArray)]
+    return carry_metadata(tree, arrays, {new.path: old.path for old, new in zip(before, after, strict=True)})

@@ -7,16 +7,12 @@ from pathlib import Path
 
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import RemapError
-from shardkeep.model.leaves import StoredArray
+from shardkeep.foreign.registry import carry_metadata
 from shardkeep.model.manifest import Tree
-from shardkeep.model.naming import dotted_names
-from shardkeep.model.values import Json
 from shardkeep.remap.changes import remap_tree
 from shardkeep.remap.expressions import DerivedArray
 from shardkeep.remap.functions import from_json
 from shardkeep.remap.rules import Rule
-
-_BY_NAME = ("checksum", "array_metadata")  # metadata with an entry for each array
 
 
 def read_rules(path: str) -> list[Rule]:
@@ -46,18 +42,8 @@ def _remapped(tree: Tree, rules: list[Rule], path: str) -> Tree:
 
 
 def _metadata(before: Tree, after: Tree) -> Mapping[str, object]:
-    """The metadata, without what it records for arrays that are not the same any more under the same name."""
-    if not set(_BY_NAME) & before.metadata.keys():
-        return before.metadata
-    old, new = _names(before), _names(after)
-    same = {name for name, leaf in new.items() if not isinstance(leaf, DerivedArray) and old.get(name) == leaf}
-    metadata = dict(before.metadata)
-    for entry in _BY_NAME:
-        recorded: Json = metadata.get(entry)
-        if isinstance(recorded, dict):
-            metadata[entry] = {name: facts for name, facts in recorded.items() if name in same}
-    return metadata
-
-
-def _names(tree: Tree) -> dict[str, StoredArray]:
-    return dict(zip(dotted_names([leaf.path for leaf in tree.arrays]), tree.arrays, strict=True))
+    """The metadata, with what it records for each array that is stored as it was, under whatever name."""
+    old = {(leaf.spec, leaf.pieces, leaf.origin): leaf.path for leaf in before.arrays}
+    stored = [leaf for leaf in after.arrays if not isinstance(leaf, DerivedArray)]
+    same = {leaf.path: old[key] for leaf in stored if (key := (leaf.spec, leaf.pieces, leaf.origin)) in old}
+    return carry_metadata(before, after.arrays, same)

@@ -223,3 +223,15 @@ class Companions(Protocol):
             empty: If the program can read none of the trees, return an index without arrays instead of none.
         """
         ...
+
+    def carry_metadata(
+        self, before: Tree, after: Sequence[StoredArray], same: Mapping[Path, Path]
+    ) -> Mapping[str, object]:
+        """The metadata of a tree whose arrays were changed: what the program recorded of each array goes with it.
+
+        Args:
+            before: The tree with its metadata. Unless the program described it, its metadata stays as it is.
+            after: The arrays that there are now.
+            same: For those that hold what an array of `before` did, under whatever name: its path by theirs.
+        """
+        ...

@@ -26,7 +26,7 @@ from shardkeep.model.document import check_name, no_duplicates
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf, StoredValue
 from shardkeep.model.manifest import MANIFEST, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import untagged
-from shardkeep.model.naming import prefix_directory
+from shardkeep.model.naming import dotted_names, prefix_directory
 from shardkeep.model.nodes import LEAF, Child, Node, find_class
 from shardkeep.model.tree import Path, Skeleton, flatten, name_children, nest
 from shardkeep.model.values import Json, JsonObject, is_plain
@@ -37,6 +37,9 @@ log = logging.getLogger("shardkeep")
 TENSORSTORE_INDEX = "tensorstore_index.json"
 CHECKPOINT_METADATA = "checkpoint_metadata.json"
 _MARK = "shardkeep"
+_RECORDED = frozenset(  # the fields of eFormer's metadata, which its manager records all together
+    ("version", "timestamp", "checksum", "array_metadata", "framework_version", "custom_metadata")
+)
 _MOST_AUX = 10_000  # plain values allowed in the aux data of one node
 _FLAT = re.compile(r"\A<flat index (\d+)>\Z")  # JAX's name for a child without a name
 _FACTORIES: dict[str, object] = {f.__name__: f for f in (int, float, bool, str, bytes, list, dict, tuple, set)}
@@ -355,6 +358,38 @@ class EformerIndex:
             CHECKPOINT_METADATA: json.dumps(metadata, allow_nan=False).encode(),
             TENSORSTORE_INDEX: json.dumps(index, indent=1).encode(),
         }
+
+    def carry_metadata(
+        self, before: Tree, after: Sequence[StoredArray], same: Mapping[Path, Path]
+    ) -> Mapping[str, object]:
+        """Checksums stay with arrays that are the same; others are described anew, by their shape and dtype."""
+        if before.source != EformerReader.name and not before.metadata.keys() >= _RECORDED:
+            return before.metadata
+        arrays = before.arrays
+        old = dict(zip([leaf.path for leaf in arrays], dotted_names([leaf.path for leaf in arrays]), strict=True))
+        names = dotted_names([leaf.path for leaf in after])
+        kept = {name: old[same[leaf.path]] for name, leaf in zip(names, after, strict=True) if leaf.path in same}
+        found = dict(before.metadata)
+        checksums, described = found.get("checksum"), found.get("array_metadata")
+        if isinstance(checksums, dict):
+            parts = _by_array(cast(JsonObject, checksums), set(old.values()))
+            found["checksum"] = {
+                name + part: checksum for name, was in kept.items() for part, checksum in parts.get(was, {}).items()
+            }
+        if isinstance(described, dict) and described:
+            known = cast(JsonObject, described)
+            facts = {name: {"shape": list(x.shape), "dtype": x.dtype} for name, x in zip(names, after, strict=True)}
+            found["array_metadata"] = {name: known.get(kept.get(name, ""), facts[name]) for name in names}
+        return found
+
+
+def _by_array(recorded: JsonObject, names: Collection[str]) -> dict[str, JsonObject]:
+    """What is recorded of each array, by what follows its name: nothing, or the region of a part, as in `w[0:2]`."""
+    found: dict[str, JsonObject] = {}
+    for entry, fact in recorded.items():
+        name = entry if entry in names else entry.rpartition("[")[0]
+        found.setdefault(name, {})[entry[len(name) :]] = fact
+    return found
 
 
 def _entries(prefix: str, tree: Tree) -> list[_ListedArray] | None:

@@ -4,7 +4,7 @@ To read another kind of checkpoint, write a module in this package with a `Forei
 directory) or a `FileReader` (a kind that is one file or a set of files), and list it here.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from shardkeep.errors import IntegrityError
@@ -27,6 +27,7 @@ from shardkeep.foreign.orbax import OrbaxReader
 from shardkeep.foreign.torch import TorchReader
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import OURS, Manifest, Tree
+from shardkeep.model.tree import Path
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
@@ -93,6 +94,13 @@ def is_recognized(names: Collection[str]) -> bool:
 def is_recognized_below(store: Store, names: Collection[str]) -> bool:
     """Whether what is in the directories of a place tells so. Costs a listing of each, if there are few."""
     return is_recognized(names_below(store, names))
+
+
+def carry_metadata(before: Tree, after: Sequence[StoredArray], same: Mapping[Path, Path]) -> Mapping[str, object]:
+    """The metadata of a tree whose arrays were changed; see `Companions.carry_metadata`."""
+    for companions in COMPANIONS:
+        before = replace(before, metadata=companions.carry_metadata(before, after, same))
+    return before.metadata
 
 
 def open_array(store: Store, leaf: StoredArray) -> ArrayReader:
