@@ -13,7 +13,8 @@ from shardkeep import remap
 from shardkeep.remap.rules import Rule
 
 Tree = dict[str, np.ndarray]
-DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8), np.dtype(np.float16)]
+NAMES = ["float32", "bfloat16", "int8", "float16", "int4", "bool", "complex64"]
+DTYPES = [np.dtype(getattr(ml_dtypes, name, None) or name) for name in NAMES]
 
 
 @dataclass
@@ -43,7 +44,7 @@ def trees(draw: Any) -> Tree:
     for name in draw(st.lists(st.sampled_from(["w", "qkv", "b/scale"]), min_size=1, max_size=3, unique=True)):
         shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3)))
         dtype = draw(st.sampled_from(DTYPES))
-        for place in draw(st.sampled_from([["enc"], ["enc", "mu/enc"]])):
+        for place in draw(st.sampled_from([["enc"], ["enc", "mu/enc"], ["enc", "mu/enc", "nu/enc"]])):
             for i in range(layers):
                 tree[f"{place}/{i}/{name}"] = filled(shape, dtype, len(tree))
     tree["head"] = filled((draw(st.sampled_from([4, 8])), 6), draw(st.sampled_from(DTYPES)), 99)
@@ -189,6 +190,7 @@ def _resize(change: Change, draw: Any) -> None:
     array = change.tree[key]
     axis = draw(st.integers(-array.ndim, array.ndim - 1))
     size, fill = draw(st.integers(0, array.shape[axis] + 3)), draw(st.sampled_from(["zeros", 7]))
+    fill = min(fill, 1) if fill != "zeros" and array.dtype == bool else fill
     change.undoable &= size >= array.shape[axis]
     change.rules.append(remap.resize(literal(key), axis, fill, size))
     grown = [(0, max(size - n, 0)) if i == axis % array.ndim else (0, 0) for i, n in enumerate(array.shape)]
@@ -204,32 +206,74 @@ def _drop(change: Change, draw: Any) -> None:
         change.undoable = False
 
 
-def _negate(array: np.ndarray) -> np.ndarray:
-    return np.negative(array)
+def negate(array: np.ndarray) -> np.ndarray:
+    return np.logical_not(array) if array.dtype == bool else np.negative(array)
 
 
 def _apply(change: Change, draw: Any) -> None:
     key = draw(st.sampled_from(sorted(change.tree)))
     elementwise = draw(st.booleans())
-    change.rules.append(remap.apply(literal(key), _negate, elementwise=elementwise, inverse=_negate))
-    change.tree[key] = np.negative(change.tree[key])
+    change.rules.append(remap.apply(literal(key), negate, elementwise=elementwise, inverse=negate))
+    change.tree[key] = negate(change.tree[key])
 
 
 def _within(change: Change, draw: Any) -> None:
-    inside = [key for key in change.tree if key.startswith("mu/enc/")]
-    if not inside:
+    """Rules with patterns that would match leaves outside of their places, too."""
+    places = draw(st.sampled_from([["mu"], ["nu"], ["mu", "nu"], ["enc"], ["enc/0", "mu/enc/0"]]))
+    heads = tuple(f"{place}/" for place in places)
+    keys = [key for key in change.tree if key.startswith(heads)]
+    if not keys:
         return
-    change.rules.append(
-        remap.within(
-            "mu", [remap.rename("enc/(.*)", r"dec/\1"), remap.apply(".*", _negate, elementwise=True, inverse=_negate)]
-        )
-    )
-    for key in [key for key in change.tree if key.startswith("mu/")]:
-        value = np.negative(change.tree.pop(key))
-        change.tree[key.replace("mu/enc/", "mu/dec/")] = value
+    kind, name = draw(st.sampled_from(["apply", "transpose", "rename"])), change.name()
+    made: dict[str, Callable[[np.ndarray], np.ndarray]] = {"apply": negate, "transpose": np.transpose}
+    rule = {
+        "apply": lambda: remap.apply(".*", negate, elementwise=True, inverse=negate),
+        "transpose": lambda: remap.transpose(".*", range(change.tree[keys[0]].ndim)[::-1]),
+        "rename": lambda: remap.rename("(.*)", rf"{name}/\1"),
+    }[kind]()
+    if kind == "transpose" and len({change.tree[key].ndim for key in keys}) > 1:
+        return
+    change.rules.append(remap.within("|".join(places), [rule]))
+    for key in keys:
+        value = change.tree.pop(key)
+        place = next(head for head in heads if key.startswith(head))
+        new = f"{place}{name}/{key.removeprefix(place)}" if kind == "rename" else key
+        change.tree[new] = made.get(kind, np.asarray)(value)
 
 
-KINDS = [_rename, _stack, _stack, _unstack, _split, _fuse, _transpose, _reshape, _copy, _resize, _drop, _apply, _within]
+def _swap(change: Change, draw: Any) -> None:
+    """The first two names of keys take each other's places."""
+    new = {
+        key: "/".join([b, a, *rest])
+        for key in change.tree
+        for a, _, c in [key.partition("/")]
+        if c
+        for b, *rest in [c.split("/")]
+    }
+    tree = {new.get(key, key): value for key, value in change.tree.items()}
+    branches = {"/".join(key.split("/")[:end]) for key in tree for end in range(1, key.count("/") + 1)}
+    if new and len(tree) == len(change.tree) and not branches & set(tree):
+        change.rules.append(remap.rename("([^/]+)/([^/]+)(.*)", r"\2/\1\3"))
+        change.tree = tree
+
+
+KINDS = [
+    _rename,
+    _stack,
+    _stack,
+    _unstack,
+    _split,
+    _fuse,
+    _transpose,
+    _reshape,
+    _copy,
+    _resize,
+    _drop,
+    _apply,
+    _within,
+    _within,
+    _swap,
+]
 
 
 @st.composite

@@ -1,15 +1,19 @@
 """What rules did is undone by rules, in few words where that can be; what cannot be undone says so."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import shardkeep
+from remap.changing import negate, nested
 from remap.test_regions import saved_tree
 from shardkeep import RemapError, remap
 from shardkeep.remap.changes import remap_tree
 from shardkeep.remap.inverse import inverse_of
 from shardkeep.remap.rules import Rule
+from support import assert_same
 
 LAYERS = {f"layers/{i}/{name}": np.zeros((4, 6)) for i in range(3) for name in ("q", "k")}
 
@@ -102,3 +106,54 @@ def test_leaves_that_were_not_loaded_are_left_out() -> None:
 def test_what_is_lost_cannot_be_undone(rules: list[Rule], loaded: list[str] | None, problem: str) -> None:
     with pytest.raises(RemapError, match=problem):
         inverse(rules, loaded=loaded)
+
+
+SQUARE = np.arange(16.0).reshape(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("rules", "tree"),
+    [
+        ([remap.within("mu", [remap.transpose(".*/w", (1, 0))])], {"params/d/w": SQUARE, "mu/d/w": SQUARE}),
+        ([remap.within("mu", [remap.within("d", [remap.transpose(".*", (1, 0))])])], {"mu/d/w": SQUARE, "d/w": SQUARE}),
+        ([remap.within("ema", [remap.apply(".*", negate, inverse=negate)])], {"w": SQUARE, "ema/w": SQUARE}),
+        ([remap.rename("(.*)/(.*)", r"\2/\1")], {"a/b/c": SQUARE, "c/a/b": SQUARE + 1, "b/c/a": SQUARE + 2}),
+        ([remap.apply("b", negate, elementwise=True, inverse=negate)], {"a": SQUARE, "b": SQUARE}),
+        ([remap.transpose("a", (1, 0)), remap.rename("(.)", r"x/\1")], {"a": SQUARE, "b": SQUARE}),
+    ],
+)
+def test_arrays_of_one_shape_are_told_apart(rules: list[Rule], tree: Any, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "old", nested(tree))
+    plan = shardkeep.plan_load(tmp_path / "old", remap=rules)
+    undone = eval(repr(plan.inverse()), {"remap": remap, "negate": negate})
+    assert undone == plan.inverse()
+    shardkeep.save(tmp_path / "new", plan.load())
+    assert_same(shardkeep.load(tmp_path / "new", remap=undone), nested(tree))
+
+
+def test_rules_within_places_are_undone_within_them() -> None:
+    rules = [remap.within("opt/(mu|nu)", [remap.stack("{i}/(.*)", r"x/\1"), remap.transpose("x/w", (2, 0, 1))])]
+    found = inverse(rules, {f"opt/{at}/{i}/w": np.zeros((2, 2)) for at in ("mu", "nu") for i in range(2)})
+    assert found == [
+        remap.within("opt/(mu|nu)", remap.transpose("x/w", (1, 2, 0))),
+        remap.within("opt/(mu|nu)", remap.unstack("x/(.*)", r"{i}/\1")),
+    ]
+
+
+def test_what_the_template_adds_is_left_alone(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "old", {"d": {"w": SQUARE}})
+    template = {"d": {"w": SQUARE}, "new": {"w": SQUARE}}
+    rules = [remap.transpose(".*/w", (1, 0))]
+    plan = shardkeep.plan_load(tmp_path / "old", remap=rules, template=template, missing="keep")
+    shardkeep.save(tmp_path / "new", plan.load())
+    assert_same(shardkeep.load(tmp_path / "new", remap=plan.inverse()), template)
+
+
+def test_an_array_of_the_templates_size_cannot_be_copied_before_that_is_known(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "c", {"e": np.zeros((2, 2))})
+    template = {"e": np.zeros((1, 2)), "f": np.zeros((3, 2))}
+    with pytest.raises(RemapError, match=r"copy\('e', 'f'\), leaf 'e': its size is not known .* or resize it last"):
+        shardkeep.plan_load(tmp_path / "c", template=template, remap=[remap.resize("e"), remap.copy("e", "f")])
+    rules = [remap.copy("e", "f"), remap.resize("f")]
+    plan = shardkeep.plan_load(tmp_path / "c", template={"f": np.zeros((3, 2))}, remap=rules)
+    assert plan.inverse() == [remap.resize("f", size=2), remap.rename("f", "e")]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
-from remap.changing import Change, Tree, changes, flat, nested
+from remap.changing import Change, Tree, changes, flat, negate, nested
 from shardkeep import remap
 from support import bits
 
@@ -38,7 +38,10 @@ def assert_equal(loaded: Any, expected: Tree) -> None:
         assert bits(found[key]) == bits(value), key
 
 
-@settings(max_examples=150)
+OTHERS = {"others_key": jax.random.key(5), "others_step": 7, "others_kept": np.eye(3, dtype=np.float32)}
+
+
+@settings(max_examples=200)
 @given(changed=changes(), data=st.data())
 def test_a_changed_tree_is_what_numpy_makes_of_it_and_the_inverse_restores_every_bit(
     tmp_path: Path, changed: tuple[Tree, Change], data: Any
@@ -47,17 +50,33 @@ def test_a_changed_tree_is_what_numpy_makes_of_it_and_the_inverse_restores_every
     draw = data.draw
     saved = {k: jax.device_put(v, sharding_for(v.shape, draw)) if draw(st.booleans()) else v for k, v in tree.items()}
     format = draw(st.sampled_from([{}, {"format": "zarr", "compression": "zstd"}]))
-    shardkeep.save(tmp_path / "saved", nested(saved), overwrite=True, **format)
+    shardkeep.save(
+        tmp_path / "saved", nested({**saved, "key": OTHERS["others_key"], "step": 7}), overwrite=True, **format
+    )
     shardings = {key: sharding_for(value.shape, draw) for key, value in change.tree.items() if draw(st.booleans())}
-    options = {"shardings": shardings or None, "mmap": draw(st.booleans())}
-    plan = shardkeep.plan_load(tmp_path / "saved", remap=change.rules, **options)
+    options = {"shardings": nested(shardings) or None, "mmap": draw(st.booleans())}
+    rules = [remap.rename("(key|step)", r"others_\1"), *change.rules]
+    if draw(st.booleans()):
+        options |= {
+            "template": nested({**{k: np.asarray(v) for k, v in change.tree.items()}, **OTHERS}),
+            "missing": "keep",
+        }
+    plan = shardkeep.plan_load(tmp_path / "saved", remap=rules, **options)
     loaded = plan.load()
+    others = {key: loaded.pop(key) for key in OTHERS if key in loaded}
     assert_equal(loaded, change.tree)
-    assert {leaf.key for leaf in plan.leaves} == set(change.tree)
+    assert others["others_step"] == 7
+    assert others["others_key"] == OTHERS["others_key"]
+    assert {leaf.key for leaf in plan.leaves} == {*change.tree, "others_key", "others_step"}
     if not change.undoable:
         return
-    shardkeep.save(tmp_path / "changed", loaded, overwrite=True)
-    assert_equal(shardkeep.load(tmp_path / "changed", remap=plan.inverse()), tree)
+    shardkeep.save(tmp_path / "changed", {**loaded, **others}, overwrite=True)
+    back = shardkeep.load(tmp_path / "changed", remap=plan.inverse())
+    assert back.pop("key") == OTHERS["others_key"]
+    assert back.pop("step") == 7
+    kept = back.pop("others_kept", OTHERS["others_kept"])
+    assert np.array_equal(kept, OTHERS["others_kept"])
+    assert_equal(back, tree)
 
 
 @settings(max_examples=60)
@@ -65,4 +84,4 @@ def test_a_changed_tree_is_what_numpy_makes_of_it_and_the_inverse_restores_every
 def test_rules_survive_their_json_form(changed: tuple[Tree, Change]) -> None:
     rules = [rule for rule in changed[1].rules if "apply" not in repr(rule)]
     assert remap.from_json(remap.to_json(rules)) == rules
-    assert eval(repr(rules), {"remap": remap}) == rules
+    assert eval(repr(changed[1].rules), {"remap": remap, "negate": negate}) == changed[1].rules

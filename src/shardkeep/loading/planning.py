@@ -89,6 +89,7 @@ class LoadPlan:
     _execute: Callable[[], object] = field(compare=False)
     _changes: Changes = field(compare=False)
     _present: tuple[Path, ...] = field(compare=False)
+    _others: tuple[Path, ...] = field(compare=False)  # leaves of the result that are not loaded
 
     def load(self) -> Any:
         """Load what was planned. If the checkpoint has been replaced meanwhile, the load follows what is there now."""
@@ -97,10 +98,12 @@ class LoadPlan:
     def inverse(self) -> list[Rule]:
         """The rules that make the loaded tree what the checkpoint was, for the leaves that are loaded.
 
+        They leave other leaves of the template alone, such as those that `missing=` has made.
+
         Raises:
             RemapError: A rule has lost something, such as a leaf that was dropped, or cannot be undone.
         """
-        return list(inverse_of(self._changes, self._present))
+        return list(inverse_of(self._changes, self._present, self._others))
 
     def __str__(self) -> str:
         rows = [["leaf", "is", "from", "rules", "bytes read"], *(_row(leaf) for leaf in self.leaves[:_SHOWN])]
@@ -200,6 +203,7 @@ def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable
         _execute=execute,
         _changes=found.changes,
         _present=tuple(used),
+        _others=tuple(path for path, w in zip(choice.skeleton.paths(), choice.wanted, strict=True) if w is None),
     )
 
 

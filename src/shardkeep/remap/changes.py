@@ -33,10 +33,11 @@ ShapeAt = Callable[[Path], Shape | None]  # the shape that the template has at a
 
 @dataclass(frozen=True)
 class Done:
-    """A rule that was applied, and what it did."""
+    """A rule that was applied, what it did, and the patterns of the places (`within`) that it was applied below."""
 
     rule: Rule
     steps: tuple[Replacement, ...]
+    below: tuple[str, ...] = ()
 
 
 @dataclass
@@ -48,21 +49,22 @@ class Changes:
     rules: dict[Path, tuple[Rule, ...]] = field(default_factory=dict[Path, tuple[Rule, ...]])
     sizes: dict[Expression, Expression] = field(default_factory=dict[Expression, Expression])  # of Unsized ones
 
-    def apply(self, rule: Rule, places: Sequence[Path] = ((),), outer: Rule | None = None) -> None:
+    def apply(self, rule: Rule, places: Sequence[Path] = ((),), around: tuple[Within, ...] = ()) -> None:
         """Apply a rule to the subtrees at some places; by default to the tree itself."""
-        shown = outer or rule
+        shown = around[0] if around else rule
         if isinstance(rule, Within):
             inside = [(*place, *below) for place in places for below in rule.places(list(self._below(place)))]
             if not inside:
                 raise RemapError(f"{shown}: no place in the tree matches {rule.pattern!r}{self._examples()}")
             for each in rule.rules:
-                self.apply(each, inside, shown)
+                self.apply(each, inside, (*around, rule))
             return
         steps = [step for place in places for step in self._steps(rule, shown, place)]
         if not steps:
-            inner = "" if outer is None else f" matches nothing in any of the {len(places)} places"
+            inner = f" matches nothing in any of the {len(places)} places" if around else ""
             raise RemapError(f"{shown}: {f'{rule}{inner}' if inner else 'it matches no leaf'}{self._examples()}")
         self._commit(rule, shown, steps)
+        self.done.append(Done(rule, tuple(steps), tuple(each.pattern for each in around)))
 
     def _steps(self, rule: Rule, shown: Rule, place: Path) -> list[Replacement]:
         """What a rule does below a place. Its keys there are relative, so that an error names the place as well."""
@@ -103,7 +105,6 @@ class Changes:
                 rules[to] = (*dict.fromkeys(before), rule)
         _check_branches(shown, entries, owners)
         self.entries, self.rules = entries, rules
-        self.done.append(Done(rule, tuple(steps)))
 
     def _place(
         self, rule: Rule, source: Path, to: Path, entry: Entry, entries: dict[Path, Entry], owners: dict[Path, Path]

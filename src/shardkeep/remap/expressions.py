@@ -211,6 +211,26 @@ def walk(expression: Expression) -> Iterator[Expression]:
         yield from walk(operand)
 
 
+def made_alike(one: Expression, other: Expression) -> bool:
+    """Whether two arrays are made of the same ones in the same way."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, Filled):
+        return False
+    if isinstance(one, StoredSource):
+        return isinstance(other, StoredSource) and one.leaf is other.leaf
+    return (
+        _how(one) == _how(other)
+        and len(one.operands) == len(other.operands)
+        and all(map(made_alike, one.operands, other.operands))
+    )
+
+
+def _how(expression: Expression) -> list[object]:
+    names = ("shape", "dtype", "axis", "start", "size", "drop", "axes", "function")
+    return [getattr(expression, name, None) for name in names]
+
+
 def sources_of(expression: Expression) -> list[StoredArray]:
     """The stored arrays that it is made of, each once."""
     found = (each.leaf for each in walk(expression) if isinstance(each, StoredSource))

@@ -1,4 +1,4 @@
-"""The rules that undo rules, found from what these did to a tree. Each is tried on the shapes before it is used."""
+"""The rules that undo rules, found from what these did to a tree. Each is tried before it is used."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -8,7 +8,17 @@ import numpy as np
 from shardkeep.errors import RemapError
 from shardkeep.model.tree import Path, name_leaf
 from shardkeep.remap.changes import Changes, Done
-from shardkeep.remap.expressions import Expression, Filled, Joined, Shape, Sliced, Stacked, Transposed, Unsized
+from shardkeep.remap.expressions import (
+    Expression,
+    Filled,
+    Joined,
+    Shape,
+    Sliced,
+    Stacked,
+    Transposed,
+    Unsized,
+    made_alike,
+)
 from shardkeep.remap.patterns import INDEX, inverted, literal, plain
 from shardkeep.remap.regions import inverse_axes
 from shardkeep.remap.rules import (
@@ -25,19 +35,26 @@ from shardkeep.remap.rules import (
     Stack,
     Transpose,
     Unstack,
+    Within,
 )
-from shardkeep.remap.steps import Entry, Replacement, form_of
+from shardkeep.remap.steps import Entry, Replacement, array_of, form_of
 
 _ASIDE = "~"  # the end of a name that a leaf has between two renames
 
 
-def inverse_of(changes: Changes, present: Iterable[Path]) -> tuple[Rule, ...]:
-    """The rules that make the tree as it was before, of the leaves that are `present` after the changes.
+def inverse_of(changes: Changes, present: Iterable[Path], others: Iterable[Path] = ()) -> tuple[Rule, ...]:
+    """The rules that make the tree as it was before.
+
+    Args:
+        changes: What was done to the tree.
+        present: The leaves after the changes that were loaded. The rules are for these.
+        others: Further leaves that are in the result, which the rules leave alone.
 
     Raises:
         RemapError: A rule has lost something, or cannot be undone.
     """
-    now = {path: _stand_in(changes.entries[path], changes) for path in present}
+    now: dict[Path, Entry] = {path: Filled((), np.dtype(np.uint8), 0) for path in others}
+    now |= {path: _stand_in(changes.entries[path], changes) for path in present}
     found: list[Rule] = []
     for done in reversed(changes.done):
         steps = [step for step in done.steps if _can_be_undone(done.rule, step, now)]
@@ -48,7 +65,7 @@ def inverse_of(changes: Changes, present: Iterable[Path]) -> tuple[Rule, ...]:
             for path, _ in step.gives:
                 before.pop(path, None)
         for step in steps:
-            before |= {path: _stand_in(entry, changes) for path, entry in step.takes}
+            before |= {path: _stand_in(entry, changes) for path, entry in step.takes if path not in before}
         found += _tried(done, steps, now, before, changes)
         now = before
     return tuple(found)
@@ -77,19 +94,49 @@ def _settled(entry: Entry, changes: Changes) -> Entry:
 def _tried(
     done: Done, steps: Sequence[Replacement], now: dict[Path, Entry], before: dict[Path, Entry], changes: Changes
 ) -> list[Rule]:
-    """Rules that undo steps, in the shortest form that does it."""
-    wanted = {path: form_of(entry) for path, entry in before.items()}
-    single = [rule for step in steps for rule in _undo(done.rule, step, now, changes)]
-    for rules in (_short(done.rule, steps, single), single, _aside(single, now)):
-        trial = Changes(dict(now))
-        try:
-            for rule in rules:
-                trial.apply(rule)
-        except RemapError:
-            continue
-        if rules and {path: form_of(entry) for path, entry in trial.entries.items()} == wanted:
-            return rules
+    """Rules that undo steps, in the shortest form that makes each leaf of what its own step alone is undone to."""
+    undoing = [_undo(done.rule, step, now, changes) for step in steps]
+    single = [rule for rules in undoing for rule in rules]
+    short = [_below(done.below, rule) for rule in _short(done.rule, steps, single)]
+    wanted = dict(before)
+    for step, rules in zip(steps, undoing, strict=True):
+        alone = _after(rules, {path: now[path] for path, _ in step.gives}) or {}
+        wanted |= {path: alone[path] for path, _ in step.takes if path in alone}
+    if all(form_of(wanted[path]) == form_of(entry) for path, entry in before.items()):
+        for rules in (short, single, _aside(single, now)):
+            found = _after(rules, now)
+            if rules and found is not None and _alike(found, wanted):
+                return rules
     raise RemapError(f"{done.rule} cannot be undone by rules for the leaves that are loaded")
+
+
+def _after(rules: Sequence[Rule], entries: dict[Path, Entry]) -> dict[Path, Entry] | None:
+    """The tree after rules; None if they cannot be applied to it."""
+    changes = Changes(dict(entries))
+    try:
+        for rule in rules:
+            changes.apply(rule)
+    except RemapError:
+        return None
+    return changes.entries
+
+
+def _alike(found: dict[Path, Entry], wanted: dict[Path, Entry]) -> bool:
+    """Whether each leaf is made of what it should be made of. Shapes do not tell: many arrays have the same."""
+    return found.keys() == wanted.keys() and all(_is_same(entry, wanted[path]) for path, entry in found.items())
+
+
+def _is_same(one: Entry, other: Entry) -> bool:
+    if isinstance(one, Expression) and isinstance(other, Expression):
+        return made_alike(one, other)
+    return one is other
+
+
+def _below(patterns: Sequence[str], rule: Rule) -> Rule:
+    """The rule, applied below places."""
+    for pattern in reversed(patterns):
+        rule = Within(pattern, (rule,))
+    return rule
 
 
 def _key(path: Path) -> str:
@@ -155,8 +202,9 @@ def _undo_change(rule: OnEach, pattern: str, step: Replacement, changes: Changes
         case Apply():
             if rule.inverse is None:
                 raise RemapError(f"{rule} cannot be undone: pass inverse=, a function that undoes it")
-            dtype = before.dtype if isinstance(before, Expression) else np.dtype(form_of(before)[1])
-            return Apply(pattern, rule.inverse, rule.elementwise, shape, np.dtype(dtype), rule.function)
+            dtype = array_of(rule, step.took, before).dtype
+            keeps = rule.elementwise or rule.shape is None
+            return Apply(pattern, rule.inverse, rule.elementwise, None if keeps else shape, dtype, rule.function)
         case _:
             raise RemapError(f"{rule} cannot be undone")
 
@@ -185,11 +233,8 @@ def _short(rule: Rule, steps: Sequence[Replacement], single: Sequence[Rule]) -> 
     """One rule for all leaves, with the pattern of the rule it undoes turned around; empty if that cannot be."""
     match rule:
         case OnEach():
-            alike = {
-                repr(one).replace(repr(literal(_key(step.took))), "", 1)
-                for one, step in zip(single, steps, strict=True)
-            }
-            return [_with_pattern(single[0], rule.pattern)] if len(alike) == 1 else []
+            several: list[Rule] = [replace(one, pattern=rule.pattern) for one in single if isinstance(one, OnEach)]
+            return several[:1] if all(one == several[0] for one in several) else []
         case Rename():
             turned = inverted(rule.pattern, rule.key)
             return [] if turned is None else [Rename(*turned)]
@@ -214,8 +259,3 @@ def _short(rule: Rule, steps: Sequence[Replacement], single: Sequence[Rule]) -> 
             return [Split(known[0][0], tuple(key for _, key in known), rule.axis, sizes.pop())]
         case _:
             return []
-
-
-def _with_pattern(rule: Rule, pattern: str) -> Rule:
-    assert isinstance(rule, OnEach)
-    return replace(rule, pattern=pattern)

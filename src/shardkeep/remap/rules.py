@@ -31,6 +31,7 @@ from shardkeep.remap.expressions import (
 )
 from shardkeep.remap.patterns import INDEX
 from shardkeep.remap.steps import (
+    NO_SIZE,
     Entries,
     Entry,
     Replacement,
@@ -60,7 +61,9 @@ class Rule:
         shown = [
             _shown(value) if field.default is dataclasses.MISSING else f"{field.name}={_shown(value)}"
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            # The dtype float64 is equal to None.
+            if (value := getattr(self, field.name)) is not field.default
+            and (field.default is None or value != field.default)
         ]
         return f"remap.{self.name}({', '.join(shown)})"
 
@@ -92,6 +95,8 @@ class Copy(Rule):
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             if not isinstance(entry, Expression) and entry.processes is not None:
                 raise refuse(self, name_leaf(path), "it is a PerProcess value, which can only be renamed or dropped")
+            if isinstance(entry, Unsized):  # each copy could get another size
+                raise refuse(self, name_leaf(path), NO_SIZE)
             yield Replacement(((path, entry),), ((new_path(self, self.key, match), entry),), keeps=True)
 
 

@@ -13,6 +13,8 @@ from shardkeep.remap.patterns import Match, Pattern, check_key, compiled, expand
 Entry: TypeAlias = StoredLeaf | Expression  # a leaf as it is stored, or what rules have made
 Entries: TypeAlias = Mapping[Path, Entry]
 
+NO_SIZE = "its size is not known before the template is looked at; pass size= to resize, or resize it last"
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -84,8 +86,7 @@ def new_path(rule: object, text: str, match: Match, index: int | None = None) ->
 def array_of(rule: object, path: Path, entry: Entry) -> Expression:
     """A leaf as an array whose elements can be moved; `RemapError` for one that has none."""
     if isinstance(entry, Unsized):
-        problem = "its size is not known before the template is looked at; pass size= to resize, or resize it last"
-        raise refuse(rule, name_leaf(path), problem)
+        raise refuse(rule, name_leaf(path), NO_SIZE)
     if isinstance(entry, Expression):
         return entry
     if not isinstance(entry, StoredArray):
