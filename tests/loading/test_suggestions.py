@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep import remap
+from shardkeep import MissingLeafError, remap
+from shardkeep.loading.suggestions import rules_to_try
+from shardkeep.model.arrays import ArraySpec
+from shardkeep.model.leaves import UNSHARDED, StoredArray
 
 F32 = np.float32
 
@@ -138,6 +143,27 @@ def test_an_order_that_no_name_tells_is_not_suggested(tmp_path: Path) -> None:
     with pytest.raises(shardkeep.MissingLeafError, match="Missing array for key 'q'") as told:
         shardkeep.load(tmp_path / "c", template=template)
     assert "split" not in str(told.value)
+
+
+names = st.text("ab01/.\\\\{}i()*+~", min_size=1, max_size=6)
+
+
+@settings(max_examples=150)
+@given(saved=st.lists(st.lists(names, min_size=1, max_size=3), min_size=1, max_size=3), data=st.data())
+def test_no_suggestion_takes_the_place_of_the_error(saved: list[list[str]], data: Any, tmp_path: Path) -> None:
+    """Whatever the names are: they become parts of patterns and keys."""
+    changed = [[data.draw(st.just(name) | names) for name in path] for path in saved]
+    save, want = ({tuple(path): np.zeros(2) for path in paths} for paths in (saved, changed))
+    wanted = {path: (2,) for path in want if path not in save}
+    leaves = [StoredArray(path, ArraySpec((2,), np.dtype(F32)), (), UNSHARDED) for path in save]
+    for rule in rules_to_try(leaves, wanted, list(want)):
+        assert eval(repr(rule), {"remap": remap}) == rule
+
+
+def test_a_name_with_a_number_is_no_reason_for_another_error(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "c", {"net.fc0": np.zeros(3)})
+    with pytest.raises(MissingLeafError, match="Missing array for key 'net.fc1'"):
+        shardkeep.load(tmp_path / "c", template={"net.fc1": np.zeros(3)})
 
 
 def test_nothing_is_suggested_where_nothing_fits(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from shardkeep.model.tree import Path
 from shardkeep.remap.changes import Changes
 from shardkeep.remap.expressions import Shape
 from shardkeep.remap.functions import fuse, rename, reshape, resize, split, stack, transpose, unstack
-from shardkeep.remap.patterns import literal, plain
+from shardkeep.remap.patterns import INDEX, literal, plain
 from shardkeep.remap.rules import Rule
 from shardkeep.remap.steps import Entry, form_of
 
@@ -147,29 +147,31 @@ def _numbered(old: str, new: str) -> list[tuple[str, str]]:
         here = re.search(f"(?<![0-9]){there[0]}(?![0-9])", new)
         if here:
             ends = (old[: there.start()], old[there.end() :]), (new[: here.start()], new[here.end() :])
-            return [("{i}".join(map(literal, ends[0])), "{i}".join(map(plain, ends[1])))]
+            return [(INDEX.join(map(literal, ends[0])), INDEX.join(map(plain, ends[1])))]
     return []
 
 
 def _stacked(saved: Path, wanted: Path) -> Iterator[Rule]:
     """Numbered layers where the other side has stacked arrays, perhaps with another name."""
     for at in range(len(saved)):
-        hole, rest = _hole(saved[at]), saved[at + 1 :]
+        stem, rest = _stem(saved[at]), saved[at + 1 :]
         place = wanted[: len(wanted) - len(rest)]
-        if hole and wanted[len(place) :] == rest:
-            head, key = "/".join((*map(literal, saved[:at]), hole)), "/".join(map(plain, place))
+        if stem is not None and wanted[len(place) :] == rest:
+            head = "/".join((*map(literal, saved[:at]), literal(stem) + INDEX))
+            key = "/".join(map(plain, place))
             yield stack(f"{head}/(.*)", f"{key}/\\1" if key else r"\1") if rest else stack(head, key)
     for at in range(len(wanted)):
-        hole, rest = _hole(wanted[at]), wanted[at + 1 :]
+        stem, rest = _stem(wanted[at]), wanted[at + 1 :]
         place = saved[: len(saved) - len(rest)]
-        if hole and saved[len(place) :] == rest:
-            head, key = "/".join(map(literal, place)), "/".join((*map(plain, wanted[:at]), hole))
+        if stem is not None and saved[len(place) :] == rest:
+            head, key = "/".join(map(literal, place)), "/".join((*map(plain, wanted[:at]), plain(stem) + INDEX))
             yield unstack(f"{head}/(.*)" if head else "(.*)", f"{key}/\\1") if rest else unstack(head, key)
 
 
-def _hole(name: str) -> str | None:
-    found = re.fullmatch(r"(.*?)[0-9]+", name)
-    return f"{literal(found[1])}{{i}}" if found else None
+def _stem(name: str) -> str | None:
+    """What a name has before the number at its end; None if there is no number."""
+    found = re.fullmatch(r"(.*?)[0-9]+", name, re.DOTALL)
+    return found[1] if found else None
 
 
 def _parts(path: Path, shapes: Mapping[Path, Shape], wanted: Wanted) -> Iterator[Rule]:
