@@ -72,6 +72,13 @@ class TestTemplates:
         assert_same(loaded["x"], np.arange(6, dtype=">i4").reshape(2, 3).T.copy())
         assert loaded["y"].sharding == on("b", "a")
 
+    def test_values_that_were_saved_as_none_are_the_templates_own_under_new_names_too(self, tmp_path: Path) -> None:
+        """As `eqx.filter(model, eqx.is_array)` leaves them."""
+        shardkeep.save(tmp_path / "c", {"fc": {"w": np.ones(2), "act": {"p": None}}, "drop": {"p": None}})
+        template = {"dense": {"w": np.zeros(2), "act": {"p": 0.5}}, "drop": {"p": 0.1}}
+        loaded = shardkeep.load(tmp_path / "c", template=template, remap=remap.rename("fc/(.*)", r"dense/\1"))
+        assert_same(loaded, {"dense": {"w": np.ones(2), "act": {"p": 0.5}}, "drop": {"p": 0.1}})
+
     def test_what_does_not_fit_is_said_for_the_changed_tree(self, saved: Path) -> None:
         template = {"layers": {"w": jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)}}
         with pytest.raises(TemplateMismatchError, match=r"saved \(4, 8, 4\), the template has \(8, 4, 4\)") as told:

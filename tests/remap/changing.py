@@ -207,7 +207,7 @@ def _drop(change: Change, draw: Any) -> None:
 
 
 def negate(array: np.ndarray) -> np.ndarray:
-    return np.logical_not(array) if array.dtype == bool else np.negative(array)
+    return np.asarray(np.logical_not(array) if array.dtype == bool else np.negative(array), array.dtype)
 
 
 def _apply(change: Change, draw: Any) -> None:

@@ -15,6 +15,7 @@ from shardkeep.remap.patterns import check_key, compiled, expand, inverted, lite
         (r"({i})/(a)\2", "5/aa", r"\1\2", "5a"),
         ("layers/{i}/block_{i}/w", "layers/4/block_4/w", "{i}", "4"),
         ("a{2}", "aa", r"\g<0>", "aa"),
+        (r"a\\{i}", "a\\7", "b{i}", "b7"),
         ("a(b)?", "a", r"x\1", "x"),
         ("a", "a", r"x\\1", "x\\1"),
         ("a", "a", r"x\{i}", "x{i}"),
@@ -56,9 +57,24 @@ def test_keys_that_cannot_be_made_are_refused(pattern: str, key: str, problem: s
         check_key(key, compiled(pattern), index=compiled(pattern).has_index)
 
 
-def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'\(' is not a valid regular expression"):
-        compiled("(")
+def test_an_index_that_takes_no_part_makes_no_key() -> None:
+    match = compiled("(layers/{i}|head)/w").match("head/w")
+    assert match is not None
+    assert match.index is None
+    assert expand(r"x/\1", match) == "x/head"
+    with pytest.raises(ValueError, match="does not match anything of it"):
+        expand("x/{i}", match)
+
+
+def test_a_number_of_many_digits_is_no_index() -> None:
+    assert compiled("{i}").match("9" * 18) is not None
+    assert compiled("{i}").match("9" * 5000) is None
+
+
+@pytest.mark.parametrize("pattern", ["(", "(" * 3000 + ")" * 3000, "a{99999999999999}"])
+def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="is not a valid regular expression"):
+        compiled(pattern)
 
 
 @pytest.mark.parametrize("key", ["a/b", "a.b/c-d", "x{i}", "\\1", "(a)", "a+b*", "ä/é", r"\{i}"])

@@ -105,6 +105,15 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: remap.resize("count", size=3), r"axis 0 is out of range"),
     (lambda: remap.resize("layers/1/b", size=1 << 62), r"no array has the shape"),
     (lambda: [remap.resize("head"), remap.transpose("head", (1, 0))], r"pass size= to resize, or resize it last"),
+    (lambda: remap.stack("(layers/{i}/b|head)", "x"), r"leaf 'head'.*{i} matches nothing of it"),
+    (lambda: remap.rename("(layers/{i}|head)(.*)", "x/{i}"), r"leaf 'head'.* does not match anything of it"),
+    (lambda: remap.stack("layers/{i}/w", "x/{i}"), r"the key cannot have {i}"),
+    (lambda: remap.unstack("layers/{i}/w", "x/{i}"), r"in the key only; write \(\\d\+\) in the pattern"),
+    (lambda: remap.unstack("head", r"x/\{i}"), r"the key needs {i}"),
+    (
+        lambda: [remap.resize("head", size=9, fill="keep"), remap.apply("head", abs)],
+        r"apply\('head', abs\), leaf 'head': .* fill=\"keep\" keeps; apply it before the resize",
+    ),
     (lambda: remap.apply("head", 3), r"a function is needed"),  # type: ignore[arg-type]
     (lambda: remap.apply("head", abs, elementwise=True, shape=(1,)), r"leave shape= out"),
     (lambda: remap.apply("head", abs, dtype="float99"), r"unknown dtype"),

@@ -23,7 +23,7 @@ from shardkeep.remap.expressions import (
     walk,
 )
 from shardkeep.remap.rules import Rule, Within
-from shardkeep.remap.skeletons import rebuilt
+from shardkeep.remap.skeletons import blanks_of, rebuilt
 from shardkeep.remap.steps import Entry, Replacement, refuse
 
 _SHOWN = 5  # keys that a message lists
@@ -47,6 +47,7 @@ class Changes:
     entries: dict[Path, Entry]
     done: list[Done] = field(default_factory=list[Done])
     rules: dict[Path, tuple[Rule, ...]] = field(default_factory=dict[Path, tuple[Rule, ...]])
+    blanks: dict[Path, Path] = field(default_factory=dict[Path, Path])  # positions without a leaf, and where they were
     sizes: dict[Expression, Expression] = field(default_factory=dict[Expression, Expression])  # of Unsized ones
 
     def apply(self, rule: Rule, places: Sequence[Path] = ((),), around: tuple[Within, ...] = ()) -> None:
@@ -64,6 +65,8 @@ class Changes:
             inner = f" matches nothing in any of the {len(places)} places" if around else ""
             raise RemapError(f"{shown}: {f'{rule}{inner}' if inner else 'it matches no leaf'}{self._examples()}")
         self._commit(rule, shown, steps)
+        carried = ((self._carried(rule, path, places), was) for path, was in self.blanks.items())
+        self.blanks = {path: was for path, was in carried if path is not None}
         self.done.append(Done(rule, tuple(steps), tuple(each.pattern for each in around)))
 
     def _steps(self, rule: Rule, shown: Rule, place: Path) -> list[Replacement]:
@@ -74,6 +77,13 @@ class Changes:
             if not place:
                 raise
             raise RemapError(f"{shown}, below {name_leaf(place)!r}: {error}") from error
+
+    def _carried(self, rule: Rule, path: Path, places: Sequence[Path]) -> Path | None:
+        for place in places:
+            if path[: len(place)] == place and len(path) > len(place):
+                inside = rule.carry(path[len(place) :])
+                return None if inside is None else (*place, *inside)
+        return path
 
     def _below(self, place: Path) -> dict[Path, Entry]:
         if not place:
@@ -185,13 +195,15 @@ def remap_tree(tree: Tree, rules: Sequence[Rule], shape_at: ShapeAt | None = Non
     Raises:
         RemapError: A rule matches nothing, or cannot be applied.
     """
-    changes = Changes({leaf.path: leaf for leaf in tree.leaves})
+    blanks = blanks_of(tree.skeleton)
+    changes = Changes({leaf.path: leaf for leaf in tree.leaves}, blanks={path: path for path in blanks})
     for rule in rules:
         changes.apply(rule)
     changes.settle(shape_at)
     shared = _shared(changes.entries)
     made = {path: _leaf(path, entry, shared, changes) for path, entry in changes.entries.items()}
-    skeleton = rebuilt(tree.skeleton, [leaf.path for leaf in tree.leaves], list(made))
+    kept = {path: blanks[was] for path, was in changes.blanks.items()}
+    skeleton = rebuilt(tree.skeleton, [leaf.path for leaf in tree.leaves], list(made), kept)
     return Remapped(replace(tree, skeleton=skeleton, leaves=tuple(made[path] for path in skeleton.paths())), changes)
 
 

@@ -7,21 +7,23 @@ from functools import lru_cache
 INDEX = "{i}"  # stands for an index in patterns and keys
 
 _GROUP = "_index"  # the group that matches it
-_HOLE = re.compile(r"(?<!\\)\{i\}")
+_HOLE = re.compile(r"(?<!\\)((?:\\\\)*)\{i\}")
+_DIGITS = "[0-9]{1,18}"  # of an index
 _BACKREFERENCE = re.compile(r"(\\\\)|\\([1-9][0-9]?)")
 _TOKEN = re.compile(r"\\(?P<number>[0-9]{1,2})|\\g<(?P<name>\w+)>|\\(?P<plain>[\\{])|(?P<index>\{i\})|(?P<bad>\\)")
 
 
 @dataclass(frozen=True)
 class Match:
-    """A key that a pattern matches, and the index in it, if the pattern has one."""
+    """A key that a pattern matches, and the index in it, if the pattern has one and it takes part in the match."""
 
     found: re.Match[str]
     place: int  # the number of the index's group; 0 if there is none
 
     @property
     def index(self) -> int | None:
-        return int(self.found[self.place]) if self.place else None
+        found = self.found[self.place] if self.place else None
+        return None if found is None else int(found)
 
     @property
     def around(self) -> tuple[str, str]:
@@ -67,13 +69,18 @@ def compiled(text: str) -> Pattern:
         if place:  # its group moves the numbers of those after it
             text = _BACKREFERENCE.sub(lambda m: m[1] or f"\\{int(m[2]) + (int(m[2]) >= place)}", text)
         return Pattern(text, re.compile(_with_group(text)), place)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{text!r} is not a valid regular expression: {error}") from None
 
 
 def _with_group(text: str) -> str:
-    first = _HOLE.sub(f"(?P<{_GROUP}>[0-9]+)", text, count=1)
-    return _HOLE.sub(f"(?P={_GROUP})", first)
+    first = _HOLE.sub(rf"\1(?P<{_GROUP}>{_DIGITS})", text, count=1)
+    return _HOLE.sub(rf"\1(?P={_GROUP})", first)
+
+
+def has_index(key: str) -> bool:
+    """Whether a key is made with an index."""
+    return any(token["index"] for token in _TOKEN.finditer(key))
 
 
 def check_key(text: str, pattern: Pattern, *, index: bool) -> None:
@@ -92,6 +99,8 @@ def check_key(text: str, pattern: Pattern, *, index: bool) -> None:
 def expand(text: str, match: Match, index: int | str | None = None) -> str:
     r"""The key that a match is made into. `index` stands for `{i}`; by default it is that of the match.
 
+    `ValueError` if there is none, because that part of the pattern takes no part in the match.
+
     >>> expand(r"layers/{i}/\1", compiled(r"encoder_(.*)").match("encoder_w"), 3)
     'layers/3/w'
     """
@@ -99,6 +108,8 @@ def expand(text: str, match: Match, index: int | str | None = None) -> str:
 
     def value(token: re.Match[str]) -> str:
         if token["index"]:
+            if index is None:
+                raise ValueError(f"the part of the pattern that has {INDEX} does not match anything of it")
             return str(index)
         return token["plain"] or match.group(token["number"] or token["name"])
 

@@ -27,9 +27,10 @@ from shardkeep.remap.expressions import (
     Stacked,
     Transposed,
     Unsized,
+    keeps_values,
     resized,
 )
-from shardkeep.remap.patterns import INDEX
+from shardkeep.remap.patterns import INDEX, has_index
 from shardkeep.remap.steps import (
     NO_SIZE,
     Entries,
@@ -57,6 +58,10 @@ class Rule:
         """What the rule does to the leaves of a tree; nothing if it matches none. `RemapError` if it cannot."""
         raise NotImplementedError
 
+    def carry(self, path: Path) -> Path | None:
+        """Where the rule puts a position of the tree without a leaf; None if it drops it."""
+        return path
+
     def __repr__(self) -> str:
         shown = [
             _shown(value) if field.default is dataclasses.MISSING else f"{field.name}={_shown(value)}"
@@ -80,6 +85,9 @@ class Rename(Rule):
     def steps(self, entries: Entries) -> Iterator[Replacement]:
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             yield Replacement(((path, entry),), ((new_path(self, self.key, match), entry),))
+
+    def carry(self, path: Path) -> Path | None:
+        return _carried(self, path)
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,6 +120,9 @@ class Drop(Rule):
         for _, path, entry in matches(pattern_of(self, self.pattern), entries):
             yield Replacement(((path, entry),), ())
 
+    def carry(self, path: Path) -> Path | None:
+        return None if pattern_of(self, self.pattern).match("/".join(path)) else path
+
 
 @dataclass(frozen=True, repr=False)
 class Stack(Rule):
@@ -123,13 +134,17 @@ class Stack(Rule):
     def __post_init__(self) -> None:
         if not pattern_of(self, self.pattern, self.key).has_index:
             raise RemapError(f"{self}: the pattern needs {INDEX} where the index of each leaf is")
+        if has_index(self.key):
+            raise RemapError(f"{self}: the key cannot have {INDEX}: it is that of the stack of all indices")
         _check_int(self, axis=self.axis)
 
     def steps(self, entries: Entries) -> Iterator[Replacement]:
         groups: dict[Path, dict[int, tuple[Path, Entry]]] = {}
         for match, path, entry in matches(pattern_of(self, self.pattern), entries):
             group = groups.setdefault(new_path(self, self.key, match), {})
-            index = match.index or 0
+            index = match.index
+            if index is None:
+                raise refuse(self, name_leaf(path), f"the part of the pattern that has {INDEX} matches nothing of it")
             if index in group:
                 problem = f"{name_leaf(group[index][0])!r} has the same index, and both would be in one stack"
                 raise refuse(self, name_leaf(path), problem)
@@ -144,6 +159,9 @@ class Stack(Rule):
             axis = axis_of(self, path, self.axis, len(parts[0].shape) + 1)
             yield Replacement(takes, ((path, Stacked(parts, axis)),))
 
+    def carry(self, path: Path) -> Path | None:
+        return _carried(self, path)
+
 
 @dataclass(frozen=True, repr=False)
 class Unstack(Rule):
@@ -153,9 +171,13 @@ class Unstack(Rule):
     name: ClassVar[str] = "unstack"
 
     def __post_init__(self) -> None:
-        pattern_of(self, self.pattern, self.key, index=True)
-        if INDEX not in self.key:
+        pattern = pattern_of(self, self.pattern, self.key, index=True)
+        if not has_index(self.key):
             raise RemapError(f"{self}: the key needs {INDEX} where the index of each leaf goes")
+        if pattern.has_index:
+            raise RemapError(
+                rf"{self}: {INDEX} is the index along the axis, in the key only; write (\d+) in the pattern"
+            )
         _check_int(self, axis=self.axis)
 
     def steps(self, entries: Entries) -> Iterator[Replacement]:
@@ -335,6 +357,9 @@ class Apply(OnEach):
 
     def change(self, path: Path, array: Expression) -> Expression:
         if not self.elementwise:
+            if keeps_values(array):
+                problem = 'a function of whole arrays cannot have what fill="keep" keeps; apply it before the resize'
+                raise refuse(self, name_leaf(path), problem)
             shape = array.shape if self.shape is None else self.shape
             shown = f"{self}, leaf {name_leaf(path)!r}"
             return Called(array, self.function, shape, self.dtype or array.dtype, shown)
@@ -379,6 +404,11 @@ def _shown(value: object) -> str:
     if callable(value):
         return str(getattr(value, "__name__", type(value).__name__))
     return repr(value.name) if isinstance(value, np.dtype) else repr(value)
+
+
+def _carried(rule: "Rename | Stack", path: Path) -> Path:
+    match = pattern_of(rule, rule.pattern).match("/".join(path))
+    return path if match is None else new_path(rule, rule.key, match)
 
 
 def _check_int(rule: Rule, **values: object) -> None:

@@ -76,7 +76,10 @@ def matches(pattern: Pattern, entries: Entries) -> list[tuple[Match, Path, Entry
 
 def new_path(rule: object, text: str, match: Match, index: int | None = None) -> Path:
     """The path of the leaf that a match is made into."""
-    key = expand(text, match, index)
+    try:
+        key = expand(text, match, index)
+    except ValueError as error:
+        raise refuse(rule, match.found.string, str(error)) from None
     path = tuple(key.split("/"))
     if not all(path):
         raise refuse(rule, match.found.string, f"it would become {key!r}, which has an empty name")
