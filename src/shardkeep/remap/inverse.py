@@ -233,8 +233,8 @@ def _short(rule: Rule, steps: Sequence[Replacement], single: Sequence[Rule]) -> 
     """One rule for all leaves, with the pattern of the rule it undoes turned around; empty if that cannot be."""
     match rule:
         case OnEach():
-            several: list[Rule] = [replace(one, pattern=rule.pattern) for one in single if isinstance(one, OnEach)]
-            return several[:1] if all(one == several[0] for one in several) else []
+            wide: list[Rule] = [replace(one, pattern=rule.pattern) for one in single if isinstance(one, OnEach)]
+            return wide[:1] if all(one == wide[0] for one in wide) else []
         case Rename():
             turned = inverted(rule.pattern, rule.key)
             return [] if turned is None else [Rename(*turned)]
