@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
     from jax.experimental.layout import Format
-    from jax.sharding import Sharding
+    from jax.sharding import PartitionSpec, Sharding
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -261,6 +261,24 @@ def transfers_allowed() -> AbstractContextManager[None]:
     return nullcontext() if jax is None else jax.transfer_guard("allow")
 
 
+def own_computation() -> AbstractContextManager[None]:
+    """A context for computations of our own: outside of any transfer guard and of the mesh of `jax.set_mesh`.
+
+    With a mesh in force, JAX computes on all of its devices, and refuses arrays that are on others. In this context it
+    computes where the arrays are. No code of the user may run inside.
+    """
+    return transfers_allowed() if current_mesh() is None else _outside_of_the_mesh()
+
+
+@contextmanager
+def _outside_of_the_mesh() -> Generator[None]:
+    import jax
+    import numpy as np
+
+    with transfers_allowed(), jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        yield
+
+
 def private_part(part: "jax.Array") -> "jax.Array":
     """The data of an array on one device as another array object.
 
@@ -347,6 +365,11 @@ def put_like(first: "jax.Array", devices: list[Any], parts: Sequence[list[Any]])
         return [put(like.aval, like.sharding, list(some), devices, like.committed) for some in parts]
     except (AttributeError, TypeError):  # this JAX has another signature
         return None
+
+
+def partitions_of(spec: "PartitionSpec") -> tuple[Any, ...]:
+    """The axes of a spec by dimension. JAX 0.8 has them as the elements of the spec, where others refuse that."""
+    return tuple(cast(Any, spec).partitions if hasattr(spec, "partitions") else spec)
 
 
 def current_mesh() -> "jax.sharding.Mesh | None":

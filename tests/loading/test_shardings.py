@@ -231,3 +231,45 @@ def test_layouts_are_kept(tmp_path: Path) -> None:
         assert (np.asarray(loaded) == values).all()
     with pytest.raises(ShardingError, match="leaf 'w': the layout must be a jax.experimental.layout.Layout, not"):
         shardkeep.load(tmp_path / "x", shardings={"w": Format(Layout.AUTO, form.sharding)})
+
+    def test_casts_without_specs_ignore_it(self, path: Path) -> None:
+        """JAX would compute on all devices of the mesh, and refuse arrays that are on others."""
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+        template = {"w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=one)}
+        layout = Format(Layout((1, 0)), one)
+        with jax.set_mesh(MESH):
+            cast = shardkeep.load(path, dtype="bfloat16")["w"]
+            there = shardkeep.load(path, template=template)["w"]
+            turned = shardkeep.load(path, include="w", shardings={"w": layout})["w"]
+            few = NamedSharding(mesh(2, names=("few",)), P("few"))
+            moved = shardkeep.load(path, include="w", shardings={"w": lambda _: few})["w"]
+        assert cast.sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        assert not cast.committed
+        assert there.sharding == one
+        assert turned.format == layout
+        assert moved.sharding == few
+        assert there.dtype == cast.dtype == jnp.bfloat16
+        for found in (cast, there, turned, moved):
+            assert (np.asarray(found) == np.arange(64.0).reshape(8, 8)).all()
+
+
+class TestReduced:
+    """Specs of meshes with explicit axes may say over which axes an array is reduced, or not yet."""
+
+    MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        shardkeep.save(tmp_path / "x", {"w": jnp.arange(32.0).reshape(8, 4)})
+        return tmp_path / "x"
+
+    def test_what_is_reduced_is_loaded_as_such(self, path: Path) -> None:
+        place = NamedSharding(self.MESH, P("a", reduced={"b"}))
+        for asked in ({"mesh": self.MESH, "shardings": {"w": place.spec}}, {"shardings": {"w": place}}):
+            found = shardkeep.load(path, **asked)["w"]
+            assert found.sharding == place
+            assert (np.asarray(found) == np.arange(32.0).reshape(8, 4)).all()
+
+    def test_what_is_not_reduced_is_refused_by_name(self, path: Path) -> None:
+        with pytest.raises(ShardingError, match=r"leaf 'w' of shape \(8, 4\).* is unreduced.*leave out unreduced="):
+            shardkeep.load(path, mesh=self.MESH, shardings={"w": P("a", unreduced={"b"})})

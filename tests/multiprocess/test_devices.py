@@ -76,3 +76,31 @@ def test_arrays_of_one_process_go_in_batches_too(tmp_path: Path) -> None:
     for process in run_on_devices(OWN, tmp_path, processes=3, devices=1):
         assert process["right"] == [True] * 4
         assert "leaf own: float32[258, 512]" in process["error"]
+
+
+NOTHING = """
+import jax, numpy as np, shardkeep
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from support import bits, pattern
+
+host = {str(i): pattern("float32", (8, 1 << 14)) for i in range(3)}
+shardkeep.save(root / "alike", host)
+shardkeep.save(root / "alone", {"0": host["0"]})
+two = Mesh(np.array([device for device in jax.devices() if device.process_index < 2]), ("a",))
+right = []
+for name, spec in [(name, spec) for name in ("alike", "alone") for spec in (P("a"), P())]:
+    place = NamedSharding(two, spec)
+    keys = shardkeep.abstract(root / name)
+    template = {k: jax.ShapeDtypeStruct((8, 1 << 14), "float32", sharding=place) for k in keys}
+    found = shardkeep.load(root / name, template=template)
+    shards = [(bits(np.asarray(s.data)), bits(host[k][s.index])) for k in found for s in found[k].addressable_shards]
+    right.append(len(found) == len(keys) and all(np.array_equal(a, b) for a, b in shards))
+say(right=right, shards=len(shards))
+"""
+
+
+def test_a_process_whose_devices_hold_nothing_of_an_array_takes_part_in_its_load(tmp_path: Path) -> None:
+    """As in a pipeline, whose stages are on different processes."""
+    said = run_on_devices(NOTHING, tmp_path, processes=3, devices=1)
+    assert [process["right"] for process in said] == [[True] * 4] * 3
+    assert [process["shards"] for process in said] == [1, 1, 0]

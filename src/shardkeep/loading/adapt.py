@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
 from shardkeep.errors import IntegrityError
-from shardkeep.jaxapi import transfers_allowed, wrap_key_data
+from shardkeep.jaxapi import own_computation, wrap_key_data
 from shardkeep.loading.moving import move, stays_numpy, with_layout
 from shardkeep.loading.place import put_all
 from shardkeep.loading.select import LoadRequest, Wanted
@@ -59,7 +59,7 @@ def _decode(w: Wanted, rows: PerProcessRows, data: Array) -> Any:
 
 def _as_keys(data: jax.Array | Array, impl: str, key: str) -> jax.Array:
     try:
-        with transfers_allowed():
+        with own_computation():
             return wrap_key_data(data, impl)
     except (ValueError, TypeError) as error:
         problem = f"leaf {key!r} does not hold PRNG keys that this JAX can use: {error}"
@@ -91,7 +91,7 @@ def cast_array(array: Any, dtype: DType, key: str) -> Any:
     """Cast within one kind (float to float, integer to integer). `ValueError` if an integer does not fit."""
     if array.dtype == dtype or kind_of(np.dtype(array.dtype)) != kind_of(dtype):
         return array
-    with transfers_allowed():
+    with own_computation():
         return _cast_array(array, dtype, key)
 
 

@@ -166,7 +166,9 @@ def _position(part: LeafRegions) -> tuple[int, int]:
     pieces = leaf.pieces
     if not pieces:
         return -1, 0
-    first = next((piece for piece in pieces if piece.region.intersect(regions[0]) is not None), pieces[0])
+    # A process whose devices hold nothing of the array has no regions.
+    met = (piece for piece in pieces if regions and piece.region.intersect(regions[0]) is not None)
+    first = next(met, pieces[0])
     return first.file, first.offset
 
 

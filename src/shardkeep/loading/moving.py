@@ -22,6 +22,7 @@ from shardkeep.jaxapi import (
     device_put,
     has_x64,
     jit,
+    own_computation,
     private_part,
     refuse_without_jax,
     transfers_allowed,
@@ -36,7 +37,7 @@ def move(x: Any, sharding: Sharding | None) -> jax.Array:
 
     If `x` or the sharding spans processes, all of those must call this.
     """
-    with transfers_allowed():
+    with own_computation():
         return _move(x, sharding)
 
 
@@ -75,13 +76,13 @@ def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
             "when it makes one; use JAX 0.8.2 or later, or leave out the layout"
         )
     carrier = carrier_of(np.dtype(x.dtype))
-    with transfers_allowed():
+    with own_computation():
         return _lay_out(carrier, Format(layout, x.sharding))(x)
 
 
 def take_rows(x: Any, start: int, stop: int) -> Any:
     """`x[start:stop]` with the same bits, as the kind of array that `x` is."""
-    with transfers_allowed():
+    with own_computation():
         return _take_rows(x, start, stop)
 
 

@@ -106,9 +106,11 @@ class _Sent:
 
     def abandon(self) -> None:
         """Wait for all of them after an error, which is raised then: their memory counts until they are done."""
-        while self._waiting:
-            with suppress(service_error()):
-                self._finish()
+        for transfer in self._waiting:
+            for array in transfer.arrays:
+                with suppress(service_error()):
+                    block_until_ready([array])  # each by itself: another may have failed before it
+        self._waiting.clear()
 
     def _finish(self) -> None:
         transfer = self._waiting.popleft()

@@ -81,8 +81,6 @@ def _parts(like: Destination, sharding: Sharding) -> tuple[list[Any], Callable[[
     indices: Any = sharding.addressable_devices_indices_map(shape)
     devices = list(indices)
     if len(like.regions) == 1 and like.regions[0].shape == shape:
-        if len(devices) == 1:
-            return devices, lambda destination: [destination.arrays[0]]
         return devices, lambda destination: [destination.whole[index] for index in indices.values()]
     numbers = [list(like.regions).index(Region.from_index(index, shape)) for index in indices.values()]
     return devices, lambda destination: [destination.arrays[number] for number in numbers]
@@ -105,6 +103,8 @@ def _assemble(destination: Destination, sharding: Sharding) -> jax.Array:
     if len(destination.regions) == 1 and destination.regions[0].shape == shape:
         whole = destination.whole
         return jax.make_array_from_callback(shape, sharding, whole.__getitem__, dtype=whole.dtype)
+    if not destination.regions:  # this process holds nothing of it
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=destination.dtype)
     by_region: dict[Region, Any] = dict(zip(destination.regions, destination.arrays, strict=True))
 
     def data(index: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
-from shardkeep.jaxapi import current_mesh
+from shardkeep.jaxapi import current_mesh, partitions_of
 from shardkeep.model.arrays import Region
 from shardkeep.model.keys import loose_key
 from shardkeep.model.leaves import Axes, SavedSharding
@@ -132,7 +132,12 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
     """A spec on a mesh for one array: cut to the rank of the array, and checked."""
     if mesh is None:
         raise ShardingError(f"leaf {name!r}: {spec} needs a mesh; pass mesh=, or set one with jax.set_mesh")
-    entries: list[Axes] = list(spec)[: len(shape)]
+    if spec.unreduced:
+        raise ShardingError(
+            f"leaf {name!r} of shape {shape}: {spec} is unreduced, and checkpoints hold reduced arrays; "
+            "leave out unreduced="
+        )
+    entries: list[Axes] = list(partitions_of(spec)[: len(shape)])
     for axis, (extent, entry) in enumerate(zip(shape, entries, strict=False)):
         axes = _axes(entry)
         unknown = [a for a in axes if a not in mesh.shape]
@@ -150,7 +155,7 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
     used = [a for entry in entries if entry for a in _axes(entry)]
     if len(set(used)) < len(used):
         raise ShardingError(f"leaf {name!r} of shape {shape}: {spec} uses an axis of the mesh {dict(mesh.shape)} twice")
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return NamedSharding(mesh, PartitionSpec(*entries, reduced=spec.reduced))
 
 
 def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
