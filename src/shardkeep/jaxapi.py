@@ -127,13 +127,15 @@ def block_until_ready(arrays: "Sequence[jax.Array]") -> None:
 
 def flatten_once(node: object) -> tuple[list[tuple[object, Any]], tuple[type[object], Any] | None]:
     """The children of a container, each with JAX's name for it, and its class and auxiliary data; None for a leaf."""
-    from jax import tree_util
+    import jax
 
     def is_inside(x: object) -> bool:
         return x is not node
 
-    flatten = tree_util.tree_flatten_with_path  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    pairs, treedef = cast("tuple[list[tuple[tuple[object, ...], Any]], tree_util.PyTreeDef]", flatten(node, is_inside))
+    # Not `from jax import tree_util`: this is called for each leaf, and that takes as long as the rest.
+    flatten = jax.tree_util.tree_flatten_with_path  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    flat = flatten(node, is_inside)
+    pairs, treedef = cast("tuple[list[tuple[tuple[object, ...], Any]], jax.tree_util.PyTreeDef]", flat)
     data = treedef.node_data()
     return [] if data is None else [(path[0], child) for path, child in pairs], data
 

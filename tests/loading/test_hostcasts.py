@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from device.runner import run_on_device
 from dtypes import dtype_of
 from shardkeep.loading import hostcasts
-from shardkeep.loading.hostcasts import cast_before, cast_destinations, goes_to_devices
+from shardkeep.loading.hostcasts import cast_before, cast_destinations, sent_to_devices
 from shardkeep.loading.plan import Destination
 from shardkeep.loading.select import LoadRequest, Policy, Wanted
 from shardkeep.loading.shardings import Place
@@ -121,8 +121,8 @@ def test_functions_and_callbacks_see_arrays_as_they_were_saved() -> None:
 
 
 def test_nothing_goes_through_the_pipeline_on_cpu_devices() -> None:
-    assert not goes_to_devices(Wanted(leaf_of("float32"), Place(ONE)), LoadRequest())
-    assert not goes_to_devices(Wanted(leaf_of("float32")), LoadRequest())
+    assert not sent_to_devices([Wanted(leaf_of("float32"), Place(ONE))], LoadRequest())
+    assert not sent_to_devices([Wanted(leaf_of("float32"))], LoadRequest())
 
 
 PROGRAM = """

@@ -57,8 +57,14 @@ def cast_before(w: Wanted, request: LoadRequest) -> DType | None:
     return target if (source.name, target.name) in _EXACT else None
 
 
-def goes_to_devices(w: Wanted, request: LoadRequest) -> bool:
-    """Whether a leaf becomes an array on devices that copy it, and not in the memory that it is read into."""
+def sent_to_devices(wanted: Sequence[Wanted], request: LoadRequest) -> dict[int, Wanted]:
+    """The leaves, by number, that become arrays on devices that copy them, and not in the memory they are read into."""
+    if all(is_on_cpu(sharding) for sharding in {w.place.sharding for w in wanted}):  # thousands of leaves share a few
+        return {}
+    return {number: w for number, w in enumerate(wanted) if _is_sent(w, request)}
+
+
+def _is_sent(w: Wanted, request: LoadRequest) -> bool:
     leaf = w.stored
     if not isinstance(leaf, StoredArray) or w.as_numpy or isinstance(leaf.origin, PerProcessRows):
         return False

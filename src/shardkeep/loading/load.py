@@ -15,7 +15,7 @@ from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessErr
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.derive import read_derived
-from shardkeep.loading.hostcasts import goes_to_devices
+from shardkeep.loading.hostcasts import sent_to_devices
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import Destination, plan_destinations
@@ -380,7 +380,7 @@ def _read(wanted: Sequence[Wanted], means: Means, sender: Operation | None) -> l
 
     What a process reads for devices that copy goes through a pipeline.
     """
-    sent = {} if sender else {i: w for i, w in enumerate(wanted) if goes_to_devices(w, means.request)}
+    sent = {} if sender else sent_to_devices(wanted, means.request)
     here = [w for i, w in enumerate(wanted) if i not in sent] if sent else wanted
     with collector.paused():
         destinations, fetches = plan_destinations(here, whole=sender is not None)

@@ -331,8 +331,9 @@ def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted 
     if not is_array or not isinstance(stored, StoredArray):
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
-    shape, saved_shape = tuple(like.shape), stored.logical_shape
-    impl = stored.was.impl if isinstance(stored.was, PrngKeys) else None
+    was = stored.was
+    impl = was.impl if isinstance(was, PrngKeys) else None
+    shape, saved_shape = tuple(like.shape), stored.spec.shape if impl is None else stored.spec.shape[:-1]
     if is_key != (impl is not None) or (impl is not None and like.dtype != _key_dtype(impl)):
         return wrong_kind(leaf.path, _described(stored), f"{like.dtype}{list(shape)}")
     if shape != saved_shape and (request.policy.strict_shapes or is_key or math.prod(shape) != math.prod(saved_shape)):
@@ -343,18 +344,19 @@ def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted 
     sharding = getattr(like, "sharding", None)
     place = Place()
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
-        checked = check_sharding(sharding, leaf.key, shape, request.mesh)
-        place = Place(checked, explicit=True, layout=None if is_key else _layout_of(like, leaf.key))
+        checked = check_sharding(sharding, leaf.path, shape, request.mesh)
+        place = Place(checked, explicit=True, layout=None if is_key else _layout_of(leaf))
     as_numpy = isinstance(like, np.ndarray | NumpyStruct)
     return Wanted(stored, place, as_numpy, dtype, shape=None if shape == saved_shape else shape)
 
 
-def _layout_of(like: Any, key: str) -> Layout | None:
+def _layout_of(leaf: Leaf) -> Layout | None:
     """The layout that a template's array has; None if that is the device's own, or it says nothing about it."""
+    like = leaf.value
     found = getattr(like, "format", None)
     if not isinstance(found, Format) or found.layout is None or len(like.shape) < 2:
         return None
-    layout = check_layout(found.layout, key)
+    layout = check_layout(found.layout, leaf.key)
     # Most templates are arrays with the layout that they have anyway, which is known for a CPU.
     usual = layout is not None and layout.major_to_minor == tuple(range(len(like.shape)))
     return None if usual and is_on_cpu(like.sharding) else layout

@@ -158,16 +158,16 @@ def named_sharding(mesh: Mesh | None, spec: PartitionSpec, name: str, shape: tup
     return NamedSharding(mesh, PartitionSpec(*entries, reduced=spec.reduced))
 
 
-def check_sharding(sharding: Sharding, name: str, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
+def check_sharding(sharding: Sharding, path: Path, shape: tuple[int, ...], mesh: Mesh | None = None) -> Sharding:
     """The sharding for an array of `shape`: a named one is cut to its rank, one on an abstract mesh moves to `mesh`.
 
-    If that is None, it moves to the mesh of `jax.set_mesh`.
+    If that is None, it moves to the mesh of `jax.set_mesh`. `path`: of the leaf, for errors.
     """
     if mesh is None and isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
         mesh = current_mesh()
     known = _fitted.get((sharding, shape, mesh))
     if known is None:
-        known = _check_sharding(sharding, name, shape, mesh)
+        known = _check_sharding(sharding, name_leaf(path), shape, mesh)
         if len(_fitted) >= _REMEMBERED:
             _fitted.clear()
         _fitted[sharding, shape, mesh] = known
@@ -301,7 +301,7 @@ def _place(asked: Any, leaf: ShapedLeaf, mesh: Mesh | None) -> Place:
         placed = _place(asked.sharding, leaf, mesh)
         return replace(placed, explicit=True, layout=check_layout(asked.layout, leaf.name))
     if isinstance(asked, Sharding):
-        return Place(check_sharding(asked, leaf.name, leaf.shape, mesh), explicit=True)
+        return Place(check_sharding(asked, leaf.path, leaf.shape, mesh), explicit=True)
     if isinstance(asked, PartitionSpec):
         return Place(named_sharding(mesh, asked, leaf.name, leaf.shape), explicit=True)
     if callable(asked):

@@ -229,7 +229,7 @@ def _own_sharding(leaf: Leaf, mesh: Any) -> Any:
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, Sharding) or not getattr(value, "committed", True):
         return None
-    checked = check_sharding(sharding, leaf.key, tuple(value.shape), mesh)
+    checked = check_sharding(sharding, leaf.path, tuple(value.shape), mesh)
     found = getattr(value, "format", None)
     if isinstance(value, jax.ShapeDtypeStruct) and isinstance(found, Format) and found.layout is not None:
         return Format(found.layout, checked)
