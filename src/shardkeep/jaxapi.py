@@ -133,7 +133,7 @@ def flatten_once(node: object) -> tuple[list[tuple[object, Any]], tuple[type[obj
         return x is not node
 
     # Not `from jax import tree_util`: this is called for each leaf, and that takes as long as the rest.
-    flatten = jax.tree_util.tree_flatten_with_path  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    flatten = cast("Callable[..., Any]", jax.tree_util.tree_flatten_with_path)  # pyright: ignore[reportUnknownMemberType]
     flat = flatten(node, is_inside)
     pairs, treedef = cast("tuple[list[tuple[tuple[object, ...], Any]], jax.tree_util.PyTreeDef]", flat)
     data = treedef.node_data()
