@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
-.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax faults faults-peers soak fixtures-torch format clean
+.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax faults faults-peers fuzz-parsers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
@@ -177,6 +177,10 @@ $(BENCH_STAMP): pyproject.toml
 # Every fault that can be made here; the results go to docs/reliability.md. About an hour and a quarter on two cores.
 faults: setup
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m faults
+
+# Hostile files, 200,000 for each parser of other programs' files; the counts go to docs/reliability.md.
+fuzz-parsers: setup
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m faults.parsers
 
 # A training that is killed, stopped and damaged for 30 minutes, while an evaluator reads its steps.
 soak: setup
