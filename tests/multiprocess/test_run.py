@@ -113,6 +113,34 @@ say(steps=[s.number for s in run.steps()])
     assert told[0]["steps"] == []
 
 
+def test_a_stop_is_not_lost_on_any_process_if_its_save_cannot_be_made(pair: Kept, tmp_path: Path) -> None:
+    """Bad metrics of one process are raised by both in the call that was agreed on; the next one saves and stops."""
+    told = pair.run(
+        START
+        + """
+from shardkeep.errors import MetadataError
+with shardkeep.Run(root / "run", save_every=10_000) as run:
+    state, step = run.resume(new_state, shardings=SHARDINGS)
+    raised, calls = [], 0
+    while not run.stopping and calls < 5000:
+        step, calls = step + 8, calls + 1
+        if calls == 20 and index == 1:
+            run.stop()
+        try:
+            run.step(step, state, metrics={"loss": "high" if index == 1 and not raised else 1.0})
+        except MetadataError:
+            raised.append(step)
+        time.sleep(0.001)
+    say(step=step, raised=raised, stopping=run.stopping, latest=run.latest().number)
+""",
+        tmp_path,
+    )
+    assert told[0] == told[1]
+    assert told[0]["stopping"]
+    assert told[0]["raised"] == [told[0]["step"] - 8]
+    assert told[0]["latest"] == told[0]["step"]
+
+
 def test_what_the_iterator_of_one_process_raises_reaches_all(pair: Kept, tmp_path: Path) -> None:
     pair.run(TRAIN, tmp_path)
     told = pair.run(

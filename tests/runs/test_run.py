@@ -368,6 +368,55 @@ def test_stop_saves_the_next_step_and_then_stops(tmp_path: Path) -> None:
         assert numbers(run) == [2]
 
 
+def test_a_stop_is_not_lost_if_an_earlier_save_failed(tmp_path: Path) -> None:
+    """The error is raised, and the next call saves and stops."""
+    with Run(tmp_path / "run", save_every=1) as run:
+        run.resume(new_state, shardings=ONE)
+        break_saves(tmp_path / "run", "step_1")
+        pending = run.step(1, state_of(1))
+        assert pending is not None
+        with pytest.raises(StorageError):
+            pending.wait()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StorageError, match="step_1"):
+            run.step(2, state_of(2))
+        assert not run.stopping
+        run.step(3, state_of(3))
+        assert run.stopping
+    assert numbers(run) == [3]
+
+
+def test_a_stop_is_not_lost_if_its_own_save_cannot_be_made(tmp_path: Path) -> None:
+    with Run(tmp_path / "run") as run:
+        run.resume(new_state, shardings=ONE)
+        run.stop()
+        with pytest.raises(MetadataError):
+            run.step(1, state_of(1), metrics={"loss": "high"})
+        break_saves(tmp_path / "run", "step_2")
+        with pytest.raises(StorageError, match="step_2"):
+            run.step(2, state_of(2))
+        with pytest.raises(TypeError, match="must be an int"):
+            run.save(2.5, state_of(2))  # pyright: ignore[reportArgumentType]
+        assert not run.stopping
+        run.save(3, state_of(3))
+        assert run.stopping
+    assert numbers(run) == [3]
+
+
+def test_with_on_error_log_a_run_stops_and_the_log_does_not_claim_that_it_was_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path / "run", on_error="log") as run:
+        run.resume(new_state, shardings=ONE)
+        break_saves(tmp_path / "run", "step_2")
+        run.stop()
+        run.step(2, state_of(2))
+        assert run.stopping
+        assert "stops after step 2, which could not be saved" in caplog.text
+        run.save(2, state_of(2))  # what follows the loop is another try
+    assert numbers(run) == []
+
+
 def test_a_signal_saves_the_next_step_and_the_earlier_handler_is_called(tmp_path: Path) -> None:
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))

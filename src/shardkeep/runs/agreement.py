@@ -107,8 +107,12 @@ class Agreement:
         """
         if self._group is not None:
             return self._several.request(Agreed(why, stop))
-        round = _Round(Agreed(why, stop))
-        round.decide(0)  # at the next call, whatever its number
+        self.repeat(Agreed(why, stop))
+
+    def repeat(self, agreed: Agreed) -> None:
+        """Have the next call fulfil what this one could not. With several processes, all call this in the same call."""
+        round = _Round(agreed)
+        round.decide(0)  # whatever the number of the next call
         self._rounds.append(round)
 
     def enter(self) -> Agreed | None:

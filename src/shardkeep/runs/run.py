@@ -240,11 +240,11 @@ class Run(ReadableRun):
                 with several, at the next call that saves, on all of them.
         """
         enter = self._enter or self._open_and_enter()
-        agreed = enter()
         saving, writer = self._last.save, self._writer
         if saving is not None and saving.error is not None and self._is_alone:
             self._last.settle()
         number = step if type(step) is int and step >= 0 else check_number(step)
+        agreed = enter()
         due = self._schedule.passed(number)
         if not due and self._schedule.seconds is not None and writer is not None:
             due = writer.is_time(number)
@@ -303,16 +303,29 @@ class Run(ReadableRun):
             A `PendingSave`. If the step is already committed, it is done, and its report has no files.
         """
         enter = self._enter or self._open_and_enter()
-        agreed = enter()
         number = check_number(step)
+        agreed = enter()
         self._schedule.passed(number)
         begun = self._save(number, Contents(state, metrics, iterators, trees, metadata, pin), agreed)
         return begun or PendingSave(BackgroundSave.nothing(str(self._place / self._name.of(number))))
 
     def _save(self, number: int, contents: Contents, agreed: Agreed | None) -> PendingSave | None:
         """Save a step, on all processes in the same call. None if it is committed already."""
-        writer, place = self._open(), self._place / self._name.of(number)
-        background = None
+        writer = self._open()
+        try:
+            background = self._start(writer, number, contents)
+            if background is None and contents.pin:
+                self.pin(number)
+            if agreed is not None and agreed.stop:
+                self._stop(number, agreed)
+        except BaseException:
+            if agreed is not None and writer.agreement is not None:
+                writer.agreement.repeat(agreed)  # all processes raise in this call, and try again in the next one
+            raise
+        return None if background is None else PendingSave(background)
+
+    def _start(self, writer: Writer, number: int, contents: Contents) -> BackgroundSave | None:
+        """Start the save of a step; None if it is committed already."""
         with join(f"saving step {number} of {self.path}") as operation:
             self._last.settle()
             checked = contents.checked(self._metadata)
@@ -321,27 +334,25 @@ class Run(ReadableRun):
             fulfilled = writer.begin()
             if how == "skip":
                 writer.fulfil(fulfilled)
-            else:
-                request = checked.request(
-                    place,
-                    self._format,
-                    number,
-                    replaces=how == "replace",
-                    before=writer.confirm,
-                    after=lambda: writer.committed(number, fulfilled),
-                    order=self,
-                )
-                background = self._last.save = start_save(request, operation)
-        if how == "skip" and contents.pin:
-            self.pin(number)
-        if agreed is not None and agreed.stop:
-            self._stop(number, agreed)
-        return None if background is None else PendingSave(background)
+                return None
+            request = checked.request(
+                self._place / self._name.of(number),
+                self._format,
+                number,
+                replaces=how == "replace",
+                before=writer.confirm,
+                after=lambda: writer.committed(number, fulfilled),
+                order=self,
+            )
+            self._last.save = start_save(request, operation)
+            return self._last.save
 
     def _stop(self, number: int, agreed: Agreed) -> None:
         """Wait until the step is durable, and then say that the run stops."""
-        self._last.settle()
-        log.warning("the run %s stops after step %d, which is saved (%s)", self.path, number, agreed.why)
+        if self._last.settle():
+            log.warning("the run %s stops after step %d, which is saved (%s)", self.path, number, agreed.why)
+        else:  # with on_error="log"
+            log.error("the run %s stops after step %d, which could not be saved (%s)", self.path, number, agreed.why)
         self._stopping = True
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:

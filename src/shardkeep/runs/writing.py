@@ -213,10 +213,10 @@ class LastSave:
         self._raises = raises
         self.save: BackgroundSave | None = None
 
-    def settle(self) -> None:
-        """Wait for it. What went wrong is raised, or was logged when it happened."""
+    def settle(self) -> bool:
+        """Wait for it. What went wrong is raised, or was logged when it happened: then False is returned."""
         if self.save is None:
-            return
+            return True
         try:
             self.save.wait()
         except CallbackError:
@@ -225,7 +225,9 @@ class LastSave:
             self.save = None
             if self._raises:
                 raise
+            return False
         self.save = None
+        return True
 
 
 _open: weakref.WeakSet[Writer] = weakref.WeakSet()
