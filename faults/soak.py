@@ -229,13 +229,13 @@ class Soak:
                 f"resumed at {step} after step {self._step}: {lost} steps are lost, and {allowed} may be; step "
                 f"{saves.newest} was committed, {saves.in_flight} was being saved; skipped {sorted(skipped)}"
             )
-        if skipped - saves.damaged:
-            self._problem(f"skipped {sorted(skipped)}, of which only {sorted(saves.damaged)} were damaged")
+        if skipped - self._ever_damaged:
+            self._problem(f"skipped {sorted(skipped)}, of which only {sorted(self._ever_damaged)} were ever damaged")
         undamaged = 0 if self._was_stopped else 1 if saves.in_flight is None else 2
         kind = _KINDS[3 if saves.damaged else undamaged]
         self.counts.most_lost[kind] = max(self.counts.most_lost[kind], lost)
         self.counts.repeated += max(lost, 0)
-        self.counts.skipped += len(skipped)
+        self.counts.skipped += len(skipped & saves.damaged)
         self._step = step
         saves.resumed(step)
 

@@ -14,7 +14,7 @@ import pytest
 import shardkeep
 from buckets.fixtures import Both, Place
 from shardkeep import Keep, Run
-from shardkeep.errors import CheckpointNotFoundError, ConflictError
+from shardkeep.errors import CheckpointNotFoundError, ConflictError, IntegrityError
 from shardkeep.runs.control import Control, WriterLock
 from shardkeep.stores.location import location
 
@@ -71,6 +71,34 @@ def test_a_damaged_step_in_a_bucket_is_skipped_and_replaced(place: Place) -> Non
         run.step(3, state_of(33))
     assert run.load()["n"] == 33
     assert [(s.number, s.state) for s in run.steps()] == [(1, "usable"), (2, "usable"), (3, "usable")]
+
+
+def test_an_old_step_with_a_damaged_manifest_stays_marked_and_the_others_are_deleted(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a bucket the index is believed, so that the damage is seen only when the step is deleted."""
+    url = f"{place.url}/run"
+    with Run(url, save_every=1, keep=Keep(last=2)) as run:
+        run.resume(state_of(0))
+        for step in (1, 2):
+            run.step(step, state_of(step))
+        run.wait()
+        place.put("run/step_1/manifest.json", b"{}")
+        for step in (3, 4, 5):
+            run.step(step, state_of(step))
+        run.wait()
+        assert [(s.number, s.state) for s in run.steps()] == [(1, "damaged"), (4, "usable"), (5, "usable")]
+        assert caplog.text.count("step_1 was not deleted") == 1
+        assert {mark.kind for mark in Control(location(url)).marks()} == {"damaged"}
+    Control(location(url)).mark("deleting", "step_1", run.steps()[0].save_id)  # as by a deleter that died
+    with Run(url, save_every=1, keep=Keep(last=2)) as run:
+        assert run.resume(state_of(0))[1] == 5
+        run.step(6, state_of(6))
+        run.wait()
+        assert [(s.number, s.state) for s in run.steps()] == [(1, "damaged"), (5, "usable"), (6, "usable")]
+        with pytest.raises(IntegrityError, match="is not a shardkeep manifest"):
+            run.delete(1)
+        assert [(s.number, s.state) for s in run.steps()] == [(1, "damaged"), (5, "usable"), (6, "usable")]
 
 
 def test_a_thousand_steps_are_listed_with_few_requests(watched: Place) -> None:

@@ -160,6 +160,30 @@ with shardkeep.Run(root / "run") as run:
     assert all("cannot go there" in one["message"] for one in told)
 
 
+def test_what_redistribute_raises_on_one_process_reaches_all(pair: Kept, tmp_path: Path) -> None:
+    with shardkeep.Run(tmp_path / "run") as run:
+        run.save(1, {"w": np.zeros(8, np.float32), "b": np.ones(3, np.float32)}, iterators={"train": {"position": 7}})
+    told = pair.run(
+        START
+        + """
+def twice(states, count):
+    return [{**states[0], "process": n} for n in range(count)]
+def broken(states, count):
+    if index == 1:
+        raise RuntimeError("no idea")
+    return twice(states, count)
+with shardkeep.Run(root / "run") as run:
+    first = caught(run.resume, new_state, shardings=SHARDINGS, iterators={"train": Data()}, redistribute=broken)
+    data = Data()
+    step = run.resume(new_state, shardings=SHARDINGS, iterators={"train": data}, redistribute=twice)[1]
+    say(message=first["message"], step=step, position=data.position)
+""",
+        tmp_path,
+    )
+    assert ["no idea" in one["message"] for one in told] == [True] * 2, told
+    assert [(one["step"], one["position"]) for one in told] == [(1, 7)] * 2
+
+
 def test_a_second_job_is_refused_on_all_its_processes(pair: Kept, tmp_path: Path) -> None:
     with shardkeep.Run(tmp_path / "run") as run:
         run.save(1, {"w": np.zeros(2)}).wait()

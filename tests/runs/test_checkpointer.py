@@ -12,7 +12,7 @@ import pytest
 import shardkeep
 from runs.runs import ONE, new_state, numbers, state_of
 from shardkeep import Keep, Run
-from shardkeep.errors import CheckpointExistsError, ConflictError, PrefixError
+from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, ConflictError, PrefixError
 from shardkeep.foreign.rundirs import read_metadata, write_metadata
 from shardkeep.runs.control import Control
 from shardkeep.serialization import Checkpointer, CheckpointInterval
@@ -65,6 +65,9 @@ def test_a_directory_that_eformer_wrote_is_resumed(tmp_path: Path) -> None:
         run.save(26, state)
         run.wait()
         assert numbers(run) == [10, 20, 25, 26]
+        with pytest.raises(CheckpointNotFoundError, match="was written by another program; nothing was deleted"):
+            run.delete(10)
+        assert "deleting" not in [step.state for step in run.steps()]
     assert Run(tmp_path / "base", name="run-{}").load(26)["w"].shape == (2, 2)
 
 

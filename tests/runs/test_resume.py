@@ -55,7 +55,7 @@ def test_a_damaged_step_is_skipped_loudly_marked_and_replaced_when_it_is_saved_a
         state, step = run.resume(new_state, shardings=ONE)
         assert (step, state["n"]) == (2, 2)
         assert run.resumed is not None
-        assert [number for number, _ in run.resumed.skipped] == ([3] if harm in (damage, lose_a_file) else [])
+        assert [number for number, _ in run.resumed.skipped] == [3]
         assert states(run) == {1: "usable", 2: "usable", 3: "damaged"}
         assert run.steps()[2].reason
         latest = run.latest()
@@ -64,9 +64,8 @@ def test_a_damaged_step_is_skipped_loudly_marked_and_replaced_when_it_is_saved_a
         run.step(3, state_of(33))
         run.wait()
         assert states(run) == {1: "usable", 2: "usable", 3: "usable"}
-    if harm in (damage, lose_a_file):
-        assert "step 3 of" in caplog.text
-        assert "trying step 2 instead" in caplog.text
+    assert "step 3 of" in caplog.text
+    assert "trying step 2 instead" in caplog.text
     with Run(path) as run:
         assert run.resume(new_state, shardings=ONE)[0]["n"] == 33
 
@@ -120,6 +119,9 @@ def test_a_mark_stays_when_the_run_is_opened_again(tmp_path: Path) -> None:
             assert run.resume(new_state, shardings=ONE)[1] == 1
             assert states(run) == {1: "usable", 2: "damaged"}
             assert run.resumed is not None
+            ((number, reason),) = run.resumed.skipped
+            assert number == 2
+            assert "does not match its digest" in reason
 
 
 def test_if_no_step_is_usable_that_is_an_error_and_never_a_new_start(tmp_path: Path) -> None:
@@ -131,6 +133,22 @@ def test_if_no_step_is_usable_that_is_an_error_and_never_a_new_start(tmp_path: P
         with Run(path) as run, pytest.raises(IntegrityError, match=r"none that can be .*\n  step 2: .*\n  step 1: "):
             run.resume(new_state, shardings=ONE)
     assert states(Run(path)) == {1: "damaged", 2: "damaged"}
+
+
+@pytest.mark.parametrize("arguments", [{"include": "^n$"}, {"verify": False}])
+def test_a_damaged_step_that_one_goes_back_to_stays_marked_unless_all_of_it_was_verified(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    path = tmp_path / "run"
+    trained(path, [1, 2])
+    damage(path, 2)
+    with Run(path) as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 1
+    with Run(path) as run:
+        with pytest.raises(IntegrityError):
+            run.resume(new_state, shardings=ONE, step=2)
+        assert run.resume(new_state, shardings=ONE, step=2, **arguments)[1] == 2
+        assert states(run) == {1: "usable", 2: "damaged"}
 
 
 def test_a_save_that_was_never_committed_is_no_step_and_is_removed(tmp_path: Path) -> None:
@@ -262,6 +280,19 @@ def test_a_new_run_can_begin_with_the_weights_of_another(tmp_path: Path, source:
         assert (step, float(state["w"][0])) == (5, 3.0)
         assert run.resumed is not None
         assert run.resumed.init_from is None
+
+
+def test_init_from_another_run_ignores_its_abandoned_and_damaged_steps_whatever_their_names(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    trained(base, [1, 2, 3, 4], name="ckpt_{:04d}")
+    with Run(base, keep=None, name="ckpt_{:04d}") as run:
+        run.resume(new_state, shardings=ONE, step=3)
+        damaged = run.steps()[2]
+        run._control.mark("damaged", "ckpt_0003", damaged.save_id, "for this test")
+    with Run(tmp_path / "fine") as run:
+        assert run.resume(new_state, shardings=ONE, init_from=base)[0]["n"] == 2
+        assert run.resumed is not None
+        assert run.resumed.init_from == str(base / "ckpt_0002")
 
 
 def test_init_from_nothing_is_an_error(tmp_path: Path) -> None:

@@ -88,17 +88,15 @@ def put_back(
     member = membership()
     index, size = (0, 1) if member is None else (member.process, member.size)
     own = [name for name in iterators if kinds[name] == "process"]
-    if own and processes != size:
-        if redistribute is None:
-            raise _other_count(own, processes, size, what)
-        found = load("all")
-        states = {name: found[name] for name in iterators}
-        for name in own:
-            states[name] = _redistributed(name, list(states[name]), size, redistribute, what)[index]
-    else:
-        found = load("own")
-        states = {name: found[name] for name in iterators}
-    with join(f"{what}: positioning the iterators") as operation:  # what one of them raises is raised everywhere
+    spread = bool(own) and processes != size
+    if spread and redistribute is None:
+        raise _other_count(own, processes, size, what)
+    found = load("all" if spread else "own")
+    states = {name: found[name] for name in iterators}
+    with join(f"{what}: positioning the iterators") as operation:  # what is raised here is raised everywhere
+        if spread and redistribute is not None:
+            for name in own:
+                states[name] = _redistributed(name, list(states[name]), size, redistribute, what)[index]
         for name, given in iterators.items():
             if (names := _protocol_of(name, _unwrapped(given))) is not None:
                 getattr(_unwrapped(given), names[1])(states[name])

@@ -17,9 +17,9 @@ from shardkeep.runs.contents import ITERATORS
 from shardkeep.runs.control import Control
 from shardkeep.runs.index import KEY, Listing, RunIndex
 from shardkeep.runs.iterators import Redistribute, put_back
-from shardkeep.runs.reading import ReadableRun
 from shardkeep.runs.steps import Step, StepName, number_in, pattern_of
 from shardkeep.runs.templates import Template
+from shardkeep.runs.viewing import RunView
 from shardkeep.stores.location import Location, location
 from shardkeep.targets.resolve import find_complete, find_newest, look
 
@@ -39,7 +39,7 @@ class Resumed:
         path: The checkpoint that was loaded; None for a new state.
         fresh: Whether the run had no steps, so that it begins now.
         init_from: For a new run that began with the weights of another, the path of the checkpoint; else None.
-        skipped: Newer steps that could not be used, each with the reason.
+        skipped: Newer steps that are damaged or gone, each with the reason.
         iterators: The states of the data iterators, by name.
     """
 
@@ -101,24 +101,18 @@ class Resumption:
     def newest(self, candidates: list[Candidate]) -> tuple[Any, Resumed]:
         """The newest step that can be loaded. `IntegrityError` if there are steps and none can be."""
         skipped: list[tuple[int, str]] = []
-        usable = [one for one in candidates if one.state == "usable"]
-        for position, one in enumerate(usable):
-            try:
-                state, states = self.load(one)
-            except IntegrityError as error:
-                reason = str(error)
-                self._mark_damaged(one, reason)
-            except CheckpointNotFoundError as error:
-                if not self._is_gone(one):
-                    raise
-                reason = str(error)
-            else:
+        for position, one in enumerate(candidates):
+            if one.state not in ("usable", "damaged"):
+                continue
+            found = self._try(one)
+            if not isinstance(found, str):
+                state, states = found
                 return state, Resumed(one.number, one.path, skipped=tuple(skipped), iterators=states)
-            skipped.append((one.number, reason))
-            following = usable[position + 1].number if position + 1 < len(usable) else None
+            skipped.append((one.number, found))
+            following = next((later.number for later in candidates[position + 1 :] if later.state == "usable"), None)
             then = "no older step is left" if following is None else f"trying step {following} instead"
             log.warning(
-                "step %d of %s cannot be resumed from; %s. The reason: %s", one.number, self._place, then, reason
+                "step %d of %s cannot be resumed from; %s. The reason: %s", one.number, self._place, then, found
             )
         known = dict(skipped)
         lines = [f"  step {one.number}: {known.get(one.number) or one.reason or one.state}" for one in candidates]
@@ -127,6 +121,20 @@ class Resumption:
             "started anew over them. Go back to an abandoned step with resume(step=...), restore a step from a backup, "
             "delete the steps to begin from the start, or choose another directory"
         )
+
+    def _try(self, one: Candidate) -> tuple[Any, dict[str, Any]] | str:
+        """The state of a step and of its iterators; or why it cannot be used. One that is found damaged is marked."""
+        if one.state == "damaged":  # known before: by a mark, or because its manifest cannot be read
+            return one.reason or "it is marked as damaged"
+        try:
+            return self.load(one)
+        except IntegrityError as error:
+            self._mark_damaged(one, str(error))
+            return str(error)
+        except CheckpointNotFoundError as error:
+            if not self._is_gone(one):
+                raise
+            return str(error)
 
     @property
     def _place(self) -> Location:
@@ -202,18 +210,20 @@ class Resumption:
                 f"resume(step={number}): the run {self._place} has no such step. It has (the newest first): {there}"
             )
         state, states = self.load(one)
+        arguments = self._template.arguments
+        is_verified = arguments.get("include") is None and arguments.get("verify", True)
         later = [c for c in candidates if c.number > number and c.state == "usable"]
         with join(f"going back to step {number} of {self._place}") as operation:
             if operation.leads:
-                self._restore(one)
+                self._restore(one, is_verified)
                 for other in later:
                     self._control.mark("abandoned", other.name, other.save_id, f"the run went back to step {number}")
             operation.share()
         return state, Resumed(number, one.path, iterators=states)
 
-    def _restore(self, one: Candidate) -> None:
-        """A step that was loaded and verified is neither damaged nor abandoned any more."""
-        void = ("damaged", "abandoned")
+    def _restore(self, one: Candidate, is_verified: bool) -> None:
+        """A step that the run goes back to is not abandoned any more, and not damaged if all of it was verified."""
+        void = ("damaged", "abandoned") if is_verified else ("abandoned",)
         marks = [m for m in self._control.marks() if m.subject == (one.name, one.save_id) and m.kind in void]
         self._control.remove(marks)
 
@@ -227,7 +237,7 @@ class Resumption:
         """
         if init_from is not None:
             with join(f"looking for {init_from}") as operation:
-                path = operation.share(_checkpoint_at(init_from, name) if operation.leads else None)
+                path = operation.share(_checkpoint_at(init_from) if operation.leads else None)
             state = self._state_in(path, self._prefix_in(path), changes)
             return state, Resumed(0, path, fresh=True, init_from=path)
         with join(f"resuming the run {self._place}") as operation:
@@ -252,13 +262,13 @@ def _kinds_in(manifest: Manifest) -> dict[str, Any]:
     return dict(cast(dict[str, Any], found)) if isinstance(found, dict) else {}
 
 
-def _checkpoint_at(init_from: object, name: StepName) -> str:
+def _checkpoint_at(init_from: object) -> str:
     """The checkpoint that a path means: itself, or the newest one of a run or directory."""
     place = location(init_from, "resume(init_from=path)")
     try:
         look(place)
     except CheckpointNotFoundError:
-        newest: Step | Location | None = ReadableRun(str(place), name=name.pattern).latest()
+        newest: Step | Location | None = RunView(place).open().latest()  # with the names that its own steps have
         if newest is None:
             newest = find_newest(place, log.warning)
         if newest is not None:

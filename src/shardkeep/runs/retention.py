@@ -13,7 +13,8 @@ from functools import partial
 from typing import Literal
 
 from shardkeep.catalog import delete
-from shardkeep.errors import CheckpointNotFoundError, ConflictError
+from shardkeep.errors import CheckpointNotFoundError, ConflictError, IntegrityError, NewerFormatError, ShardkeepError
+from shardkeep.model.manifest import OURS
 from shardkeep.runs.control import Control, Mark
 from shardkeep.runs.index import Entry, Listing, RunIndex
 from shardkeep.runs.keep import Keep
@@ -63,7 +64,11 @@ def delete_step(control: Control, entry: Entry) -> Outcome:
     if protection is not None:
         control.remove([mark])
         return protection
-    _delete(entry.step.path)
+    try:
+        (_delete if entry.step.source == OURS else delete)(entry.step.path)
+    except (CheckpointNotFoundError, ConflictError, IntegrityError, NewerFormatError):  # nothing was deleted
+        control.remove([mark])
+        raise
     control.remove([*entry.marks, *(r for r in control.metric_records() if r.subject == mark.subject), mark])
     return "deleted"
 
@@ -95,7 +100,7 @@ class Retention:
             return listing
         for entry in dying:
             if self._index.check(entry.step) is None:  # files are missing: its deletion has begun
-                self._try(entry.name, partial(_delete, entry.step.path))
+                self._try(entry, partial(_delete, entry.step.path))
             self._control.remove([mark for mark in entry.marks if mark.kind == "deleting"])
         return self._index.read()
 
@@ -103,8 +108,12 @@ class Retention:
         """Remove saves that were never committed, and marks and metrics of steps that are gone."""
         listing = self._index.read()
         for name in listing.unfinished:
-            # If a save to it is running, that is a conflict, and nothing is deleted.
-            self._try(name, partial(_delete, str(self._control.place / name)), quiet=True)
+            try:
+                _delete(str(self._control.place / name))
+            except ConflictError:
+                pass  # a save to it is running
+            except (ShardkeepError, OSError) as error:
+                self._report(name, str(error), logging.WARNING)
         if listing.unfinished:
             listing = self._index.read()  # their marks are void now
         self._control.remove(listing.void)
@@ -119,7 +128,7 @@ class Retention:
         deleted: list[int] = []
         for number, entry in sorted(listing.entries.items()):
             if entry.step.is_usable and number not in why and number not in in_use and entry.step.save_id:
-                self._try(entry.name, partial(self._delete_step, entry, deleted))
+                self._try(entry, partial(self._delete_step, entry, deleted))
         left = {number: entry for number, entry in listing.entries.items() if number not in deleted}
         return replace(listing, entries=left, is_indexed=listing.is_indexed and not deleted), deleted
 
@@ -130,15 +139,16 @@ class Retention:
         else:
             self._report(entry.name, f"it is {outcome}", logging.INFO)
 
-    def _try(self, name: str, action: Callable[[], None], quiet: bool = False) -> None:
-        """Try to delete something; report why it could not be deleted."""
+    def _try(self, entry: Entry, action: Callable[[], None]) -> None:
+        """Try to delete a step, and report why it could not be. One whose manifest is damaged is marked and stays."""
         try:
             action()
-        except ConflictError as error:
-            if not quiet:  # a save to it is running
-                self._report(name, str(error), logging.WARNING)
-        except OSError as error:
-            self._report(name, str(error), logging.WARNING)
+        except IntegrityError as error:
+            if not is_marked(entry.marks, "damaged", (entry.name, entry.step.save_id)):
+                self._control.mark("damaged", entry.name, entry.step.save_id, str(error))
+            self._report(entry.name, str(error), logging.WARNING)
+        except (ShardkeepError, OSError) as error:
+            self._report(entry.name, str(error), logging.WARNING)
 
     def _report(self, name: str, why: str, level: int) -> None:
         if (name, why) not in self._reported:

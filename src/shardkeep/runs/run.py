@@ -381,7 +381,7 @@ class Run(ReadableRun):
             step: The number of the step, or a `Step`.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: There is no such step, or another program wrote it. Nothing was deleted.
             ConflictError: It is pinned, a reader holds it, or another program writes to the run. Nothing was deleted.
         """
         writer = self._open()
