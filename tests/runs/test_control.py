@@ -149,6 +149,8 @@ def test_metrics_that_a_crash_has_cut_short_are_ignored(tmp_path: Path) -> None:
     for content in (b"", b'{"los', b"[1]", b'{"loss": "high", "n": true}'):
         (tmp_path / record.file).write_bytes(content)
         assert control.read_metrics(record) == {}
+    (tmp_path / record.file).write_text(f'{{"most": 1e308, "over": -{"9" * 400}}}')
+    assert control.read_metrics(record) == {"most": 1e308, "over": -math.inf}
 
 
 def test_requests_wait_until_they_are_removed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,14 @@ def test_metrics_are_recorded_as_numbers_nan_and_infinity_too(tmp_path: Path) ->
     with Run(tmp_path / "run") as run:
         run.resume(new_state, shardings=ONE)
         given = {"a": jnp.float32(0.5), "b": np.float64(math.inf), "c": math.nan, "d": 3, "e": jnp.bfloat16(2)}
+        given |= {"largest": -sys.float_info.max, "least": 5e-324, "huge": 10**400, "negative": -(10**400)}
         run.save(1, state_of(1), metrics=given)
         run.wait()
         found = dict(run.steps()[0].metrics)
         assert math.isnan(found.pop("c"))
+        assert found.pop("largest") == -sys.float_info.max
+        assert found.pop("least") == 5e-324
+        assert (found.pop("huge"), found.pop("negative")) == (math.inf, -math.inf)
         assert found == {"a": 0.5, "b": math.inf, "d": 3.0, "e": 2.0}
 
 

@@ -351,10 +351,17 @@ def numbers_in(found: Any) -> dict[str, float]:
         return {}
     pairs = cast(dict[Any, Any], found).items()
     return {
-        str(name): float(value) if abs(value) < 2**1023 or not math.isfinite(value) else math.copysign(math.inf, value)
+        str(name): _as_float(value)
         for name, value in pairs
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int with hundreds of digits
+        return math.inf if value > 0 else -math.inf
 
 
 def _split(name: str) -> tuple[str, str, str]:
