@@ -11,7 +11,7 @@ from shardkeep.runs.housekeeping import Housekeeping
 
 
 def nothing() -> None:
-    """What is done when there is nothing else to do."""
+    """What is done again and again."""
 
 
 def test_tasks_run_one_after_another_on_a_thread_of_their_own() -> None:
@@ -52,6 +52,19 @@ def test_when_there_is_nothing_to_do_it_looks_around_again_and_again() -> None:
     housekeeping.start()
     for _ in range(3):
         assert looked.acquire(timeout=30)
+    housekeeping.close()
+
+
+def test_tasks_that_come_often_do_not_keep_it_from_looking_around() -> None:
+    looked = threading.Event()
+    housekeeping = Housekeeping("a run", looked.set, 0.2)
+    housekeeping.start()
+    until = time.monotonic() + 30
+    while not looked.is_set() and time.monotonic() < until:
+        housekeeping.put(nothing)
+        housekeeping.wait()
+        time.sleep(0.01)
+    assert looked.is_set()
     housekeeping.close()
 
 

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from shardkeep.errors import ShardkeepError
@@ -15,16 +16,16 @@ Task = Callable[[], None]
 
 
 class Housekeeping:
-    """Runs tasks one after another on a thread of its own, and another one whenever it had nothing to do for a while.
+    """Runs tasks one after another on a thread of its own, and between them another one again and again.
 
     Args:
         what: What it looks after, for messages.
-        idle: The task to run when there is nothing else to do.
-        seconds: How long it waits for that.
+        again: The task to run again and again.
+        seconds: How long it waits before each time.
     """
 
-    def __init__(self, what: str, idle: Task, seconds: float) -> None:
-        self._what, self._idle, self._seconds = what, idle, seconds
+    def __init__(self, what: str, again: Task, seconds: float) -> None:
+        self._what, self._again, self._seconds = what, again, seconds
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardkeep-run", daemon=True)
 
@@ -37,11 +38,13 @@ class Housekeeping:
 
     def _run(self) -> None:
         priority.lower()
+        due = time.monotonic() + self._seconds
         while True:
             try:
-                task = self._tasks.get(timeout=self._seconds)
+                task = self._tasks.get(timeout=max(due - time.monotonic(), 0))
             except queue.Empty:
-                task = self._idle
+                task = self._again
+                due = time.monotonic() + self._seconds
             if task is None:
                 return
             try:
