@@ -1,5 +1,6 @@
 """Two JAX processes save to one bucket together, and each loads from it what its devices need."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -103,3 +104,60 @@ say(**caught(shardkeep.save, "gs://bucket/run", {"w": spread(np.arange(64.0), P(
         assert all("same shared directory or bucket" in each["message"] for each in said), said
         for server in (one, two):
             assert not [name for name in server.objects["bucket"] if name.endswith("manifest.json")]
+
+
+RUN = """
+import subprocess
+import shardkeep.runs.writing
+shardkeep.runs.writing.POLL = 0.5
+split = NamedSharding(mesh_over((4, 1)), P("a"))
+class Data:
+    position = 0
+    def get_state(self): return {{"position": self.position, "process": index}}
+    def set_state(self, state): self.position = state["position"]; assert state["process"] == index
+def new_state():
+    return {{"w": jnp.zeros(8)}}
+def opened():
+    return shardkeep.Run({url!r}, keep=shardkeep.Keep(last=2))
+data = Data()
+def step_of(run, step):
+    data.position += 1
+    time.sleep(0.002 * (index + 1))
+    return run.step(step, {{"w": state["w"] + step}}, metrics={{"loss": 1.0 * step}}, iterators={{"train": data}})
+with opened() as run:
+    state, step = run.resume(new_state, shardings=split, iterators={{"train": data}})
+    saved = None
+    while saved is None and step < 8 * 50_000:
+        step += 8
+        if step == 80 and index == 1:
+            subprocess.run([{python!r}, "-m", "shardkeep", "save-now", {url!r}], check=True)
+        saved = step_of(run, step)
+    requested = step
+    saved.wait()
+    while not run.stopping and step < 8 * 100_000:
+        step += 8
+        if step == requested + 80 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step_of(run, step)
+stopped, position = step, data.position
+data = Data()
+with opened() as run:
+    loaded, step = run.resume(new_state, shardings=split, iterators={{"train": data}})
+    again = np.asarray(loaded["w"].addressable_shards[0].data)[0] == step and data.position == position
+    steps = [each.number for each in run.steps()]
+say(requested=requested, stopped=stopped, step=step, steps=steps, again=bool(again), sharding=loaded["w"].sharding == split)
+"""
+
+
+def test_a_run_of_two_processes_saves_on_request_stops_and_resumes_in_a_bucket(place: Place, tmp_path: Path) -> None:
+    url = f"{place.url}/run"
+    script = RUN.format(url=url, python=sys.executable)
+    said = all_well(run_cluster(script, tmp_path / "room", environment=place.environment()))
+    assert said[0] == said[1]
+    one = said[0]
+    assert one["again"]
+    assert one["sharding"]
+    assert one["steps"] == [one["requested"], one["stopped"]]
+    assert one["step"] == one["stopped"] >= one["requested"] + 80
+    left = [name for name in place.names("run/.shardkeep-run") if not name.endswith("/index.json")]
+    assert left == []
