@@ -79,6 +79,19 @@ WAYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {},
         {"['w']": SPLIT, "['b']": ALL},
     ),
+    "jitted function with weak types": (
+        jax.jit(
+            lambda: {"w": jnp.full((8, 16), 0.5), "rate": 0.1, "n": 0},
+            out_shardings={"w": SPLIT, "rate": ALL, "n": ALL},
+        ),
+        {},
+        {"['w']": SPLIT, "['rate']": ALL, "['n']": ALL},
+    ),
+    "arrays with weak types": (
+        {"a": jax.device_put(jnp.asarray(0.5), ALL), "b": jnp.asarray(2), "key": jax.random.key(0)},
+        {},
+        {"['a']": ALL, "['b']": ONE, "['key']": ONE},
+    ),
     "arrays": (
         {"w": jax.device_put(np.ones((8, 16), np.float32), SPLIT), "n": 3},
         {},

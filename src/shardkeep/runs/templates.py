@@ -165,6 +165,14 @@ def _strongly_typed(leaf: Any) -> Any:
     return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=leaf.dtype)
 
 
+def _without_weak_type(value: Any) -> Any:
+    """The same for what may be no array."""
+    if not isinstance(value, jax.Array) or _is_key(value.dtype) or not value.weak_type:
+        return value
+    array = _strongly_typed(value)
+    return array if array.sharding == value.sharding or not value.committed else device_put(array, value.sharding)
+
+
 def _as_dtype(array: Any, dtype: Any) -> Any:
     return array if array.dtype == dtype else array.astype(dtype)
 
@@ -264,10 +272,11 @@ def _for_the_rest(known: Sequence[Any], missing: Sequence[ShapedLeaf], has_mesh:
 
 
 def _moved(tree: Any, like: Any) -> Any:
-    """A tree with the shardings and dtypes of a template."""
+    """A tree with the shardings and dtypes of a template, and no weak types."""
     skeleton, leaves = flatten(tree)
     _, wanted = flatten(like)
-    values = [_move(leaf.value, to.value) for leaf, to in zip(leaves, wanted, strict=True)]
+    moved = (_move(leaf.value, to.value) for leaf, to in zip(leaves, wanted, strict=True))
+    values = [_without_weak_type(value) for value in moved]
     return skeleton.rebuild(values)
 
 
