@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 
 import shardkeep
@@ -71,6 +72,27 @@ def test_a_damaged_step_in_a_bucket_is_skipped_and_replaced(place: Place) -> Non
         run.step(3, state_of(33))
     assert run.load()["n"] == 33
     assert [(s.number, s.state) for s in run.steps()] == [(1, "usable"), (2, "usable"), (3, "usable")]
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", ""])
+def test_a_step_whose_objects_someone_removed_is_skipped_and_saved_again(place: Place, lost: str) -> None:
+    """The index still names it, and some servers list it as an empty directory."""
+    url = f"{place.url}/run"
+    with Run(url, save_every=1, keep=None) as run:
+        run.resume(state_of(0))
+        for step in (1, 2, 3):
+            run.step(step, state_of(step))
+    for name in place.names("run/step_3"):
+        if name.endswith(lost):
+            obstore.delete(place.client, name)
+    with Run(url, save_every=1, keep=None) as run:
+        assert run.resume(state_of(0))[1] == 2
+        left = {s.number: s.state for s in run.steps()}
+        assert left == {1: "usable", 2: "usable", **({3: "damaged"} if lost else {})}
+        assert run.step(3, state_of(33)) is not None
+        run.wait()
+        assert [(s.number, s.state) for s in run.steps()] == [(1, "usable"), (2, "usable"), (3, "usable")]
+    assert shardkeep.load(f"{url}/step_3")["n"] == 33
 
 
 def test_an_old_step_with_a_damaged_manifest_stays_marked_and_the_others_are_deleted(

@@ -197,9 +197,19 @@ class Resumption:
             operation.share()
 
     def _is_gone(self, one: Candidate) -> bool:
-        """Whether a step that the index named is not there, as the leader sees it."""
+        """Whether a step that the index named has no manifest any more, as the leader sees it.
+
+        The index is not believed about it from then on.
+        """
         with join(f"looking for {one.path}") as operation:
-            return operation.share(operation.leads and self._index.look(one.name, one.number) is None)
+            is_gone = False
+            if operation.leads:
+                found = self._index.look(one.name, one.number)
+                is_gone = found is None or found.step.state == "damaged"
+                if is_gone:
+                    self._index.distrusted.add(one.name)
+                    self._index.write(self._index.read())
+            return operation.share(is_gone)
 
     def exactly(self, number: int, candidates: list[Candidate]) -> tuple[Any, Resumed]:
         """The step that was asked for. Later ones are marked as abandoned, durably, before this returns."""
