@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,24 @@ def test_a_step_whose_objects_someone_removed_is_skipped_and_saved_again(place: 
         run.wait()
         assert [(s.number, s.state) for s in run.steps()] == [(1, "usable"), (2, "usable"), (3, "usable")]
     assert shardkeep.load(f"{url}/step_3")["n"] == 33
+
+
+def test_two_threads_of_a_writer_may_write_the_index(place: Place) -> None:
+    """The loop does when it replaces a step, while housekeeping does after the commit of the one before."""
+    with Run(f"{place.url}/run", save_every=1, keep=None) as run:
+        run.resume(state_of(0))
+        run.step(1, state_of(1))
+        run.wait()
+
+        def write() -> None:
+            for _ in range(20):
+                run._index.write(run._index.read())
+
+        with ThreadPoolExecutor(2) as threads:
+            for each in [threads.submit(write) for _ in range(2)]:
+                each.result()
+        run.resume(state_of(0), step=1)
+    assert numbers(run) == [1]
 
 
 def test_an_old_step_with_a_damaged_manifest_stays_marked_and_the_others_are_deleted(

@@ -8,6 +8,7 @@ loaded is always read from the manifest itself.
 import datetime
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,8 @@ class RunIndex:
         self._control, self._name, self._keep = control, name, keep
         self.distrusted: set[str] = set()
         self.deleted: set[str] = set()
+        # The index is put on condition of the version that was read last, and a writer has two threads that do both.
+        self._lock = threading.RLock()
 
     def read(self) -> Listing:
         """What is there now. In a bucket: one delimited listing, the index, the names of marks and late metrics, and
@@ -134,7 +137,9 @@ class RunIndex:
     def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]]]:
         """What the index says; nothing if there is none, or it cannot be used."""
         try:
-            found = json.loads(self._control.store.read(INDEX))
+            with self._lock:
+                content = self._control.store.read(INDEX)
+            found = json.loads(content)
             if found["version"] != _VERSION:
                 return {}, {}
             entries = {name: self._decoded(name, one) for name, one in found["steps"].items()}
@@ -171,7 +176,8 @@ class RunIndex:
             "metrics": {file: encode_metadata(values) for file, values in listing.metrics.items()},
         }
         try:
-            self._control.store.replace(INDEX, json.dumps(document).encode())
+            with self._lock:
+                self._control.store.replace(INDEX, json.dumps(document).encode())
         except ConflictError:
             raise  # another program has taken over the run
         except OSError as error:

@@ -169,7 +169,7 @@ def _without_weak_type(value: Any) -> Any:
     """The same for what may be no array."""
     if not isinstance(value, jax.Array) or _is_key(value.dtype) or not value.weak_type:
         return value
-    array = _strongly_typed(value)
+    array: jax.Array = _strongly_typed(value)
     return array if array.sharding == value.sharding or not value.committed else device_put(array, value.sharding)
 
 
