@@ -146,11 +146,21 @@ def test_metrics_that_a_crash_has_cut_short_are_ignored(tmp_path: Path) -> None:
     control = Control(location(tmp_path))
     control.record_metrics("step_1", "id", {"loss": 1.0})
     (record,) = control.metric_records()
-    for content in (b"", b'{"los', b"[1]", b'{"loss": "high", "n": true}'):
+    for content in (b"", b'{"los', b"[1]", b'{"loss": "high", "n": true}', b"[" * 100_000):
         (tmp_path / record.file).write_bytes(content)
         assert control.read_metrics(record) == {}
     (tmp_path / record.file).write_text(f'{{"most": 1e308, "over": -{"9" * 400}}}')
     assert control.read_metrics(record) == {"most": 1e308, "over": -math.inf}
+
+
+def test_a_mark_whose_content_cannot_be_read_counts_and_gives_no_reason(tmp_path: Path) -> None:
+    control = Control(location(tmp_path))
+    mark = control.mark("damaged", "step_1", "id", "a bit was flipped")
+    assert control.reason(mark) == "a bit was flipped"
+    for content in (b"", b"[" * 100_000, b"[]", b"\xff"):
+        (tmp_path / mark.file).write_bytes(content)
+        assert control.marks() == [mark]
+        assert control.reason(mark) == ""
 
 
 def test_requests_wait_until_they_are_removed(tmp_path: Path) -> None:

@@ -32,7 +32,20 @@ def test_a_listing_says_the_same_with_and_without_the_index(tmp_path: Path) -> N
     assert run.steps() == with_index
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": 9}', b'{"version": 1, "steps": {"x": 3}}'])
+UNUSABLE = {
+    "empty": b"",
+    "cut": b"{",
+    "a list": b"[]",
+    "nothing": b"{}",
+    "later": b'{"version": 9}',
+    "no step": b'{"version": 1, "steps": {"x": 3}}',
+    "deep": b"[" * 100_000,
+    "huge": b'{"version": 1, "metrics": {}, "steps": {"step_1": {"save_id": "", "metrics": {}, "metadata": {}, '
+    b'"time": "", "nbytes": Infinity, "by_run": true, "pinned": false, "identity": null}}}',
+}
+
+
+@pytest.mark.parametrize("content", UNUSABLE.values(), ids=UNUSABLE)
 def test_an_index_that_cannot_be_used_is_ignored(tmp_path: Path, content: bytes) -> None:
     run = trained(tmp_path / "run", [1, 2])
     before = run.steps()

@@ -29,6 +29,7 @@ log = logging.getLogger("shardkeep")
 RUN_CONTROL = ".shardkeep-run"
 POLL = 10.0  # seconds between two looks of the writer for requests of other programs
 INDEX = f"{RUN_CONTROL}/index.json"
+UNREADABLE = (ValueError, RecursionError, OverflowError)  # what a file raises that is damaged, or was made to do harm
 _WRITER = f"{RUN_CONTROL}/writer"
 _LOCK_SECONDS = 30.0  # how long others may hold the lock of the control directory, which they do for moments
 _YOUNG = 60.0  # seconds: a record that nobody holds may be that of a reader who is about to hold it
@@ -115,7 +116,7 @@ class Control:
 
     def reason(self, mark: Mark) -> str:
         """Why a mark was made, as far as it says."""
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(FileNotFoundError, *UNREADABLE):
             content = json.loads(self.store.read(mark.file))
             if isinstance(content, dict):
                 return str(cast(dict[str, Any], content).get("reason", ""))
@@ -145,7 +146,7 @@ class Control:
 
     def read_metrics(self, record: MetricRecord) -> dict[str, float]:
         """What was recorded. Nothing if a crash has cut it short, or it is gone."""
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(FileNotFoundError, *UNREADABLE):
             return numbers_in(decode_metadata(json.loads(self.store.read(record.file))))
         return {}
 

@@ -25,7 +25,7 @@ from shardkeep.errors import (
 from shardkeep.foreign.rundirs import METADATA, describe, is_described_later
 from shardkeep.model.manifest import MANIFEST, OURS, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
-from shardkeep.runs.control import INDEX, RUN_CONTROL, Control, Mark, MetricRecord, numbers_in
+from shardkeep.runs.control import INDEX, RUN_CONTROL, UNREADABLE, Control, Mark, MetricRecord, numbers_in
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.rules import Rules, encode_rules
 from shardkeep.runs.steps import Step, StepName
@@ -144,7 +144,7 @@ class RunIndex:
                 return {}, {}
             entries = {name: self._decoded(name, one) for name, one in found["steps"].items()}
             metrics = {file: numbers_in(decode_metadata(values)) for file, values in found["metrics"].items()}
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, IntegrityError):
+        except (FileNotFoundError, KeyError, TypeError, AttributeError, *UNREADABLE):
             return {}, {}
         return entries, metrics
 

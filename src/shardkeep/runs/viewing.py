@@ -10,7 +10,7 @@ from shardkeep.errors import CheckpointNotFoundError
 from shardkeep.foreign.orbax import MANAGER
 from shardkeep.foreign.registry import is_recognized, is_recognized_below
 from shardkeep.model.manifest import MANIFEST
-from shardkeep.runs.control import INDEX, RUN_CONTROL, Control
+from shardkeep.runs.control import INDEX, RUN_CONTROL, UNREADABLE, Control
 from shardkeep.runs.index import Listing, RunIndex
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.reading import ReadableRun, there_is_none
@@ -107,7 +107,7 @@ class RunView:
 
 def _noted(control: Control) -> Rules | None:
     """What the index says about the run itself."""
-    with control.explained("reading the index"), suppress(FileNotFoundError, ValueError, AttributeError):
+    with control.explained("reading the index"), suppress(FileNotFoundError, AttributeError, *UNREADABLE):
         return decode_rules(json.loads(control.store.read(INDEX)).get("rules"))
     return None
 
