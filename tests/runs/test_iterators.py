@@ -181,7 +181,7 @@ class Half:
     ("given", "found"),
     [
         (iter([1]), "a list_iterator has neither get_state and set_state, nor state_dict and load_state_dict"),
-        (Half(), "a Half has only get_state of get_state and set_state, nor"),
+        (Half(), "a Half has only get_state of get_state and set_state, or state_dict and load_state_dict, and is"),
         (Global({1}), "a set has neither"),
     ],
 )

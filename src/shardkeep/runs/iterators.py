@@ -135,11 +135,11 @@ def _protocol_of(name: str, inside: Any) -> tuple[str, str] | None:
         return None
     has = [method for names in _PROTOCOLS for method in names if callable(getattr(inside, method, None))]
     pairs = "get_state and set_state, {} state_dict and load_state_dict"
-    found = f"has only {', '.join(has)}, not {pairs.format('or')}" if has else f"has neither {pairs.format('nor')}"
+    found = f"has only {', '.join(has)} of {pairs.format('or')}" if has else f"has neither {pairs.format('nor')}"
     raise UnsupportedLeafError(
         f"iterator {name!r}: {an(type(inside).__name__)} {found}, and is no state either (str, numbers, bytes, None, "
-        "NumPy arrays, and dicts, lists and tuples of them). Pass an iterator that has them, or its position as a plain "
-        "value"
+        "NumPy arrays, and dicts, lists and tuples of them). Pass an iterator that has both, or its position as a "
+        "plain value"
     )
 
 
