@@ -96,6 +96,22 @@ def test_a_step_whose_objects_someone_removed_is_skipped_and_saved_again(place: 
     assert shardkeep.load(f"{url}/step_3")["n"] == 33
 
 
+def test_a_step_that_was_deleted_is_gone_for_all_and_can_be_saved_again(place: Place) -> None:
+    """Some servers go on listing it as an empty directory."""
+    url = f"{place.url}/run"
+    with Run(url, save_every=1, keep=None) as run:
+        run.resume(state_of(0))
+        for step in (1, 2, 3):
+            run.step(step, state_of(step))
+        run.delete(3)
+        assert numbers(run) == numbers(Run(url)) == [1, 2]
+        run.delete(2)
+        assert run.save(2, state_of(22)).wait().files
+        run.wait()
+        assert numbers(run) == numbers(Run(url)) == [1, 2]
+        assert run.load(2)["n"] == 22
+
+
 def test_two_threads_of_a_writer_may_write_the_index(place: Place) -> None:
     """The loop does when it replaces a step, while housekeeping does after the commit of the one before."""
     with Run(f"{place.url}/run", save_every=1, keep=None) as run:

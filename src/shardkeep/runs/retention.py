@@ -100,7 +100,7 @@ class Retention:
             return listing
         for entry in dying:
             if self._index.check(entry.step) is None:  # files are missing: its deletion has begun
-                self._try(entry, partial(_delete, entry.step.path))
+                self._try(entry, partial(self._complete, entry))
             self._control.remove([mark for mark in entry.marks if mark.kind == "deleting"])
         return self._index.read()
 
@@ -132,10 +132,16 @@ class Retention:
         left = {number: entry for number, entry in listing.entries.items() if number not in deleted}
         return replace(listing, entries=left, is_indexed=listing.is_indexed and not deleted), deleted
 
+    def _complete(self, entry: Entry) -> None:
+        """Complete a deletion that was interrupted."""
+        _delete(entry.step.path)
+        self._index.deleted.add(entry.name)
+
     def _delete_step(self, entry: Entry, deleted: list[int]) -> None:
         outcome = delete_step(self._control, entry)
         if outcome == "deleted":
             deleted.append(entry.step.number)
+            self._index.deleted.add(entry.name)
         else:
             self._report(entry.name, f"it is {outcome}", logging.INFO)
 

@@ -394,7 +394,10 @@ class Run(ReadableRun):
                 if outcome != "deleted":
                     how = "call unpin() first" if outcome == "pinned" else "wait until its reader has finished"
                     raise ConflictError(f"{entry.step.path} is {outcome} and was not deleted; {how}")
-                writer.note(self._index.read())
+                self._index.deleted.add(entry.name)
+                listing = self._index.read()
+                writer.note(listing)
+                self._index.write(listing)
             operation.share()
 
     def stop(self) -> None:

@@ -170,7 +170,8 @@ class Writer:
             self._housekeeping.put(task)
 
     def _tidy(self, committed: int, fulfilled: Sequence[str]) -> None:
-        self._index.distrusted.discard(self._name.of(committed))
+        for names in (self._index.distrusted, self._index.deleted):
+            names.discard(self._name.of(committed))
         if fulfilled:
             self._control.remove_requests(fulfilled)
         self._lock.confirm()
@@ -178,7 +179,6 @@ class Writer:
         listing, deleted = self._retention.run(self.resumed_from, tuple(self._in_use), now)
         for number in deleted:
             self.known.pop(number, None)
-            self._index.deleted.add(self._name.of(number))
         if not listing.is_indexed:
             self._index.write(listing)
 
