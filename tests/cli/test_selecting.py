@@ -49,6 +49,18 @@ def test_every_command_that_reads_takes_steps(run: Run, exp: Path, tmp_path: Pat
     assert shardkeep.load(out)["n"] == 5
 
 
+def test_of_a_step_with_iterators_the_state_is_converted_to_one_file_if_it_is_chosen(run: Run, tmp_path: Path) -> None:
+    with shardkeep.Run(tmp_path / "exp") as training:
+        training.save(1, {"w": np.arange(3)}, iterators={"train": {"seen": 7}})
+    out = tmp_path / "best.safetensors"
+    refused = run("convert", f"{tmp_path}/exp@1", out)
+    assert refused.code == 2
+    assert "(no prefix), iterators" in refused.err
+    assert "choose it with --prefix, '' for the one without a prefix, or convert to a directory" in refused.err
+    assert run("convert", f"{tmp_path}/exp@1", out, "--prefix", "").code == 0
+    assert shardkeep.load(out)["w"].tolist() == [0, 1, 2]
+
+
 def test_a_path_that_exists_is_a_path(run: Run, exp: Path, tmp_path: Path) -> None:
     for name in ("exp@5", "exp@best", "a@b"):
         shardkeep.save(tmp_path / name, {"w": np.ones(2)})
