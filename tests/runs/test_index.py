@@ -1,6 +1,8 @@
 """Listing the steps of a run; the index is a cache, never the truth."""
 
 import json
+import multiprocessing
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +107,26 @@ def test_a_step_of_a_later_format_version_is_not_passed_over(tmp_path: Path) -> 
     assert [(s.number, s.state) for s in run.steps()] == [(1, "usable"), (2, "usable")]
     with pytest.raises(shardkeep.NewerFormatError, match="format version 999"):
         run.load()
+
+
+def test_a_child_that_is_forked_while_the_index_is_read_can_read_it(tmp_path: Path) -> None:
+    trained(tmp_path / "run", [1, 2])
+    index, forked = index_of(tmp_path / "run"), threading.Event()
+    held = threading.Event()
+
+    def hold() -> None:
+        with index.lock:
+            held.set()
+            forked.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    child = multiprocessing.get_context("fork").Process(target=index.read)
+    child.start()
+    forked.set()
+    thread.join()
+    child.join(30)
+    if child.is_alive():
+        child.kill()
+    assert child.exitcode == 0

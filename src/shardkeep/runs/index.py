@@ -8,7 +8,9 @@ loaded is always read from the manifest itself.
 import datetime
 import json
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -100,6 +102,7 @@ class RunIndex:
         distrusted: Names of steps that are being saved again: the index has no say about them, and is written without
             them, until the writer takes them out of this set.
         deleted: Names of steps that the writer has deleted. Some servers go on listing them as empty directories.
+        lock: Held while the index is read or written.
     """
 
     def __init__(self, control: Control, name: StepName, keep: Keep | None = None) -> None:
@@ -107,7 +110,8 @@ class RunIndex:
         self.distrusted: set[str] = set()
         self.deleted: set[str] = set()
         # The index is put on condition of the version that was read last, and a writer has two threads that do both.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        _all.add(self)
 
     def read(self) -> Listing:
         """What is there now. In a bucket: one delimited listing, the index, the names of marks and late metrics, and
@@ -137,7 +141,7 @@ class RunIndex:
     def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]]]:
         """What the index says; nothing if there is none, or it cannot be used."""
         try:
-            with self._lock:
+            with self.lock:
                 content = self._control.store.read(INDEX)
             found = json.loads(content)
             if found["version"] != _VERSION:
@@ -176,7 +180,7 @@ class RunIndex:
             "metrics": {file: encode_metadata(values) for file, values in listing.metrics.items()},
         }
         try:
-            with self._lock:
+            with self.lock:
                 self._control.store.replace(INDEX, json.dumps(document).encode())
         except ConflictError:
             raise  # another program has taken over the run
@@ -354,3 +358,13 @@ def _moment(text: Any) -> datetime.datetime | None:
         moment = datetime.datetime.fromisoformat(text)
         return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
     return None
+
+
+def _renew_locks() -> None:
+    """In a forked child: the thread that held a lock is not there."""
+    for index in tuple(_all):
+        index.lock = threading.RLock()
+
+
+_all: weakref.WeakSet[RunIndex] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_renew_locks)

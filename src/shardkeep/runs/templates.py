@@ -165,7 +165,7 @@ def _strongly_typed(leaf: Any) -> Any:
     return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=leaf.dtype)
 
 
-def _without_weak_type(value: Any) -> Any:
+def _without_weak_type(value: object) -> object:
     """The same for what may be no array."""
     if not isinstance(value, jax.Array) or _is_key(value.dtype) or not value.weak_type:
         return value
