@@ -3,13 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from shardkeep.errors import RemapError
-from shardkeep.model.arrays import DType, kind_of
+from shardkeep.model.arrays import DType, kind_of, limits_of
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.tree import Path, name_leaf
 from shardkeep.remap.expressions import Expression, Shape, StoredSource, Unsized
@@ -130,7 +129,7 @@ def check_fill(rule: object, path: Path, dtype: DType, fill: float) -> None:
     elif math.isnan(fill):
         same = value != value
     else:
-        limits = cast("np.finfo[np.floating[Any]]", ml_dtypes.finfo(dtype))
+        limits = limits_of(dtype)
         same = float(limits.min) <= fill <= float(limits.max)
     if not same:
         raise refuse(rule, name_leaf(path), problem)
