@@ -148,8 +148,9 @@ def _databases(store: Store, directory: str, names: Collection[str], depth: int 
     if DATABASE in names:
         yield directory
     for name in names if depth < _DEEPEST else ():
-        if not (name.startswith((".", _PROCESS)) or (name == _DATA and DATABASE in names)):
-            below = _join(directory, name)
+        below = _join(directory, name)
+        is_data = name == _DATA and DATABASE in names and store.size(_join(below, DATABASE)) is None
+        if not is_data and not name.startswith((".", _PROCESS)):
             yield from _databases(store, below, store.children(below), depth + 1)
 
 
