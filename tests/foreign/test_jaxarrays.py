@@ -135,3 +135,12 @@ def test_one_array_in_two_databases_is_refused(tmp_path: Path) -> None:
     layout.write(tmp_path / "c" / "model", "w", np.zeros(2, np.float32))
     with pytest.raises(shardkeep.IntegrityError, match="are two arrays with one name"):
         shardkeep.load(tmp_path / "c")
+
+
+def test_links_from_a_directory_to_itself_have_an_end(tmp_path: Path) -> None:
+    Layout("zarr3", True, sharded=False, strict=False, compressed=False).write(tmp_path / "c", "w", np.ones(2))
+    (tmp_path / "c" / "x").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "c" / "x" / name).symlink_to(tmp_path / "c" / "x")
+    with pytest.raises(shardkeep.IntegrityError, match="directories and files below its database"):
+        shardkeep.load(tmp_path / "c")

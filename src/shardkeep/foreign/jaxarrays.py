@@ -32,7 +32,7 @@ _STRUCTURE, _LEAVES = "__jax_pytreedef_repr", "__jax_leaf_ids"
 _ARRAY = re.compile(r"Array\(.*\)", re.DOTALL)  # what `pytreedef.json` calls a leaf that is stored
 _NONE = "null"  # and one that is None
 _DATA, _PROCESS = "d", "ocdbt.process_"  # directories of a database, and of what its processes wrote
-_DEEPEST = 20  # levels of directories below a database; links from one to itself would never end
+_MOST = 10_000  # names below a database; with links from a directory to itself there is no end
 
 
 class JaxReader:
@@ -123,7 +123,7 @@ def _database(store: Store, names: Collection[str]) -> Manifest:
 
     JAX puts an array into a database in the directory above its name, so a tree with several levels has several.
     """
-    cabinets = [Cabinet.at(store, directory) for directory in _databases(store, "", names)]
+    cabinets = [Cabinet.at(store, directory) for directory in _databases(store, names)]
     found: dict[Path, Chunks] = {}
     for cabinet in cabinets:
         above = tuple(cabinet.directory.split("/")) if cabinet.directory else ()
@@ -143,15 +143,20 @@ def _database(store: Store, names: Collection[str]) -> Manifest:
     return _manifest(store, skeleton, stored, files, documents, identity, described)
 
 
-def _databases(store: Store, directory: str, names: Collection[str], depth: int = 0) -> Iterator[str]:
-    """The directories with databases, from one on. What is in the directories of a database itself is not looked at."""
-    if DATABASE in names:
-        yield directory
-    for name in names if depth < _DEEPEST else ():
-        below = _join(directory, name)
-        is_data = name == _DATA and DATABASE in names and store.size(_join(below, DATABASE)) is None
-        if not is_data and not name.startswith((".", _PROCESS)):
-            yield from _databases(store, below, store.children(below), depth + 1)
+def _databases(store: Store, names: Collection[str]) -> list[str]:
+    """The directories with databases. What is in the directories of a database itself is not looked at."""
+    found: list[str] = []
+    pending = [("", names)]
+    for directory, inside in pending:  # which grows
+        if len(pending) > _MOST:
+            raise IntegrityError(f"{store.url} has more than {_MOST:,} directories and files below its database")
+        found += [directory] if DATABASE in inside else []
+        for name in inside:
+            below = _join(directory, name)
+            is_data = name == _DATA and DATABASE in inside and store.size(_join(below, DATABASE)) is None
+            if not is_data and name not in (DATABASE, METADATA) and not name.startswith((".", _PROCESS)):
+                pending.append((below, store.children(below)))
+    return found
 
 
 def _join(directory: str, name: str) -> str:
