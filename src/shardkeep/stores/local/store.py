@@ -93,9 +93,7 @@ class LocalStore:
     def open(self, name: str) -> LocalFile:
         """Open a file for reading; `IntegrityError` for a link that leads out, and for anything that could block."""
         path = self.locate(name)
-        linked = "/" in name or os.path.islink(path)
-        if linked and self._confined and not self._is_inside(path):
-            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
+        self._refuse_outside(name, path)
         try:
             file = LocalFile(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -108,6 +106,11 @@ class LocalStore:
             raise IntegrityError(f"{path} is not a regular file", file=path)
         file.size = found.st_size
         return file
+
+    def _refuse_outside(self, name: str, path: str) -> None:
+        linked = "/" in name or os.path.islink(path)
+        if linked and self._confined and not self._is_inside(path):
+            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
 
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed. Each directory is checked once."""
@@ -275,8 +278,11 @@ class LocalStore:
             os.rmdir(self._root)
 
     def children(self, name: str) -> list[str]:
+        path = self.locate(name)
+        if name and name.partition("/")[0] != self.control:
+            self._refuse_outside(name, path)
         try:
-            return sorted(os.listdir(self.locate(name)))
+            return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
