@@ -115,7 +115,7 @@ class LocalStore:
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed. Each directory is checked once."""
         inside = self._holds(os.path.dirname(path))
-        return inside and (not os.path.islink(path) or os.path.realpath(path).startswith(self._real_root))
+        return inside and (not os.path.islink(path) or (os.path.realpath(path) + os.sep).startswith(self._real_root))
 
     def _holds(self, directory: str) -> bool:
         known = self._inside.get(directory)
