@@ -93,7 +93,9 @@ class LocalStore:
     def open(self, name: str) -> LocalFile:
         """Open a file for reading; `IntegrityError` for a link that leads out, and for anything that could block."""
         path = self.locate(name)
-        self._refuse_outside(name, path)
+        linked = "/" in name or os.path.islink(path)
+        if linked and self._confined and not self._is_inside(path):
+            raise _leads_out(path, self._root)
         try:
             file = LocalFile(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -106,11 +108,6 @@ class LocalStore:
             raise IntegrityError(f"{path} is not a regular file", file=path)
         file.size = found.st_size
         return file
-
-    def _refuse_outside(self, name: str, path: str) -> None:
-        linked = "/" in name or os.path.islink(path)
-        if linked and self._confined and not self._is_inside(path):
-            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
 
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed. Each directory is checked once."""
@@ -279,8 +276,9 @@ class LocalStore:
 
     def children(self, name: str) -> list[str]:
         path = self.locate(name)
-        if name and name.partition("/")[0] != self.control:
-            self._refuse_outside(name, path)
+        linked = name.partition("/")[0] != self.control and ("/" in name or (name and os.path.islink(path)))
+        if linked and self._confined and not self._is_inside(path):
+            raise _leads_out(path, self._root)
         try:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -382,3 +380,7 @@ def _copy(old: str, new: str) -> None:
         while data := os.pread(source.number, _COPIED, at):
             write_at(copy, at, [memoryview(data)])
             at += len(data)
+
+
+def _leads_out(path: str, root: str) -> IntegrityError:
+    return IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {root}", file=path)
