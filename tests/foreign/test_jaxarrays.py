@@ -108,3 +108,39 @@ def test_arrays_of_its_checkpoint_manager_are_loaded(tmp_path: Path) -> None:
     assert_same(found["w"], arrays[1])
     assert_same(found["a"], arrays[0])
     assert_same(found["s"], arrays[2])
+
+
+def test_databases_of_several_levels_are_one_tree(tmp_path: Path) -> None:
+    """JAX puts an array into a database in the directory above its name."""
+    arrays = {"step": jnp.int32(7), "model/w": jnp.arange(6.0).reshape(2, 3), "model/d/b": jnp.ones(4)}
+    arrays["opt/mu/0"] = jnp.zeros((2, 2))
+    manager = serialization.GlobalAsyncCheckpointManager()
+    specs = [serialization.get_tensorstore_spec(str(tmp_path / "c" / key), ocdbt=True) for key in arrays]
+    manager.serialize(list(arrays.values()), specs)
+    manager.wait_until_finished()
+    assert len(list(tmp_path.rglob("manifest.ocdbt"))) == 4
+    expected = {"step": arrays["step"], "model": {"w": arrays["model/w"], "d": {"b": arrays["model/d/b"]}}}
+    assert_same(shardkeep.load(tmp_path / "c"), {**expected, "opt": {"mu": {"0": arrays["opt/mu/0"]}}})
+    assert shardkeep.inspect(tmp_path / "c").source == "jax"
+    assert shardkeep.verify(tmp_path / "c").ok
+    manifest = tmp_path / "c" / "model" / "d" / "manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    with pytest.raises(shardkeep.IntegrityError, match="model/d/manifest.ocdbt"):
+        shardkeep.load(tmp_path / "c")
+
+
+def test_one_array_in_two_databases_is_refused(tmp_path: Path) -> None:
+    layout = Layout("zarr3", True, sharded=False, strict=False, compressed=False)
+    layout.write(tmp_path / "c", "model/w", np.ones(2, np.float32))
+    layout.write(tmp_path / "c" / "model", "w", np.zeros(2, np.float32))
+    with pytest.raises(shardkeep.IntegrityError, match="are two arrays with one name"):
+        shardkeep.load(tmp_path / "c")
+
+
+def test_links_from_a_directory_to_itself_have_an_end(tmp_path: Path) -> None:
+    Layout("zarr3", True, sharded=False, strict=False, compressed=False).write(tmp_path / "c", "w", np.ones(2))
+    (tmp_path / "c" / "x").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "c" / "x" / name).symlink_to(tmp_path / "c" / "x")
+    with pytest.raises(shardkeep.IntegrityError, match="directories and files below its database"):
+        shardkeep.load(tmp_path / "c")

@@ -155,7 +155,7 @@ def test_nothing_outside_the_file_is_read(how: str, tmp_path: Path) -> None:
     (tmp_path / "renamed").write_bytes((tmp_path / "a.weights.h5").read_bytes())
     for name in ("a.weights.h5", "renamed"):
         with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"'w'.*(is a link|has its data in other files)"):
-            shardkeep.load(tmp_path / name)
+            shardkeep.load(tmp_path / name, include="w")
 
 
 def _text(file: Any) -> None:
@@ -199,13 +199,25 @@ def _deep(file: Any) -> None:
         (_opaque, "not numbers of JAX's"),
         (_null, "without a shape"),
         (_plugin, "compressed with HDF5's filter 32015"),
-        (_deep, "more than 50 levels"),
     ],
 )
-def test_what_is_not_read_is_named(write: Any, says: str, tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.weights.h5", "w") as file:
+def test_what_is_not_read_is_named_and_leaves_the_rest_readable(write: Any, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.weights.h5"
+    with h5py.File(path, "w") as file:
+        file["good"] = np.ones(3, np.float32)
         write(file)
-    with pytest.raises(shardkeep.CheckpointNotFoundError, match=rf"a\.weights\.h5: .*{says}"):
+    assert_same(shardkeep.load(path, include="good"), {"good": jnp.ones(3)})
+    assert shardkeep.inspect(path).leaves["w"].kind == "unreadable"
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match=rf"leaf 'w' of .*a\.weights\.h5 cannot .*{says}"):
+        shardkeep.load(path)
+    (problem,) = shardkeep.verify(path).problems
+    assert (problem.leaf, problem.file) == ("w", str(path))
+
+
+def test_groups_without_an_end_are_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.weights.h5", "w") as file:
+        _deep(file)
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"a\.weights\.h5: .*more than 50 levels"):
         shardkeep.load(tmp_path / "a.weights.h5")
 
 

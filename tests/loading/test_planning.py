@@ -82,6 +82,14 @@ def test_a_plan_says_what_is_missing_left_over_and_different_and_what_would_help
     assert (fixed.missing, fixed.problems) == (("new",), ())
 
 
+def test_an_empty_array_lies_where_another_one_begins(tmp_path: Path) -> None:
+    """The bytes of arrays at one place are counted once, and it may have none."""
+    shardkeep.save(tmp_path / "c", {"a": np.ones((0, 3, 2), np.int8), "b": np.ones((4, 2), np.int8), "c": 7})
+    plan = shardkeep.plan_load(tmp_path / "c", remap=remap.copy("b", "d"))
+    assert [leaf.nbytes for leaf in plan.leaves] == [0, 8, 8, 0]
+    assert plan.nbytes == 8
+
+
 def test_arguments_are_those_of_load(saved: Path) -> None:
     with pytest.raises(TypeError, match=r"plan_load\(\) has no argument 'shards'; it takes those of load: template, "):
         shardkeep.plan_load(saved, shards=3)

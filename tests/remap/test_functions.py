@@ -53,6 +53,8 @@ def test_a_function_has_no_json_form() -> None:
         [{"rule": "stack", "pattern": "{i}", "key": "x", "axis": 1.5}],
         [{"rule": "within", "pattern": "a", "rules": 3}],
         [{"rule": "within", "rules": []}],
+        [{"rule": "within", "pattern": "a"}],
+        [{"rule": "within", "pattern": "a", "rules": [], "more": 1}],
         [{"rule": "resize", "pattern": "a", "fill": [1]}],
     ],
 )

@@ -55,6 +55,11 @@ def test_the_inverse_is_as_short_as_the_rule(rules: list[Rule], expected: list[R
     assert len(found) == 1
 
 
+def test_a_name_with_the_text_of_the_index_is_no_index() -> None:
+    found = inverse([remap.rename(r"\{i\}/(.*)", r"x/\1")], {"{i}/a": np.zeros(2), "{i}/b": np.zeros(2)})
+    assert found == [remap.rename("x/(.*)", r"\{i}/\1")]
+
+
 def test_several_rules_are_undone_from_the_last_to_the_first() -> None:
     rules = [
         remap.stack("layers/{i}/(.*)", r"layers/\1"),
@@ -80,6 +85,8 @@ def test_several_rules_are_undone_from_the_last_to_the_first() -> None:
             {f"opt/{m}/{i}": np.zeros(2) for m in ("mu", "nu") for i in (0, 1)},
         ),
         ([remap.rename(r"a\.b", r"x\{i}")], {"a.b": np.zeros(2)}),
+        ([remap.rename("(.*)/{i}", r"\1/n")], {"a/7": np.zeros(2), "b/8": np.zeros(3)}),
+        ([remap.split("(.*)/l{i}", [r"\1/q", r"\1/k"])], {"a/l7": np.zeros(2), "b/l8": np.zeros(4)}),
     ],
 )
 def test_leaves_are_named_one_by_one_where_the_pattern_cannot_be_turned_around(rules: list[Rule], tree: Any) -> None:

@@ -1,11 +1,13 @@
 """What rules do to keys and forms, and what they refuse: with the rule and the leaf, before anything is read."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -129,6 +131,39 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: [None], r"remap must be a list of rules"),
     (lambda: {"a": 1}, r"remap must be a list of rules"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill", "stored"),
+    [
+        ("int4", -8, -8),
+        ("int4", 100, None),
+        ("uint4", -1, None),
+        ("uint4", 1000, None),
+        ("int8", 0.5, None),
+        ("bool", 2, None),
+        ("uint64", 1 << 63, 1 << 63),
+        ("float16", 1e6, None),
+        ("bfloat16", 1e6, 999424.0),
+        ("float8_e4m3fn", 1000, None),
+        ("float8_e4m3fn", math.inf, None),
+        ("float8_e5m2", math.inf, math.inf),
+        ("float8_e8m0fnu", "zeros", None),
+        ("float4_e2m1fn", 100, None),
+        ("float4_e2m1fn", math.nan, None),
+        ("complex64", 1e39, None),
+        ("float32", -1e39, None),
+    ],
+)
+def test_a_fill_is_a_value_of_the_dtype(dtype: str, fill: Any, stored: Any, tmp_path: Path) -> None:
+    """Integers would wrap around, and floats be cut to their range."""
+    shardkeep.save(tmp_path / "c", {"x": np.ones(2).astype(jnp.dtype(dtype))})
+    rule = remap.resize("x", size=3, fill=fill)
+    if stored is None:
+        with pytest.raises(RemapError, match=rf"leaf 'x': .* is no value of {dtype}"):
+            shardkeep.load(tmp_path / "c", remap=rule)
+    else:
+        assert np.asarray(shardkeep.load(tmp_path / "c", remap=rule)["x"])[2].item() == stored
 
 
 @pytest.mark.parametrize(("make", "problem"), BAD)

@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
 
-import ml_dtypes
 import numpy as np
 
 from shardkeep.converting.blocks import Array, runs_of
-from shardkeep.model.arrays import DType, kind_of
+from shardkeep.model.arrays import DType, kind_of, limits_of
 
 _HUGE = 1e8  # absolute values above are flagged: weights and moments of a healthy run are far smaller
 _DENORMALS = 0.01  # the share of denormal values above which an array is flagged
@@ -84,7 +82,7 @@ class Numbers:
         if kind_of(dtype) in ("float", "complex") and dtype.itemsize > 1 and self.finite:
             assert self.minimum is not None
             assert self.maximum is not None
-            if max(abs(self.minimum), abs(self.maximum)) >= min(_HUGE, float(_limits(dtype).max) / 2):
+            if max(abs(self.minimum), abs(self.maximum)) >= min(_HUGE, float(limits_of(dtype).max) / 2):
                 found.append("huge")
             if self.denormal > _DENORMALS * self.count:
                 found.append("denormal")
@@ -122,16 +120,12 @@ def _numbers_of_run(run: Array) -> Numbers:
             exact = _integers(run)[finite]
             found.minimum, found.maximum = int(exact.min()), int(exact.max())
         elif run.dtype.name != "float8_e8m0fnu":  # has no zero and no denormals
-            tiny = float(_limits(run.dtype).smallest_normal)
+            tiny = float(limits_of(run.dtype).smallest_normal)
             found.denormal = int(np.count_nonzero(np.abs(values) < tiny)) - found.zero
         found.mean = float(values.mean())
         apart = values - found.mean
         found.squares = float(np.square(apart, out=apart).sum())  # not np.dot, which starts threads
     return found
-
-
-def _limits(dtype: DType) -> "np.finfo[np.floating[Any]]":
-    return cast("np.finfo[np.floating[Any]]", ml_dtypes.finfo(dtype))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from shardkeep.foreign.recognize import has_our_data
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.manifest import MANIFEST
 from shardkeep.model.values import Json, JsonObject
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import Store, children_inside
 
 ORBAX = ("_CHECKPOINT_METADATA", "_METADATA")  # documents of Orbax: of a checkpoint, and of a tree in it
 _FEW = 32  # directories: more are the checkpoints of a run, or arrays, and not parts of one checkpoint
@@ -55,4 +55,4 @@ def names_below(store: Store, names: Collection[str]) -> list[str]:
     directories = [name for name in names if "." not in name and not name[-1:].isdigit()]
     if len(directories) > _FEW:
         return []
-    return [f"{name}/{below}" for name in directories for below in store.children(name)]
+    return [f"{name}/{below}" for name in directories for below in children_inside(store, name)]

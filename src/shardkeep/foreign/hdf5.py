@@ -86,6 +86,13 @@ class FoundDataset:
     filters: tuple[int, ...] = ()
 
 
+@fast_dataclass
+class UnreadDataset:
+    """An array that holds something that is not read, and why."""
+
+    reason: str
+
+
 class Hdf5:
     """An HDF5 file that is read. Its methods raise `ValueError` for damage, `UnreadableError` for what is not read."""
 
@@ -94,13 +101,14 @@ class Hdf5:
         self._seen: set[int] = set()
         self._named = 0
 
-    def find(self) -> list[tuple[Path, FoundDataset]]:
+    def find(self) -> list[tuple[Path, FoundDataset | UnreadDataset]]:
         """The arrays in the file, with the names of the groups that they are in, and their own."""
         try:
             found = list(self._walk(self._root(), ()))
         except (struct.error, IndexError) as error:
             raise ValueError(f"one of its structures is cut short ({error})") from error
-        if sum(sum(c.length for c in d.chunks) if d.chunk else d.spec.nbytes for _, d in found) > self._window.size:
+        read = [dataset for _, dataset in found if isinstance(dataset, FoundDataset)]
+        if sum(sum(c.length for c in d.chunks) if d.chunk else d.spec.nbytes for d in read) > self._window.size:
             raise ValueError("its arrays overlap")
         return found
 
@@ -141,7 +149,7 @@ class Hdf5:
             raise UnreadableError("it has a user block, or addresses of another width than 8 bytes")
         return root
 
-    def _walk(self, header: int, path: Path) -> Iterator[tuple[Path, FoundDataset]]:
+    def _walk(self, header: int, path: Path) -> Iterator[tuple[Path, FoundDataset | UnreadDataset]]:
         """The arrays below a group, or the array that has this header."""
         self._visit(header)
         messages = self._messages(header)
@@ -151,7 +159,7 @@ class Hdf5:
                 self._named += sum(map(len, path))
                 if self._named > _MOST_NAMED:
                     raise UnreadableError(f"the paths of its arrays have more than {_MOST_NAMED:,} characters")
-                yield path, self._dataset(header, messages)
+                yield path, self._found(header, messages)
                 return
             children = list(self._children(messages))
         except ValueError as error:
@@ -249,6 +257,13 @@ class Hdf5:
             if cached == 2 or header == NOWHERE:
                 raise UnreadableError(f"{name!r} is a link, perhaps to another file; links are not followed")
             yield name, header
+
+    def _found(self, header: int, messages: Sequence[Message]) -> FoundDataset | UnreadDataset:
+        """The array that a header describes. What one array holds does not keep the others from being read."""
+        try:
+            return self._dataset(header, messages)
+        except UnreadableError as error:
+            return UnreadDataset(str(error))
 
     def _dataset(self, header: int, messages: Sequence[Message]) -> FoundDataset:
         """The array that a header describes, if everything about it is such that it can be read."""

@@ -20,7 +20,7 @@ from shardkeep.model.digests import digest
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.nodes import LEAF, Child, Node
-from shardkeep.model.tree import Skeleton, flatten, nest
+from shardkeep.model.tree import Path, Skeleton, flatten, nest
 from shardkeep.model.values import JsonObject
 from shardkeep.stores.base import Store
 
@@ -31,6 +31,8 @@ KIND = "jax chunks"  # of its arrays in manifests: one that is not stored has th
 _STRUCTURE, _LEAVES = "__jax_pytreedef_repr", "__jax_leaf_ids"
 _ARRAY = re.compile(r"Array\(.*\)", re.DOTALL)  # what `pytreedef.json` calls a leaf that is stored
 _NONE = "null"  # and one that is None
+_DATA, _PROCESS = "d", "ocdbt.process_"  # directories of a database, and of what its processes wrote
+_MOST = 10_000  # names below a database; with links from a directory to itself there is no end
 
 
 class JaxReader:
@@ -117,16 +119,48 @@ def _without(node: Child, stored: Iterator[bool], where: str) -> Child:
 
 
 def _database(store: Store, names: Collection[str]) -> Manifest:
-    """Arrays in a database, whose keys are the structure."""
-    cabinet = Cabinet.at(store, "")
-    found = {tuple(name.split("/")): name for name in cabinet.arrays()}
+    """Arrays in databases, whose keys are the structure: in one, and in those of directories below it.
+
+    JAX puts an array into a database in the directory above its name, so a tree with several levels has several.
+    """
+    cabinets = [Cabinet.at(store, directory) for directory in _databases(store, names)]
+    found: dict[Path, Chunks] = {}
+    for cabinet in cabinets:
+        above = tuple(cabinet.directory.split("/")) if cabinet.directory else ()
+        for name in cabinet.arrays():
+            path = (*above, *name.split("/"))
+            if path in found:
+                where = found[path].where
+                raise IntegrityError(f"{cabinet.locate(name)} and {where} are two arrays with one name", file=where)
+            found[path] = Chunks(cabinet, name)
     skeleton, leaves = flatten(nest(list(found.items())))
     files = ArrayFiles()
-    stored = [describe_array(Chunks(cabinet, leaf.value), leaf.path, files, KIND) for leaf in leaves]
-    assert cabinet.database is not None
-    documents = [*sorted(cabinet.database.files), *([METADATA] if METADATA in names else [])]
+    stored = [describe_array(leaf.value, leaf.path, files, KIND) for leaf in leaves]
+    documents = [name for each in cabinets if each.database is not None for name in sorted(each.database.files)]
     described = read_json(store, METADATA) if METADATA in names else None
-    return _manifest(store, skeleton, stored, files, documents, store.read(DATABASE), described)
+    documents += [METADATA] if METADATA in names else []
+    identity = b"".join(store.read(_join(cabinet.directory, DATABASE)) for cabinet in cabinets)
+    return _manifest(store, skeleton, stored, files, documents, identity, described)
+
+
+def _databases(store: Store, names: Collection[str]) -> list[str]:
+    """The directories with databases. What is in the directories of a database itself is not looked at."""
+    found: list[str] = []
+    pending = [("", names)]
+    for directory, inside in pending:  # which grows
+        if len(pending) > _MOST:
+            raise IntegrityError(f"{store.url} has more than {_MOST:,} directories and files below its database")
+        found += [directory] if DATABASE in inside else []
+        for name in inside:
+            below = _join(directory, name)
+            is_data = name == _DATA and DATABASE in inside and store.size(_join(below, DATABASE)) is None
+            if not is_data and name not in (DATABASE, METADATA) and not name.startswith((".", _PROCESS)):
+                pending.append((below, store.children(below)))
+    return found
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
 
 
 def _manifest(

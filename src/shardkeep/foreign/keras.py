@@ -8,9 +8,9 @@ from functools import partial
 from typing import cast
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, damage_of
-from shardkeep.foreign.base import UnreadableError
+from shardkeep.foreign.base import UnreadableArray, UnreadableError, unreadable
 from shardkeep.foreign.flat import After, native, read_region
-from shardkeep.foreign.hdf5 import MAGIC, FoundDataset, Hdf5, read_chunks
+from shardkeep.foreign.hdf5 import MAGIC, FoundDataset, Hdf5, UnreadDataset, read_chunks
 from shardkeep.foreign.windows import FileWindow, opened
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipEntry, read_directory
 from shardkeep.model.arrays import Array, ArraySpec, Region
@@ -57,7 +57,7 @@ class KerasReader:
         """Read the whole file, which has a CRC in an archive, and compare the checksums of chunks."""
         (file,) = tree.files
         arrays = [leaf for leaf in tree.arrays if isinstance(leaf.origin, ForeignArray)]
-        return [partial(_check_file, store, file), *(partial(_check_array, store, leaf) for leaf in arrays)]
+        return [partial(_check_file, store, file), *(partial(_check_array, store, leaf, file.name) for leaf in arrays)]
 
 
 def _check_file(store: Store, file: DataFile, progress: Progress) -> None:
@@ -70,8 +70,11 @@ def _check_file(store: Store, file: DataFile, progress: Progress) -> None:
     progress(file.size)
 
 
-def _check_array(store: Store, leaf: StoredArray, progress: Progress) -> None:
-    KerasArray(store, leaf).check()
+def _check_array(store: Store, leaf: StoredArray, file: str, progress: Progress) -> None:
+    try:
+        (KerasArray if leaf.unreadable is None else UnreadableArray)(store, leaf).check()
+    except CheckpointNotFoundError as error:
+        raise damage_of(error, leaf.key, store.locate(file)) from error
 
 
 def _weights(file: StoredFile, name: str) -> EntryBytes:
@@ -86,7 +89,7 @@ def _weights(file: StoredFile, name: str) -> EntryBytes:
     return EntryBytes(file, entries[_INSIDE])
 
 
-def _tree(found: Sequence[tuple[Path, FoundDataset]], file: DataFile, start: int) -> Tree:
+def _tree(found: Sequence[tuple[Path, FoundDataset | UnreadDataset]], file: DataFile, start: int) -> Tree:
     """The tree of some arrays: nested dicts of their names. `start` is where the HDF5 file begins in the file."""
     root: dict[str, object] = {}
     for names, dataset in found:
@@ -95,12 +98,16 @@ def _tree(found: Sequence[tuple[Path, FoundDataset]], file: DataFile, start: int
             inside = cast("dict[str, object]", inside.setdefault(group, {}))
         inside[names[-1]] = dataset
     skeleton, leaves = flatten(root)
-    stored = tuple(_leaf(cast(FoundDataset, leaf.value), leaf.path, file.name, start) for leaf in leaves)
+    stored = tuple(
+        _leaf(cast(FoundDataset | UnreadDataset, leaf.value), leaf.path, file.name, start) for leaf in leaves
+    )
     identity = digest(repr((file.size, found)).encode())
     return Tree(identity, "foreign", skeleton, stored, (file,), {}, created="")
 
 
-def _leaf(found: FoundDataset, path: Path, name: str, start: int) -> StoredArray:
+def _leaf(found: FoundDataset | UnreadDataset, path: Path, name: str, start: int) -> StoredArray:
+    if isinstance(found, UnreadDataset):
+        return unreadable(path, name, found.reason)
     spec = _native(found.spec)
     if found.chunk is not None or found.spec != spec:
         return StoredArray(path, spec, (), ForeignArray(f"{name}@{found.header}", KerasReader.kind))

@@ -223,6 +223,8 @@ def _nbytes(needed: Needed) -> int:
     """The bytes that are read for regions, each block once."""
     together: dict[Path, tuple[StoredArray, list[Region]]] = {}
     for leaf, regions in needed:
+        if not leaf.nbytes:
+            continue  # it begins where the next array does
         source = (leaf.pieces[0].file, leaf.pieces[0].offset) if leaf.pieces else leaf.path
         together.setdefault(tuple(map(str, source)), (leaf, []))[1].extend(regions)
     total = 0

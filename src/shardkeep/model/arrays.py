@@ -105,6 +105,11 @@ def kind_of(dtype: DType) -> str:
     return {"f": "float", "i": "int", "u": "int", "c": "complex", "b": "bool"}.get(dtype.kind, "other")
 
 
+def limits_of(dtype: DType) -> "np.finfo[np.floating[Any]]":
+    """The limits of a float or complex dtype, those of `ml_dtypes` included."""
+    return cast("np.finfo[np.floating[Any]]", ml_dtypes.finfo(dtype))
+
+
 WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))  # JAX needs x64 for them
 
 

@@ -267,6 +267,7 @@ _MAKERS: dict[str, Callable[..., Rule]] = {
     "transpose": transpose,
     "reshape": reshape,
     "resize": resize,
+    "within": within,
 }
 
 
@@ -293,11 +294,11 @@ def from_json(data: object) -> list[Rule]:
 def _rule_from_json(data: object) -> Rule:
     fields = dict(cast("dict[str, object]", data)) if isinstance(data, dict) else {}
     name = fields.pop("rule", None)
-    if name == "within":
-        return within(cast(str, fields.get("pattern")), from_json(fields.get("rules")))
+    if name == "within" and "rules" in fields:
+        fields["rules"] = from_json(fields["rules"])
     maker = _MAKERS.get(name) if isinstance(name, str) else None
     if maker is None:
-        raise RemapError(f'{data!r:.200} is no rule: "rule" must be one of {", ".join(_MAKERS)}, within')
+        raise RemapError(f'{data!r:.200} is no rule: "rule" must be one of {", ".join(_MAKERS)}')
     try:
         return maker(**fields)
     except TypeError as error:

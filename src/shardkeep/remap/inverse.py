@@ -97,7 +97,10 @@ def _tried(
     """Rules that undo steps, in the shortest form that makes each leaf of what its own step alone is undone to."""
     undoing = [_undo(done.rule, step, now, changes) for step in steps]
     single = [rule for rules in undoing for rule in rules]
-    short = [_below(done.below, rule) for rule in _short(done.rule, steps, single)]
+    try:
+        short = [_below(done.below, rule) for rule in _short(done.rule, steps, single)]
+    except RemapError:  # a key that would need the index or a group that the pattern has lost
+        short = []
     wanted = dict(before)
     for step, rules in zip(steps, undoing, strict=True):
         alone = _after(rules, {path: now[path] for path, _ in step.gives}) or {}

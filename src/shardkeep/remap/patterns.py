@@ -178,6 +178,10 @@ def _pieces(pattern: str) -> list[tuple[str, str]] | None:
         if piece is None:
             return None
         kind = piece.lastgroup or "text"
-        found.append(("text" if kind == "escaped" else kind, piece[kind]))
+        text, kind = piece[kind], "text" if kind == "escaped" else kind
+        if kind == "text" and found and found[-1][0] == "text":  # together: `{`, `i` and `}` are not an index
+            found[-1] = kind, found[-1][1] + text
+        else:
+            found.append((kind, text))
         position = piece.end()
     return found

@@ -38,6 +38,7 @@ from shardkeep.remap.steps import (
     Replacement,
     array_of,
     axis_of,
+    check_fill,
     matches,
     new_path,
     pattern_of,
@@ -331,19 +332,10 @@ class Resize(OnEach):
         axis = axis_of(self, path, self.axis, len(array.shape))
         fill = {"zeros": 0, "keep": None}.get(self.fill) if isinstance(self.fill, str) else self.fill
         if fill is not None:
-            self._check_fill(path, array, fill)
+            check_fill(self, path, array.dtype, fill)
         if self.size is None:
             return Unsized(array, axis, fill)
         return resized(array, axis, self.size, fill)
-
-    def _check_fill(self, path: Path, array: Expression, fill: float) -> None:
-        try:
-            with np.errstate(all="ignore"):
-                stored = np.array(fill).astype(array.dtype) if fill != fill else np.array(fill, array.dtype)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise refuse(self, name_leaf(path), f"{fill!r} is no value of {array.dtype.name}: {error}") from None
-        if array.dtype.kind in "iub" and stored != fill:
-            raise refuse(self, name_leaf(path), f"{fill!r} is no value of {array.dtype.name}")
 
 
 @dataclass(frozen=True, repr=False)

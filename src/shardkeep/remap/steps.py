@@ -1,10 +1,14 @@
 """What one rule does to one group of leaves, and the checks that rules share. Trees are leaves by path here."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from shardkeep.errors import RemapError
+from shardkeep.model.arrays import DType, kind_of, limits_of
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.tree import Path, name_leaf
 from shardkeep.remap.expressions import Expression, Shape, StoredSource, Unsized
@@ -107,6 +111,28 @@ def axis_of(rule: object, path: Path, axis: int, rank: int) -> int:
     if not -rank <= axis < rank:
         raise refuse(rule, name_leaf(path), f"axis {axis} is out of range for an array of {rank} dimensions")
     return axis % rank
+
+
+def check_fill(rule: object, path: Path, dtype: DType, fill: float) -> None:
+    """`RemapError` if a dtype does not have a number. Floats may be rounded to it, but not cut to their range."""
+    problem = f"{fill!r} is no value of {dtype.name}"
+    try:
+        with np.errstate(all="ignore"):
+            stored = np.array(fill).astype(dtype) if math.isnan(fill) else np.array(fill, dtype)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise refuse(rule, name_leaf(path), f"{problem}: {error}") from None
+    kind, value = kind_of(dtype), stored.item()
+    if kind == "other":
+        return
+    if kind not in ("float", "complex") or math.isinf(fill):  # not all floats have an infinity
+        same = value == fill
+    elif math.isnan(fill):
+        same = value != value
+    else:
+        limits = limits_of(dtype)
+        same = float(limits.min) <= fill <= float(limits.max)
+    if not same:
+        raise refuse(rule, name_leaf(path), problem)
 
 
 def form_of(entry: Entry) -> tuple[Shape, str]:

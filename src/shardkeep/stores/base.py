@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
+from shardkeep.errors import IntegrityError
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.scopes import Scope
 
@@ -185,7 +186,7 @@ class Files(Protocol):
         ...
 
     def children(self, name: str) -> list[str]:
-        """The names in a directory; empty if there is none."""
+        """The names in a directory; empty if there is none. `IntegrityError` for a link that leads out."""
         ...
 
     def entries(self) -> tuple[list[str], list[str]]:
@@ -256,6 +257,14 @@ class EditableStore(Store, Protocol):
         Neither the file nor what was called `new` is ever written to.
         """
         ...
+
+
+def children_inside(store: Files, name: str) -> list[str]:
+    """The names in a directory; empty if it is not in the place, but behind a link that leads out."""
+    try:
+        return store.children(name)
+    except IntegrityError:
+        return []
 
 
 def is_editable(store: Store) -> TypeGuard[EditableStore]:

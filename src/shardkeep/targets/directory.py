@@ -23,7 +23,7 @@ from shardkeep.model.document import decode_manifest, encode_manifest, is_foreig
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import hashed, own_directory, prefix_directory
 from shardkeep.runtime.collector import collector
-from shardkeep.stores.base import Store
+from shardkeep.stores.base import Store, children_inside
 from shardkeep.targets import publishing
 from shardkeep.targets.base import name_tree
 from shardkeep.targets.publishing import parents
@@ -143,7 +143,9 @@ class Directory:
         """What is in the directory, if it is not a checkpoint that can be read."""
         if not inside:
             return "there is nothing there"
-        deeper = [f"{name}/{below}" for name in inside[:_MOST_LOOKED_INTO] for below in self.store.children(name)]
+        deeper = [
+            f"{name}/{below}" for name in inside[:_MOST_LOOKED_INTO] for below in children_inside(self.store, name)
+        ]
         incomplete = name_incomplete([*inside, *deeper])
         if incomplete is not None:
             return f"the directory holds {incomplete}"

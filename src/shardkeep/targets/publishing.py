@@ -17,7 +17,7 @@ from shardkeep.foreign.registry import COMPANIONS
 from shardkeep.layouts.zarr import ZARRAY, ZGROUP, ZGROUP_BYTES, groups_above
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.runtime.priority import priority
-from shardkeep.stores.base import EditableStore, Store, is_editable
+from shardkeep.stores.base import EditableStore, Store, children_inside, is_editable
 
 log = logging.getLogger("shardkeep")
 
@@ -65,7 +65,7 @@ def _is_replaced(store: Store, name: str, own: Collection[str]) -> bool:
     """Whether a name is free once `own` is removed: taken by one of these files, or by a directory of only these."""
 
     def is_ours(name: str) -> bool:
-        inside = store.children(name)
+        inside = children_inside(store, name)
         return name in own or (bool(inside) and all(is_ours(f"{name}/{child}") for child in inside))
 
     return is_ours(name) or any(parent in own for parent in parents([name]))

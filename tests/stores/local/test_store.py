@@ -602,6 +602,19 @@ def test_nothing_is_written_behind_a_link_that_leads_out(tmp_path: Path) -> None
     assert list(victim.iterdir()) == []
 
 
+def test_nothing_is_listed_behind_a_link_that_leads_out(tmp_path: Path) -> None:
+    (tmp_path / "outside" / "deep").mkdir(parents=True)
+    (tmp_path / "run" / "own").mkdir(parents=True)
+    (tmp_path / "run" / "out").symlink_to(tmp_path / "outside")
+    (tmp_path / "run" / "in").symlink_to(tmp_path / "run")
+    store = LocalStore(str(tmp_path / "run"))
+    for name in ("out", "out/deep"):
+        with pytest.raises(shardkeep.IntegrityError, match=r"is, or is below, a symbolic link that leads out of"):
+            store.children(name)
+    assert (store.children(""), store.children("in"), store.children("own")) == (["in", "out", "own"],) * 2 + ([],)
+    assert LocalStore(str(tmp_path / "run"), confined=False).children("out") == ["deep"]
+
+
 def test_a_record_that_nests_for_ever_counts_for_nothing(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "run", {"w": np.ones(3)})
     saves = tmp_path / "run" / ".shardkeep" / "saves"

@@ -95,7 +95,7 @@ class LocalStore:
         path = self.locate(name)
         linked = "/" in name or os.path.islink(path)
         if linked and self._confined and not self._is_inside(path):
-            raise IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {self._root}", file=path)
+            raise _leads_out(path, self._root)
         try:
             file = LocalFile(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -112,7 +112,7 @@ class LocalStore:
     def _is_inside(self, path: str) -> bool:
         """Whether a path stays below the root when links are followed. Each directory is checked once."""
         inside = self._holds(os.path.dirname(path))
-        return inside and (not os.path.islink(path) or os.path.realpath(path).startswith(self._real_root))
+        return inside and (not os.path.islink(path) or (os.path.realpath(path) + os.sep).startswith(self._real_root))
 
     def _holds(self, directory: str) -> bool:
         known = self._inside.get(directory)
@@ -275,8 +275,12 @@ class LocalStore:
             os.rmdir(self._root)
 
     def children(self, name: str) -> list[str]:
+        path = self.locate(name)
+        linked = name.partition("/")[0] != self.control and ("/" in name or (name and os.path.islink(path)))
+        if linked and self._confined and not self._is_inside(path):
+            raise _leads_out(path, self._root)
         try:
-            return sorted(os.listdir(self.locate(name)))
+            return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -376,3 +380,7 @@ def _copy(old: str, new: str) -> None:
         while data := os.pread(source.number, _COPIED, at):
             write_at(copy, at, [memoryview(data)])
             at += len(data)
+
+
+def _leads_out(path: str, root: str) -> IntegrityError:
+    return IntegrityError(f"{path} is, or is below, a symbolic link that leads out of {root}", file=path)
