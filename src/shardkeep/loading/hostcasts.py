@@ -59,7 +59,8 @@ def cast_before(w: Wanted, request: LoadRequest) -> DType | None:
 
 def sent_to_devices(wanted: Sequence[Wanted], request: LoadRequest) -> dict[int, Wanted]:
     """The leaves, by number, that become arrays on devices that copy them, and not in the memory they are read into."""
-    if all(is_on_cpu(sharding) for sharding in {w.place.sharding for w in wanted}):  # thousands of leaves share a few
+    places = {w.place.sharding for w in wanted if isinstance(w.stored, StoredArray) and not w.as_numpy}
+    if all(map(is_on_cpu, places)):  # thousands of leaves share a few
         return {}
     return {number: w for number, w in enumerate(wanted) if _is_sent(w, request)}
 
