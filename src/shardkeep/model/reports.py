@@ -7,6 +7,26 @@ from shardkeep.errors import counted
 _MOST_SHOWN = 20  # problems
 
 
+class Warmth:
+    """Whether what a process saved is in the page cache, from where the next load gets it without the disk."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the files that this process wrote are in the page cache.
+
+        Args:
+            timeout: The most seconds to wait. None waits as long as it takes.
+
+        Returns:
+            Whether they are. They are not, or no longer, if the timeout is over, if a newer checkpoint took their place
+            or they were deleted, if there is too little memory, if they are not on a local disk or have less than
+            16 MiB, and with `SHARDKEEP_WARM=never`.
+        """
+        return False
+
+
+NOT_WARMED = Warmth()
+
+
 @dataclass(frozen=True, repr=False)
 class SaveReport:
     """What a save wrote, and how long it took.
@@ -19,6 +39,8 @@ class SaveReport:
         phases: The seconds of each phase: snapshot (what blocks the caller of `save_async`), transfer (until the
             last array has arrived from an accelerator; left out if there is none), write, sync and commit.
         share: Bytes that this process wrote, if several processes saved together.
+        warm: After the commit, what this process wrote is read into the page cache, in the background.
+            `warm.wait(timeout)` waits for that, and returns whether it is there.
 
     >>> import numpy as np, shardkeep
     >>> report = shardkeep.save(tmp / "step_1", {"w": np.zeros(1000)})
@@ -32,6 +54,7 @@ class SaveReport:
     seconds: float
     phases: dict[str, float] = field(default_factory=dict[str, float])
     share: int = 0
+    warm: Warmth = field(default=NOT_WARMED, compare=False)
 
     @property
     def gb_per_second(self) -> float:

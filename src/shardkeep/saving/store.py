@@ -29,6 +29,7 @@ from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.multiprocess import agreement_lines, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
+from shardkeep.saving.warming import keep_warm
 from shardkeep.saving.write import NewFiles, write_files
 from shardkeep.stores.location import Location
 from shardkeep.targets.base import Target
@@ -193,7 +194,9 @@ class SaveJob:
         for name, (begin, end) in zip(names, itertools.pairwise(clock), strict=True):
             phases[name] = phases.get(name, 0.0) + end - begin
         seconds = sum(phases.values())
-        return SaveReport(target.where, total[0], total[1], seconds, phases, sum(file.size for file in written))
+        share = sum(file.size for file in written)
+        warm = keep_warm(target.where, target.store, plan.final_names(operation.index), share, total[0])
+        return SaveReport(target.where, total[0], total[1], seconds, phases, share, warm)
 
     def _await_transfers(self, transfers: Transfers) -> float:
         """Wait for the data from accelerators if the call does not; returns for how many seconds.

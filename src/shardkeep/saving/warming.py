@@ -1,0 +1,149 @@
+"""The newest checkpoint in the page cache: a program that is started again on this machine loads it from memory.
+
+A save writes past the page cache and leaves nothing there. Once it is committed, a thread of its own reads what this
+process has written, and the checkpoint before it leaves the cache. Nothing waits for that thread, and it does not keep
+the program alive. It reads for at most half of the time, and stops while saves are running.
+"""
+
+import atexit
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import ClassVar
+
+from shardkeep.config import WARM, read
+from shardkeep.model.reports import NOT_WARMED, Warmth
+from shardkeep.runtime.hostmemory import available_memory
+from shardkeep.runtime.priority import priority
+from shardkeep.runtime.save_queue import QueueEntry
+from shardkeep.runtime.scopes import LOOK, Latch
+from shardkeep.stores.base import Store
+from shardkeep.stores.local.pagecache import bring_in, send_out
+
+log = logging.getLogger("shardkeep")
+
+_LEAST = 16 << 20  # bytes: less is read from the disk within about 10 ms
+_PART = 32 << 20  # bytes read at a time, a multiple of a huge page; then it looks whether a save has begun
+_PLENTY = 4  # times the checkpoint: with less available memory, the program or its data need it more
+_SERIES = 8  # checkpoints that stay warm at once: a program saves a few series side by side, not many
+_SAVING = 0.05  # seconds between two looks whether saves are still running
+
+
+def keep_warm(where: str, store: Store, names: Sequence[str], share: int, nbytes: int) -> Warmth:
+    """Begin to bring files into the page cache, in the background, and the checkpoint before them out of it.
+
+    Args:
+        where: The checkpoint.
+        store: Where it is.
+        names: The files of it that this process wrote.
+        share: Their bytes.
+        nbytes: The bytes of the whole checkpoint.
+    """
+    if share < _LEAST or not store.mappable or read(WARM) == "never":
+        return NOT_WARMED
+    warming = Warming(where, [store.locate(name) for name in names], nbytes)
+    with suppress(RuntimeError):  # the program is ending: no thread can be started
+        warming.start()
+    return warming
+
+
+class Warming(Warmth):
+    """One checkpoint on its way into the page cache, and in it, until the next one of its series is saved.
+
+    Checkpoints whose paths differ in numbers only are a series.
+
+    Attributes:
+        line: Those of this process, the newest last.
+    """
+
+    line: "ClassVar[list[Warming]]" = []
+
+    def __init__(self, where: str, paths: Sequence[str], nbytes: int) -> None:
+        self._where, self._paths, self._nbytes = where, paths, nbytes
+        self._series = re.sub(r"\d+", "0", where)
+        self._before: list[Warming] = []
+        self._over = Latch()  # its checkpoint is no longer the newest, or the program ends
+        self._complete = False
+        self._thread = threading.Thread(target=self._run, name="shardkeep-warm", daemon=True)
+
+    def __reduce__(self) -> tuple[type[Warmth], tuple[()]]:
+        return Warmth, ()  # another process knows nothing of it
+
+    def start(self) -> None:
+        line = self.line
+        self._before = [other for other in line if other._series == self._series] or line[: 1 - _SERIES]
+        line.append(self)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return self._complete
+
+    def stop(self) -> None:
+        """End the thread after the part that it is reading."""
+        self._over.set()
+
+    def _run(self) -> None:
+        priority.lower()
+        while self._before:
+            self._before[-1].leave()
+            with suppress(ValueError):  # another one has removed it
+                self.line.remove(self._before[-1])
+            self._before.pop()
+        try:
+            self._complete = all(map(self._bring_in, self._paths))
+        except FileNotFoundError:
+            log.info("%s was removed before it was in the page cache", self._where)
+        except OSError as error:
+            log.warning("%s cannot be read back: %s", self._where, error)
+        if self._complete:
+            log.info("%s is in the page cache", self._where)
+
+    def leave(self) -> None:
+        """Let its files leave the page cache, as soon as the thread has ended."""
+        self.stop()
+        self.wait()
+        self._complete = False
+        for path in self._paths:
+            send_out(path)
+
+    def _bring_in(self, path: str) -> bool:
+        """Read a file; False if it is given up."""
+        start, pause = 0, 0.0
+        while not self._over.wait(pause):
+            if QueueEntry.line:  # a newer checkpoint may be on its way, and needs the disk
+                pause = _SAVING
+                continue
+            free = available_memory()
+            if free < _PLENTY * self._nbytes:
+                log.info(
+                    "%s is not kept in the page cache: %s bytes of memory are available, and it needs %s times %s",
+                    self._where,
+                    f"{free:,}",
+                    _PLENTY,
+                    f"{self._nbytes:,}",
+                )
+                return False
+            began = time.perf_counter()
+            length = bring_in(path, start, _PART)
+            if length == 0:
+                return True
+            start += length
+            pause = time.perf_counter() - began  # the disk is free for the program's data half of the time
+        return False
+
+
+@atexit.register
+def _end() -> None:
+    for warming in list(Warming.line):
+        warming.stop()
+    for warming in list(Warming.line):
+        warming.wait(LOOK)
+
+
+os.register_at_fork(after_in_child=Warming.line.clear)
