@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from shardkeep import config
-from shardkeep.config import DEBUG, LEASE, MEMORY_BUDGET, PROCESS_DEADLINE, PROCESS_SILENCE, SETTINGS, WARM, Setting, read
+from shardkeep.config import (
+    DEBUG,
+    LEASE,
+    MEMORY_BUDGET,
+    PROCESS_DEADLINE,
+    PROCESS_SILENCE,
+    SETTINGS,
+    WARM,
+    Setting,
+    read,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()

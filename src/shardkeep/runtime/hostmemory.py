@@ -16,6 +16,7 @@ _HUGE = 2 << 20  # bytes: a huge page; smaller memory cannot have one
 _SLAB = 32 << 20  # limits the memory that one array keeps alive when the others of its slab are gone
 ALIGN = 64  # bytes: JAX uses host memory that is aligned so without a copy
 PAGE = 4096  # bytes: what the kernel maps, and what O_DIRECT is aligned to
+_CGROUPS, _OWN_CGROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"  # where all are, and which are those of this process
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -159,7 +160,7 @@ class _Cgroup(NamedTuple):
 def _cgroups() -> Iterator[_Cgroup]:
     """The memory cgroups of this process, of version 1 and 2, from the innermost to the root."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path(_OWN_CGROUPS).read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -170,10 +171,10 @@ def _cgroups() -> Iterator[_Cgroup]:
         for depth in range(len(parts), -1, -1):
             inside = "/".join(parts[:depth])
             if controllers == "":
-                place, pages = f"/sys/fs/cgroup/{inside}", ("inactive_file", "active_file")
+                place, pages = f"{_CGROUPS}/{inside}", ("inactive_file", "active_file")
                 yield _Cgroup(f"{place}/memory.max", f"{place}/memory.current", f"{place}/memory.stat", pages)
             else:
-                place, pages = f"/sys/fs/cgroup/memory/{inside}", ("total_inactive_file", "total_active_file")
+                place, pages = f"{_CGROUPS}/memory/{inside}", ("total_inactive_file", "total_active_file")
                 limit, usage = f"{place}/memory.limit_in_bytes", f"{place}/memory.usage_in_bytes"
                 yield _Cgroup(limit, usage, f"{place}/memory.stat", pages)
 

@@ -16,7 +16,7 @@ from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_
 from shardkeep.layouts.plan import Draft, SavePlan, plan_save
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import check_metadata, encode_metadata
-from shardkeep.model.reports import SaveReport
+from shardkeep.model.reports import NOT_WARMED, SaveReport
 from shardkeep.model.tree import to_json
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import ALONE, Operation
@@ -29,7 +29,7 @@ from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.multiprocess import agreement_lines, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
-from shardkeep.saving.warming import keep_warm
+from shardkeep.saving.warming import LEAST_WARMED, keep_warm
 from shardkeep.saving.write import NewFiles, write_files
 from shardkeep.stores.location import Location
 from shardkeep.targets.base import Target
@@ -195,7 +195,9 @@ class SaveJob:
             phases[name] = phases.get(name, 0.0) + end - begin
         seconds = sum(phases.values())
         share = sum(file.size for file in written)
-        warm = keep_warm(target.where, target.store, plan.final_names(operation.index), share, total[0])
+        warm = NOT_WARMED
+        if share >= LEAST_WARMED:
+            warm = keep_warm(target.where, target.store, plan.final_names(operation.index), total[0])
         return SaveReport(target.where, total[0], total[1], seconds, phases, share, warm)
 
     def _await_transfers(self, transfers: Transfers) -> float:

@@ -26,24 +26,23 @@ from shardkeep.stores.local.pagecache import bring_in, send_out
 
 log = logging.getLogger("shardkeep")
 
-_LEAST = 16 << 20  # bytes: less is read from the disk within about 10 ms
+LEAST_WARMED = 16 << 20  # bytes: less is read from the disk within about 10 ms
 _PART = 32 << 20  # bytes read at a time, a multiple of a huge page; then it looks whether a save has begun
 _PLENTY = 4  # times the checkpoint: with less available memory, the program or its data need it more
 _SERIES = 8  # checkpoints that stay warm at once: a program saves a few series side by side, not many
 _SAVING = 0.05  # seconds between two looks whether saves are still running
 
 
-def keep_warm(where: str, store: Store, names: Sequence[str], share: int, nbytes: int) -> Warmth:
+def keep_warm(where: str, store: Store, names: Sequence[str], nbytes: int) -> Warmth:
     """Begin to bring files into the page cache, in the background, and the checkpoint before them out of it.
 
     Args:
         where: The checkpoint.
         store: Where it is.
-        names: The files of it that this process wrote.
-        share: Their bytes.
+        names: The files of it that this process wrote, with `LEAST_WARMED` bytes or more.
         nbytes: The bytes of the whole checkpoint.
     """
-    if share < _LEAST or not store.mappable or read(WARM) == "never":
+    if not store.mappable or read(WARM) == "never":
         return NOT_WARMED
     warming = Warming(where, [store.locate(name) for name in names], nbytes)
     with suppress(RuntimeError):  # the program is ending: no thread can be started
