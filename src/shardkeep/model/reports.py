@@ -39,8 +39,6 @@ class SaveReport:
         phases: The seconds of each phase: snapshot (what blocks the caller of `save_async`), transfer (until the
             last array has arrived from an accelerator; left out if there is none), write, sync and commit.
         share: Bytes that this process wrote, if several processes saved together.
-        warm: After the commit, what this process wrote is read into the page cache, in the background.
-            `warm.wait(timeout)` waits for that, and returns whether it is there.
 
     >>> import numpy as np, shardkeep
     >>> report = shardkeep.save(tmp / "step_1", {"w": np.zeros(1000)})
@@ -54,12 +52,19 @@ class SaveReport:
     seconds: float
     phases: dict[str, float] = field(default_factory=dict[str, float])
     share: int = 0
-    warm: Warmth = field(default=NOT_WARMED, compare=False)
 
     @property
     def gb_per_second(self) -> float:
         """Gigabytes written per second, all phases included."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def warm(self) -> Warmth:
+        """What this process wrote is read into the page cache after the commit, in the background.
+
+        `warm.wait(timeout)` waits for that, and returns whether it is there.
+        """
+        return self.__dict__.get("_warm", NOT_WARMED)
 
     def __str__(self) -> str:
         steps = [f"{name} {seconds:.3f} s" for name, seconds in self.phases.items()]
@@ -69,6 +74,12 @@ class SaveReport:
 
     def __repr__(self) -> str:
         return f"<SaveReport {self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, {self.seconds:.3f} s>"
+
+
+def with_warmth(report: SaveReport, warm: Warmth) -> SaveReport:
+    """The report, which then knows about the page cache. That is no field: `dataclasses.asdict` gives plain values."""
+    object.__setattr__(report, "_warm", warm)
+    return report
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,7 +16,7 @@ from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_
 from shardkeep.layouts.plan import Draft, SavePlan, plan_save
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import check_metadata, encode_metadata
-from shardkeep.model.reports import NOT_WARMED, SaveReport
+from shardkeep.model.reports import SaveReport, with_warmth
 from shardkeep.model.tree import to_json
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import ALONE, Operation
@@ -195,10 +195,10 @@ class SaveJob:
             phases[name] = phases.get(name, 0.0) + end - begin
         seconds = sum(phases.values())
         share = sum(file.size for file in written)
-        warm = NOT_WARMED
-        if share >= LEAST_WARMED:
-            warm = keep_warm(target.where, target.store, plan.final_names(operation.index), total[0])
-        return SaveReport(target.where, total[0], total[1], seconds, phases, share, warm)
+        report = SaveReport(target.where, total[0], total[1], seconds, phases, share)
+        if share < LEAST_WARMED:
+            return report
+        return with_warmth(report, keep_warm(target.where, target.store, plan.final_names(operation.index), total[0]))
 
     def _await_transfers(self, transfers: Transfers) -> float:
         """Wait for the data from accelerators if the call does not; returns for how many seconds.

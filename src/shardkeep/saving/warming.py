@@ -6,6 +6,7 @@ the program alive. It reads for at most half of the time, and stops while saves 
 """
 
 import atexit
+import errno
 import logging
 import os
 import re
@@ -98,8 +99,9 @@ class Warming(Warmth):
             self._complete = all(map(self._bring_in, self._paths))
         except FileNotFoundError:
             log.info("%s was removed before it was in the page cache", self._where)
-        except OSError as error:
-            log.warning("%s cannot be read back: %s", self._where, error)
+        except (OSError, EOFError) as error:  # EOFError: it became shorter
+            level = logging.WARNING if getattr(error, "errno", None) == errno.EIO else logging.INFO
+            log.log(level, "%s cannot be read into the page cache: %s", self._where, error)
         if self._complete:
             log.info("%s is in the page cache", self._where)
 

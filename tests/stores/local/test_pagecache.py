@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardkeep.stores.local import mapping
 from shardkeep.stores.local.pagecache import bring_in, send_out
 from support import cached_pages
 
@@ -35,6 +36,12 @@ def test_a_file_is_brought_in_part_by_part_and_sent_out(file: Path) -> None:
     assert cached_pages(file) == PAGES
     send_out(str(file))
     assert cached_pages(file) == 0
+
+
+def test_a_kernel_that_cannot_read_mappings_in(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_POPULATE_READ", 99)  # the kernel refuses it as it refuses all it does not know
+    assert bring_in(str(file), 2 << 20, SIZE) == SIZE - (2 << 20)
+    assert cached_pages(file) >= PAGES - (2 << 20) // mmap.PAGESIZE
 
 
 def test_only_what_is_asked_for_is_read(file: Path) -> None:
