@@ -17,9 +17,10 @@ class Warmth:
             timeout: The most seconds to wait. None waits as long as it takes.
 
         Returns:
-            Whether they are. They are not, or no longer, if the timeout is over, if a newer checkpoint took their place
-            or they were deleted, if there is too little memory, if they are not on a local disk or have less than
-            16 MiB, and with `SHARDKEEP_WARM=never`.
+            Whether all of them were read, and no newer checkpoint has taken their place since. They are not read if
+            they have less than 16 MiB, if they are not on a local disk, if the available memory is less than four times
+            the checkpoint, with `SHARDKEEP_WARM=never`, and if they are deleted first. Later, the kernel may still drop
+            them for something that needs the memory.
         """
         return False
 

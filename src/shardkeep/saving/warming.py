@@ -28,10 +28,11 @@ from shardkeep.stores.local.pagecache import bring_in, send_out
 log = logging.getLogger("shardkeep")
 
 LEAST_WARMED = 16 << 20  # bytes: less is read from the disk within about 10 ms
-_PART = 32 << 20  # bytes read at a time, a multiple of a huge page; then it looks whether a save has begun
+_PART = 32 << 20  # bytes read at a time, a multiple of a huge page: a save that begins waits for no more
+_TURN = 0.005  # seconds of work between two pauses: small files are many
 _PLENTY = 4  # times the checkpoint: with less available memory, the program or its data need it more
 _SERIES = 8  # checkpoints that stay warm at once: a program saves a few series side by side, not many
-_SAVING = 0.05  # seconds between two looks whether saves are still running
+_CALM = 0.3  # seconds that it waits before it begins, and while saves are running: one may follow another at once
 
 
 def keep_warm(where: str, store: Store, names: Sequence[str], nbytes: int) -> Warmth:
@@ -67,6 +68,7 @@ class Warming(Warmth):
         self._series = re.sub(r"\d+", "0", where)
         self._before: list[Warming] = []
         self._over = Latch()  # its checkpoint is no longer the newest, or the program ends
+        self._looked = 0.0  # when it last looked whether to go on
         self._complete = False
         self._thread = threading.Thread(target=self._run, name="shardkeep-warm", daemon=True)
 
@@ -96,6 +98,7 @@ class Warming(Warmth):
                 self.line.remove(self._before[-1])
             self._before.pop()
         try:
+            self._looked = time.perf_counter() - _CALM  # it begins with a pause
             self._complete = all(map(self._bring_in, self._paths))
         except FileNotFoundError:
             log.info("%s was removed before it was in the page cache", self._where)
@@ -115,27 +118,39 @@ class Warming(Warmth):
 
     def _bring_in(self, path: str) -> bool:
         """Read a file; False if it is given up."""
-        start, pause = 0, 0.0
-        while not self._over.wait(pause):
-            if QueueEntry.line:  # a newer checkpoint may be on its way, and needs the disk
-                pause = _SAVING
-                continue
-            free = available_memory()
-            if free < _PLENTY * self._nbytes:
-                log.info(
-                    "%s is not kept in the page cache: %s bytes of memory are available, and it needs %s times %s",
-                    self._where,
-                    f"{free:,}",
-                    _PLENTY,
-                    f"{self._nbytes:,}",
-                )
-                return False
-            began = time.perf_counter()
+        start = 0
+        while self._may_read():
             length = bring_in(path, start, _PART)
-            if length == 0:
+            if length < _PART:
                 return True
             start += length
-            pause = time.perf_counter() - began  # the disk is free for the program's data half of the time
+        return False
+
+    def _may_read(self) -> bool:
+        """Whether to go on. Now and then it waits first, and looks at the memory."""
+        worked = time.perf_counter() - self._looked
+        if worked < _TURN:
+            return True
+        pause = worked  # the disk is free for the program's data half of the time
+        while not self._over.wait(pause):
+            if QueueEntry.line:  # a newer checkpoint may be on its way, and needs the disk
+                pause = _CALM
+                continue
+            self._looked = time.perf_counter()
+            return self._has_room()
+        return False
+
+    def _has_room(self) -> bool:
+        free, needed = available_memory(), _PLENTY * self._nbytes
+        if free >= needed:
+            return True
+        log.info(
+            "%s is not kept in the page cache: %s bytes of memory are available, and it needs %s (%s times its size)",
+            self._where,
+            f"{free:,}",
+            f"{needed:,}",
+            _PLENTY,
+        )
         return False
 
 
