@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import logging
+import mmap
 import os
 import pickle
 import subprocess
@@ -72,7 +73,7 @@ def data_files(path: Path) -> list[Path]:
 def cached(path: Path) -> float:
     """How much of a checkpoint's data is in the page cache, from 0 to 1."""
     files = data_files(path)
-    return sum(map(cached_pages, files)) / sum(-(-file.stat().st_size // 4096) for file in files)
+    return sum(map(cached_pages, files)) / sum(-(-file.stat().st_size // mmap.PAGESIZE) for file in files)
 
 
 @pytest.mark.parametrize("how", ["save", "save_async", "zarr", "exchange", "trees"])
@@ -111,9 +112,9 @@ def test_many_small_files(place: Path) -> None:
     report = shardkeep.save(place / "step_1", tree, format="zarr")
     assert report.files == 160
     assert report.warm.wait(60)
-    files = [file for file in place.rglob("*") if file.is_file() and file.stat().st_size >= 256 << 10]
-    assert len(files) >= 80
-    assert all(cached_pages(file) == -(-file.stat().st_size // 4096) for file in files)
+    files = [file for file in (place / "step_1").rglob("*") if file.stat().st_size == 256 << 10]
+    assert len(files) == 80
+    assert [cached_pages(file) for file in files] == [(256 << 10) // mmap.PAGESIZE] * 80
 
 
 def test_series_side_by_side_stay_and_the_oldest_of_many_leaves(place: Path) -> None:
