@@ -21,6 +21,11 @@ class Warmth:
             they have less than 16 MiB, if they are not on a local disk, if the available memory is less than four times
             the checkpoint, with `SHARDKEEP_WARM=never`, and if they are deleted first. Later, the kernel may still drop
             them for something that needs the memory.
+
+        >>> import numpy as np, shardkeep
+        >>> report = shardkeep.save(tmp / "step_2", {"w": np.zeros(1000)})
+        >>> report.warm.wait()  # it is too small
+        False
         """
         return False
 
