@@ -21,6 +21,7 @@ import shardkeep
 from faults.disks import disk, make_disk, missing
 from faults.tracing import Injected, Point, Tracer, leaks
 from servers.gcs import GCSServer
+from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving.warming import Warming
@@ -143,6 +144,19 @@ def test_it_stops_while_a_save_is_running(place: Path) -> None:
     assert report.warm.wait(60)
 
 
+def test_it_stops_while_a_snapshot_is_taken_and_while_a_load_is_running(place: Path) -> None:
+    """Both hold a part of the memory budget."""
+    claim = Claim(budget, Scope("a load of a test"))
+    claim.take(1, "a load of a test")
+    try:
+        report = shardkeep.save(place / "step_1", TREE)
+        assert not report.warm.wait(1)
+        assert cached(place / "step_1") < 0.05
+    finally:
+        claim.release()
+    assert report.warm.wait(60)
+
+
 def test_a_newer_checkpoint_takes_the_place_of_one_that_is_not_warm_yet(place: Path) -> None:
     with saving():
         first = shardkeep.save(place / "step_1", TREE)
@@ -251,6 +265,7 @@ shardkeep.save_async(sys.argv[1], {"w": np.ones(8 << 20)})
     assert shardkeep.verify(place / "step_1").ok
     code = """
 import atexit, time
+from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Scope
 scope = Scope("a save that does not end")

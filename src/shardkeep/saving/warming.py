@@ -2,7 +2,7 @@
 
 A save writes past the page cache and leaves nothing there. Once it is committed, a thread of its own reads what this
 process has written, and the checkpoint before it leaves the cache. Nothing waits for that thread, and it does not keep
-the program alive. It reads for at most half of the time, and stops while saves are running.
+the program alive. It reads for at most half of the time, and stops while saves and loads are running.
 """
 
 import atexit
@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from shardkeep.config import WARM, read
 from shardkeep.model.reports import NOT_WARMED, Warmth
+from shardkeep.runtime.budget import budget
 from shardkeep.runtime.hostmemory import available_memory
 from shardkeep.runtime.priority import priority
 from shardkeep.runtime.save_queue import QueueEntry
@@ -28,11 +29,11 @@ from shardkeep.stores.local.pagecache import bring_in, send_out
 log = logging.getLogger("shardkeep")
 
 LEAST_WARMED = 16 << 20  # bytes: less is read from the disk within about 10 ms
-_PART = 32 << 20  # bytes read at a time, a multiple of a huge page: a save that begins waits for no more
+_PART = 16 << 20  # bytes read at a time, a multiple of a huge page: a save that begins meets no more
 _TURN = 0.005  # seconds of work between two pauses: small files are many
 _PLENTY = 4  # times the checkpoint: with less available memory, the program or its data need it more
 _SERIES = 8  # checkpoints that stay warm at once: a program saves a few series side by side, not many
-_CALM = 0.3  # seconds that it waits before it begins, and while saves are running: one may follow another at once
+_CALM = 0.3  # seconds that it waits before it begins, and while others are running: saves may follow at once
 
 
 def keep_warm(where: str, store: Store, names: Sequence[str], nbytes: int) -> Warmth:
@@ -133,7 +134,7 @@ class Warming(Warmth):
             return True
         pause = worked  # the disk is free for the program's data half of the time
         while not self._over.wait(pause):
-            if QueueEntry.line:  # a newer checkpoint may be on its way, and needs the disk
+            if QueueEntry.line or budget.claims:  # a save or a load is running, and needs the disk and the memory
                 pause = _CALM
                 continue
             self._looked = time.perf_counter()
