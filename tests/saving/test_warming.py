@@ -181,6 +181,14 @@ def test_some_are_not_warmed(place: Path, why: str, monkeypatch: pytest.MonkeyPa
     assert not [thread for thread in threading.enumerate() if thread.name == "shardkeep-warm"]
 
 
+def test_a_wrong_setting_is_an_error_and_nothing_is_committed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDKEEP_WARM", "on")
+    for save in (shardkeep.save, lambda *arguments: shardkeep.save_async(*arguments).wait()):
+        with pytest.raises(ValueError, match="SHARDKEEP_WARM must be auto or never, not 'on'"):
+            save(place / "step_1", TREE)
+    assert not shardkeep.exists(place / "step_1")
+
+
 def _memory_group(limit: int) -> Path:
     """A new memory cgroup of the version that is mounted here."""
     base = Path("/sys/fs/cgroup/memory")

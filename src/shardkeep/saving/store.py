@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardkeep.config import WARM, read
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
 from shardkeep.layouts.plan import Draft, SavePlan, plan_save
 from shardkeep.model.manifest import Tree
@@ -158,6 +159,7 @@ class SaveJob:
             if operation.leads and self.late is not None:
                 self.drafts[0].metadata.update(check_metadata(self.late()))
             plan = self._reserve()
+            warms = plan.nbytes >= LEAST_WARMED and read(WARM) != "never"
             priority.yield_to_training()
             written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
             clock.append(time.perf_counter())
@@ -196,7 +198,7 @@ class SaveJob:
         seconds = sum(phases.values())
         share = sum(file.size for file in written)
         report = SaveReport(target.where, total[0], total[1], seconds, phases, share)
-        if share < LEAST_WARMED:
+        if share < LEAST_WARMED or not warms:
             return report
         return with_warmth(report, keep_warm(target.where, target.store, plan.final_names(operation.index), total[0]))
 

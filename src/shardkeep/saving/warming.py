@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from shardkeep.config import WARM, read
 from shardkeep.model.reports import NOT_WARMED, Warmth
 from shardkeep.runtime.budget import budget
 from shardkeep.runtime.hostmemory import available_memory
@@ -45,7 +44,7 @@ def keep_warm(where: str, store: Store, names: Sequence[str], nbytes: int) -> Wa
         names: The files of it that this process wrote, with `LEAST_WARMED` bytes or more.
         nbytes: The bytes of the whole checkpoint.
     """
-    if not store.mappable or read(WARM) == "never":
+    if not store.mappable:
         return NOT_WARMED
     warming = Warming(where, [store.locate(name) for name in names], nbytes)
     with suppress(RuntimeError):  # the program is ending: no thread can be started
