@@ -28,6 +28,7 @@ METRICS = {
     "load": "load, warm",
     "unchecked": "load, unchecked",
     "cold": "load, cold",
+    "resumed": "load of a new process, after a kill",
     "onto (8, 1)": "load onto (8, 1)",
     "onto (4, 2) swapped": "load onto (4, 2), axes swapped",
     "one layer": "load one layer",
@@ -181,7 +182,7 @@ def plot(found: Results) -> None:
 
 
 SHORT = {
-    "b512": ("durable", "stall", "stall, first", "load", "cold", "onto (8, 1)", "one layer"),
+    "b512": ("durable", "stall", "stall, first", "load", "cold", "resumed", "onto (8, 1)", "one layer"),
     "a2048": ("durable", "call", "stall", "stall, first", "load"),
     "c": ("durable", "call", "load"),
     "c-mesh": ("durable", "call", "load"),
@@ -206,6 +207,8 @@ def short_table(medians: Medians, rounds: int, measured_on: str) -> str:
         lines.append(f"| **{WORKLOADS[workload].title}** |" + " |" * len(contenders))
         for metric in metrics:
             values = [medians.get((workload, c, metric)) for c in contenders]
+            if not any(values):
+                continue
             shown = " | ".join("–" if v is None else f"{v * 1e3:,.0f}" for v in values)
             lines.append(f"| {METRICS[metric]} | {shown} |")
     lines += ["", "Where others are ahead:", "", *behind(medians)]

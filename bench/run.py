@@ -7,8 +7,10 @@ Every measurement is made in a fresh process that has saved and loaded a tiny tr
 every contender once, then all again, so that a slow minute of the machine hits all alike; medians are shown. Trees are
 outputs of a jitted function that nothing has looked at. Before a save everything earlier is synced. Before a save or a
 load free memory and the interpreter's objects are touched, as in a program that runs. Warm loads read files that were
-read just before, cold ones files whose pages were dropped. Nothing is deleted between the rounds (creating files soon
-after deleting many is slow on ext4): what a process has written is emptied when it is done, and all goes at the end.
+read just before, cold ones files whose pages were dropped. Resumed loads are the first ones of new processes, two
+seconds after the save; nothing is touched before them (`resume.py`). Nothing is deleted between the rounds (creating
+files soon after deleting many is slow on ext4): what a process has written is emptied when it is done, and all goes at
+the end.
 """
 
 import argparse
@@ -42,6 +44,7 @@ QUICK = {
     "c": ("shardkeep", "Orbax", "safetensors.flax"),
 }
 MEMORY = ("a512", "b512", "f")
+RESUMED = ("a512", "b512")
 LIMITS = {"a512": 512, "b512": 512, "f": 512, "a2048": 2048, "b2048": 2048}
 
 
@@ -99,6 +102,8 @@ def measure(run: Run, plan: dict[str, tuple[str, ...]], rounds: int, done: Calla
                 run.add(workload, "limits", "limits.py", str(LIMITS[workload]), "HERE")
             for contender in contenders:
                 run.add(workload, contender, "worker.py", contender, workload, "HERE", "times")
+                if workload in RESUMED:
+                    run.add(workload, contender, "resume.py", contender, workload, "HERE")
         done(number)
 
 

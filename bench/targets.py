@@ -63,6 +63,10 @@ def rows(found: Medians) -> Iterator[Row]:
         for w in each(("b512", "b2048")):
             for where in ("onto (8, 1)", "onto (4, 2) swapped"):
                 yield Row(f"{w}: {us}: load {where}, × Orbax", ratio(w, (ORBAX, where), (us, where)), 5)
+    for w in each(("a512", "b512")):
+        for peer, least in ((ORBAX, 8), (FLAX, 4)):
+            what = f"{w}: load of a new process after a kill, × {peer}"
+            yield Row(what, ratio(w, (peer, "resumed"), (US, "resumed")), least)
     for w in workloads:
         yield from _memory(w, found.get)
 

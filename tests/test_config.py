@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from shardkeep import config
-from shardkeep.config import DEBUG, LEASE, MEMORY_BUDGET, PROCESS_DEADLINE, PROCESS_SILENCE, SETTINGS, Setting, read
+from shardkeep.config import (
+    DEBUG,
+    LEASE,
+    MEMORY_BUDGET,
+    PROCESS_DEADLINE,
+    PROCESS_SILENCE,
+    SETTINGS,
+    WARM,
+    Setting,
+    read,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
@@ -37,6 +47,7 @@ def test_a_variable_that_is_not_set_means_the_default(setting: Setting[Any], mon
         (PROCESS_SILENCE, "0.5", 0.5),
         (PROCESS_DEADLINE, "1e3", 1000.0),
         (PROCESS_DEADLINE, "inf", float("inf")),
+        (WARM, "never", "never"),
         (DEBUG, "1", True),
         (DEBUG, "", False),
     ],
@@ -54,6 +65,7 @@ def test_a_variable_is_read_at_every_call(
     ("setting", "text"),
     [(MEMORY_BUDGET, text) for text in ("8GB", "1.5", "0", "-1")]
     + [(setting, text) for setting in (LEASE, PROCESS_SILENCE, PROCESS_DEADLINE) for text in ("soon", "", "0", "nan")]
+    + [(WARM, text) for text in ("", "0", "always")]
     + [(LEASE, "inf")],  # nobody would ever take over the lock of a save that died
 )
 def test_what_is_not_allowed_is_refused_by_name(

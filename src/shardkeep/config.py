@@ -69,6 +69,12 @@ def _staging(text: str) -> str:
     return text
 
 
+def _warm(text: str) -> str:
+    if text not in ("auto", "never"):
+        raise ValueError
+    return text
+
+
 MEMORY_BUDGET = Setting[int | None](
     "SHARDKEEP_MEMORY_BUDGET",
     None,
@@ -107,6 +113,14 @@ PROCESS_DEADLINE = Setting(
     "a number of seconds greater than 0",
     "Processes of one job reach the same call within a step, but the first step may compile for minutes.",
 )
+WARM = Setting(
+    "SHARDKEEP_WARM",
+    "auto",
+    _warm,
+    "auto or never",
+    "auto stands for checkpoints on a local disk that fit into the available memory four times: a program that is "
+    "started again then loads from memory, and neither the save nor the program waits for it.",
+)
 DEBUG = Setting(
     "SHARDKEEP_DEBUG",
     False,
@@ -115,4 +129,4 @@ DEBUG = Setting(
     "The message says what to do; the traceback is for whoever looks for a bug in shardkeep.",
 )
 
-SETTINGS = (MEMORY_BUDGET, PINNED_HOST, LEASE, PROCESS_SILENCE, PROCESS_DEADLINE, DEBUG)
+SETTINGS = (MEMORY_BUDGET, PINNED_HOST, LEASE, PROCESS_SILENCE, PROCESS_DEADLINE, WARM, DEBUG)

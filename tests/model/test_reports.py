@@ -1,6 +1,7 @@
 """Reports: what they hold, when they are true, how they read."""
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -68,3 +69,9 @@ def test_reports_cannot_be_changed() -> None:
     for report in (SaveReport("/x", 1, 1, 1.0), VerifyReport("/x", 1, 1, 1.0, 0, ()), Problem(None, "f", "m")):
         with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):
             report.path = "other"  # type: ignore[misc, union-attr]
+
+
+def test_a_report_of_nothing_warm_says_so_at_once() -> None:
+    report = SaveReport("/x", 1, 1, 1.0)
+    assert report.warm.wait() is False
+    assert pickle.loads(pickle.dumps(report)) == report

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import shardkeep
 from faults.sweep import left_overs
 from multiprocess.cluster import Kept
@@ -180,3 +182,33 @@ say(error=error, old=old, new=differences(shardkeep.load(root / "x"), values[2])
     assert said[0]["error"]["kind"] == "ProcessError"
     assert "process 1: KeyboardInterrupt" in said[0]["error"]["message"]
     assert left_overs(tmp_path / "x") == set()
+
+
+def test_each_process_brings_what_it_wrote_into_the_page_cache(pair: Kept, tmp_path: Path) -> None:
+    said = pair.run(
+        """
+from shardkeep.runtime.save_queue import QueueEntry
+from shardkeep.runtime.scopes import Scope
+from support import cached_pages
+w = put(np.arange(10 << 20, dtype=np.float32).reshape(1024, -1), NamedSharding(mesh_over((4, 1)), P("a")))
+running = QueueEntry("elsewhere", Scope("a save"))
+if index == 1:
+    running.enter()  # until it is over, this process reads nothing
+report = shardkeep.save_async(root / "step_1", {"w": w}).wait()
+mine = [report.warm.wait(60 if index == 0 else 0.2)]
+meet(root, "one is warm", index, size)
+pages = sorted(cached_pages(file) / (file.stat().st_size // 4096) for file in root.rglob("*.safetensors"))
+meet(root, "both have looked", index, size)
+running.release()
+mine.append(report.warm.wait(60))
+meet(root, "both are warm", index, size)
+pages += sorted(cached_pages(file) / (file.stat().st_size // 4096) for file in root.rglob("*.safetensors"))
+say(mine=mine, pages=[round(share, 1) for share in pages], share=report.share, nbytes=report.nbytes)
+""",
+        tmp_path,
+    )
+    if said[0]["pages"][0] == 1:
+        pytest.skip("files of this file system do not leave the page cache")
+    assert [process["mine"] for process in said] == [[True, True], [False, True]]
+    assert [process["pages"] for process in said] == [[0, 1, 1, 1]] * 2
+    assert all(16 << 20 < process["share"] < process["nbytes"] for process in said)

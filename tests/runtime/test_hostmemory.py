@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkeep.runtime import hostmemory
 from shardkeep.runtime.hostmemory import Slabs, aligned_empty, available_memory, release_freed
 
 
@@ -69,3 +70,25 @@ def test_available_memory_is_that_of_the_machine_or_the_container() -> None:
     text = Path("/proc/meminfo").read_text()
     total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal"))
     assert 64 << 20 <= available_memory() <= total
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_container_counts_and_its_page_cache_does_not(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files as the kernel writes them; test_warming.py asks a real group of the version that is mounted."""
+    group = tmp_path / ("memory/job/step" if version == 1 else "job/step")
+    group.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    for place, limit in ((group, "max" if version == 2 else "9223372036854771712"), (group.parent, str(1 << 30))):
+        (place / names[0]).write_text(f"{limit}\n")
+        (place / names[1]).write_text(f"{800 << 20}\n")
+        start = "total_" if version == 1 else ""
+        fields = {"inactive_file": 300 << 20, "active_file": 100 << 20, "active_anon": 400 << 20}
+        (place / "memory.stat").write_text("".join(f"{start}{name} {value}\n" for name, value in fields.items()))
+    (tmp_path / "cgroup").write_text("5:cpu:/\n4:memory:/job/step\n0::/\n" if version == 1 else "0::/job/step\n")
+    monkeypatch.setattr(hostmemory, "_CGROUPS", str(tmp_path))
+    monkeypatch.setattr(hostmemory, "_OWN_CGROUPS", str(tmp_path / "cgroup"))
+    assert available_memory() == (1 << 30) - (400 << 20)
+    (group.parent / "memory.stat").unlink()
+    assert available_memory() == (1 << 30) - (800 << 20)

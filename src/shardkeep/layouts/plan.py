@@ -235,6 +235,10 @@ class SavePlan:
         """The files that one of the processes writes."""
         return [file for tree in self.trees for file in tree.files if file.writer == writer]
 
+    def final_names(self, writer: int) -> list[str]:
+        """What the files that one of the processes writes are called once they are committed."""
+        return [tree.document or file.name for tree in self.trees for file in tree.files if file.writer == writer]
+
 
 def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], drafts: Sequence[Draft]) -> SavePlan:
     """What a save of these leaves writes, wherever it goes: each tree in files of its own."""

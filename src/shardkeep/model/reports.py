@@ -7,6 +7,32 @@ from shardkeep.errors import counted
 _MOST_SHOWN = 20  # problems
 
 
+class Warmth:
+    """Whether what a process saved is in the page cache, from where the next load gets it without the disk."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the files that this process wrote are in the page cache.
+
+        Args:
+            timeout: The most seconds to wait. None waits as long as it takes.
+
+        Returns:
+            Whether all of them were read, and no newer checkpoint has taken their place since. They are not read if
+            they have less than 16 MiB, if they are not on a local disk, if the available memory is less than four times
+            the checkpoint, with `SHARDKEEP_WARM=never`, and if they are deleted first. Later, the kernel may still drop
+            them for something that needs the memory.
+
+        >>> import numpy as np, shardkeep
+        >>> report = shardkeep.save(tmp / "step_2", {"w": np.zeros(1000)})
+        >>> report.warm.wait()  # it is too small
+        False
+        """
+        return False
+
+
+NOT_WARMED = Warmth()
+
+
 @dataclass(frozen=True, repr=False)
 class SaveReport:
     """What a save wrote, and how long it took.
@@ -38,6 +64,14 @@ class SaveReport:
         """Gigabytes written per second, all phases included."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
+    @property
+    def warm(self) -> Warmth:
+        """What this process wrote is read into the page cache after the commit, in the background.
+
+        `warm.wait(timeout)` waits for that, and returns whether it is there.
+        """
+        return self.__dict__.get("_warm", NOT_WARMED)
+
     def __str__(self) -> str:
         steps = [f"{name} {seconds:.3f} s" for name, seconds in self.phases.items()]
         details = "; ".join(part for part in (rate_of(self.nbytes, self.seconds), ", ".join(steps)) if part)
@@ -46,6 +80,12 @@ class SaveReport:
 
     def __repr__(self) -> str:
         return f"<SaveReport {self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, {self.seconds:.3f} s>"
+
+
+def with_warmth(report: SaveReport, warm: Warmth) -> SaveReport:
+    """The report, which then knows about the page cache. That is no field: `dataclasses.asdict` gives plain values."""
+    object.__setattr__(report, "_warm", warm)
+    return report
 
 
 @dataclass(frozen=True, repr=False)

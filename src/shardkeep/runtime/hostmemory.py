@@ -3,8 +3,9 @@
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ _HUGE = 2 << 20  # bytes: a huge page; smaller memory cannot have one
 _SLAB = 32 << 20  # limits the memory that one array keeps alive when the others of its slab are gone
 ALIGN = 64  # bytes: JAX uses host memory that is aligned so without a copy
 PAGE = 4096  # bytes: what the kernel maps, and what O_DIRECT is aligned to
+_CGROUPS, _OWN_CGROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"  # where all are, and which are those of this process
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -126,34 +128,55 @@ class Shard:
 
 
 def available_memory() -> int:
-    """The memory in bytes that this process can still use, limited by the machine and by the container."""
+    """The memory in bytes that this process can still use, limited by the machine and by the container.
+
+    The page cache counts as available, as in the kernel's own estimate: it goes when the memory is needed.
+    """
     free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit, used in _cgroup_files():
-        most, now = _number(limit), _number(used)
-        if most is not None and now is not None:
-            free = min(free, max(most - now, 0))
+    for group in _cgroups():
+        most, used = _number(group.limit), _number(group.usage)
+        if most is not None and used is not None:
+            free = min(free, max(most - used + group.cached(), 0))
     return max(free, 64 << 20)
 
 
-def _cgroup_files() -> list[tuple[str, str]]:
-    """The (limit, usage) files of the memory cgroups of this process, from the innermost to the root."""
-    found: list[tuple[str, str]] = []
+class _Cgroup(NamedTuple):
+    """The files of a memory cgroup: its limit, its usage, and its statistics with the names of the cached pages."""
+
+    limit: str
+    usage: str
+    statistics: str
+    pages: tuple[str, str]
+
+    def cached(self) -> int:
+        """The bytes of its page cache, in memory that counts as used."""
+        try:
+            fields = [line.split() for line in Path(self.statistics).read_text().splitlines()]
+        except OSError:
+            return 0
+        return sum(int(value) for name, value in fields if name in self.pages)
+
+
+def _cgroups() -> Iterator[_Cgroup]:
+    """The memory cgroups of this process, of version 1 and 2, from the innermost to the root."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path(_OWN_CGROUPS).read_text().splitlines()
     except OSError:
-        return []
+        return
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base = "/sys/fs/cgroup" if controllers == "" else "/sys/fs/cgroup/memory"
-        names = ("memory.max", "memory.current")
-        names = names if controllers == "" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         parts = [part for part in group.split("/") if part]
         for depth in range(len(parts), -1, -1):
-            place = "/".join([base, *parts[:depth]])
-            found.append((f"{place}/{names[0]}", f"{place}/{names[1]}"))
-    return found
+            inside = "/".join(parts[:depth])
+            if controllers == "":
+                place, pages = f"{_CGROUPS}/{inside}", ("inactive_file", "active_file")
+                yield _Cgroup(f"{place}/memory.max", f"{place}/memory.current", f"{place}/memory.stat", pages)
+            else:
+                place, pages = f"{_CGROUPS}/memory/{inside}", ("total_inactive_file", "total_active_file")
+                limit, usage = f"{place}/memory.limit_in_bytes", f"{place}/memory.usage_in_bytes"
+                yield _Cgroup(limit, usage, f"{place}/memory.stat", pages)
 
 
 def _meminfo(name: str) -> int | None:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardkeep.config import WARM, read
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
 from shardkeep.layouts.plan import Draft, SavePlan, plan_save
 from shardkeep.model.manifest import Tree
 from shardkeep.model.metadata import check_metadata, encode_metadata
-from shardkeep.model.reports import SaveReport
+from shardkeep.model.reports import SaveReport, with_warmth
 from shardkeep.model.tree import to_json
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import ALONE, Operation
@@ -29,6 +30,7 @@ from shardkeep.runtime.scopes import Resource, Scope
 from shardkeep.saving.multiprocess import agreement_lines, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
+from shardkeep.saving.warming import LEAST_WARMED, keep_warm
 from shardkeep.saving.write import NewFiles, write_files
 from shardkeep.stores.location import Location
 from shardkeep.targets.base import Target
@@ -157,6 +159,7 @@ class SaveJob:
             if operation.leads and self.late is not None:
                 self.drafts[0].metadata.update(check_metadata(self.late()))
             plan = self._reserve()
+            warms = plan.nbytes >= LEAST_WARMED and read(WARM) != "never"
             priority.yield_to_training()
             written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
             clock.append(time.perf_counter())
@@ -193,7 +196,11 @@ class SaveJob:
         for name, (begin, end) in zip(names, itertools.pairwise(clock), strict=True):
             phases[name] = phases.get(name, 0.0) + end - begin
         seconds = sum(phases.values())
-        return SaveReport(target.where, total[0], total[1], seconds, phases, sum(file.size for file in written))
+        share = sum(file.size for file in written)
+        report = SaveReport(target.where, total[0], total[1], seconds, phases, share)
+        if share < LEAST_WARMED or not warms:
+            return report
+        return with_warmth(report, keep_warm(target.where, target.store, plan.final_names(operation.index), total[0]))
 
     def _await_transfers(self, transfers: Transfers) -> float:
         """Wait for the data from accelerators if the call does not; returns for how many seconds.

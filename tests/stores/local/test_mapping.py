@@ -84,12 +84,15 @@ def test_files_beyond_what_should_be_mapped_are_read(tmp_path: Path, monkeypatch
     assert_same(loaded, tree)
 
 
-def test_a_large_file_is_not_in_the_page_cache_when_it_is_saved_and_is_after_a_load(tmp_path: Path) -> None:
+def test_a_large_file_is_not_in_the_page_cache_when_it_is_saved_and_is_after_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small pages at the ends of its parts would keep the kernel from reading it in huge ones."""
     path = tmp_path / "run"
     if file_system(str(tmp_path)) not in DIRECT:
         pytest.skip("files are not written past the page cache here")
     state = {f"w{i}": jnp.arange(3_000_001, dtype=jnp.float32) + i for i in range(3)}  # no whole pages
+    monkeypatch.setenv("SHARDKEEP_WARM", "never")
     shardkeep.save(path, state)
     (file,) = path.glob("*.safetensors")
     assert cached_pages(file) == 0
