@@ -430,7 +430,7 @@ def test_an_exception_at_any_line_leaves_nothing_behind(three: list[Group], monk
 def at_line(
     number: int, call: Callable[[], None], then: Callable[[], None], handler: Callable[..., None] | None = None
 ) -> bool:
-    """Make a call and do something before its n-th line in operation.py, group.py or waiting.py; whether it came so far."""
+    """Make a call and do something before its n-th line in these modules; whether it came so far."""
     count = 0
 
     def trace(frame: object, event: str, _: object) -> object:

@@ -39,10 +39,10 @@ Arrived = queue.SimpleQueue[tuple[str, str | Exception]]
 
 
 class Participant(Protocol):
-    """What a process takes part in together with others, until it is over."""
+    """What a process takes part in together with others, until it has ended."""
 
     @property
-    def over(self) -> bool: ...
+    def ended(self) -> bool: ...
 
 
 class Group:
@@ -76,7 +76,7 @@ class Group:
         return f"{ROOT}/{next(self._numbers)}"
 
     def take_part(self, participant: Participant, keys: str) -> None:
-        """Send heartbeats from now on until this is over, or garbage-collected."""
+        """Send heartbeats from now on until this has ended, or is garbage-collected."""
         self._takes_part[keys] = weakref.ref(participant)
         self._wake.put(None)
         self.live()
@@ -226,7 +226,7 @@ class Group:
         """Whether this process takes part in anything."""
         for keys, participant in list(self._takes_part.items()):
             one = participant()
-            if one is not None and not one.over:
+            if one is not None and not one.ended:
                 return True
             self._takes_part.pop(keys, None)
         return False

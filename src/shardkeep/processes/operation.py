@@ -47,7 +47,8 @@ class Operation(AbstractContextManager["Operation", None]):
     ([7], 8)
     """
 
-    over: bool = True  # no other process waits for this one, or hears of its errors
+    over: bool = True  # what is raised here concerns this process only
+    ended: bool = True  # no other process waits for this one, and it waits for none
     _keys: str = ""
 
     def __init__(self, what: str, group: "Group | None" = None) -> None:
@@ -68,7 +69,7 @@ class Operation(AbstractContextManager["Operation", None]):
 
     def _begin(self, group: "Group") -> None:
         """Take the next number and tell the other processes that this one takes part."""
-        self._keys, self.over = group.next_keys(), False
+        self._keys, self.over, self.ended = group.next_keys(), False, False
         while not self.leads and group.was_given_up(self._keys, self.index, self.what):
             self._keys = group.next_keys()
         self._silence, self._deadline = read(PROCESS_SILENCE), read(PROCESS_DEADLINE)
@@ -127,15 +128,23 @@ class Operation(AbstractContextManager["Operation", None]):
                     return as_error(json.loads(text))
         return None
 
+    def hand_over(self) -> None:
+        """Let a thread that has started take part instead of the caller. The thread closes the operation."""
+        self.over = True
+
     def close(self) -> None:
         """Take part no longer: what is raised from now on concerns this process only."""
-        self.over = True
+        self.over = self.ended = True
         if self.leads and self._group is not None:
             self._arrivals.release()  # what others than the leader wait for, it sets
 
     def fail(self, error: BaseException) -> None:
         """Report an error to the other processes: now, or as soon as the service answers again."""
+        self.over = True
+        self._tell(error)
         self.close()
+
+    def _tell(self, error: BaseException) -> None:
         if self._group is None or not self._keys or self._has_failed:
             return
         self._has_failed = True  # the first error is the cause of those that follow
@@ -156,9 +165,8 @@ class Operation(AbstractContextManager["Operation", None]):
         return partial(_raise_alarm, client, self._keys, text)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not self.over:
-            self.fail(error)
-        self.close()
+        if not self.over:
+            self.close() if error is None else self.fail(error)
 
     def __del__(self) -> None:
         # Interrupted before it was entered as a context: the other processes must not wait for it.
@@ -174,6 +182,7 @@ def _raise_alarm(client: Any, keys: str, text: str) -> None:
 
 def _answer_with_error(client: Any, keys: str, shares: int, text: str) -> None:
     """Answer with the leader's error. Its last answer may not have been sent, if the leader was interrupted then."""
+    _raise_alarm(client, keys, text)  # another thread of this process may still take part
     for number in range(max(shares, 1), shares + 2):
         post(client, f"{keys}/said/{number}", f'{{"error": {text}}}')
     set_key(client, f"{keys}/abort", text)

@@ -179,7 +179,7 @@ class _Several:
         self._announcer.start()
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether this process no longer takes part."""
         return self._closing.is_set
 
