@@ -47,7 +47,7 @@ class Operation(AbstractContextManager["Operation", None]):
     ([7], 8)
     """
 
-    over: bool = True  # what is raised here concerns this process only
+    over: bool = True  # what the caller raises concerns this process only; a thread may still take part
     ended: bool = True  # no other process waits for this one, and it waits for none
     _keys: str = ""
 
@@ -127,10 +127,6 @@ class Operation(AbstractContextManager["Operation", None]):
                 if text := self._group.get(f"{self._keys}/{key}"):
                     return as_error(json.loads(text))
         return None
-
-    def hand_over(self) -> None:
-        """Let a thread that has started take part instead of the caller. The thread closes the operation."""
-        self.over = True
 
     def close(self) -> None:
         """Take part no longer: what is raised from now on concerns this process only."""

@@ -260,7 +260,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
         job.entry.enter()
         save = BackgroundSave(target.where)
         save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
-        operation.hand_over()  # from here on, its thread tells the other processes what goes wrong
+        operation.over = True  # from here on, its thread takes part: it tells the other processes what goes wrong
         if job.transfers is not None and job.transfers.in_batches:
             _await_batches(job.transfers)
         return save
