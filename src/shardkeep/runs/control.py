@@ -292,11 +292,9 @@ class WriterLock:
             time.sleep(pause)
             pause = min(pause * 1.5, lease / 10)
 
-    def _seen(self) -> bytes | None:
-        try:
-            return self._store.read(_WRITER)
-        except FileNotFoundError:
-            return None
+    def _seen(self) -> object:
+        """What changes whenever the lock is renewed; None if nobody has it."""
+        return self._store.identity(_WRITER)
 
     def _try(self) -> bool:
         """Take the lock if nobody who is alive holds it."""

@@ -231,6 +231,10 @@ class Coordination(Protocol):
         """Whether the process that made a record is alive, as far as a reader can tell. Changes nothing."""
         ...
 
+    def check_locks(self, name: str) -> None:
+        """Notice if the record of a save that is running on another host looks free from here."""
+        ...
+
     def claim(self, name: str) -> bool:
         """Create `name` exclusively and permanently: True for the one caller that did."""
         ...

@@ -1,16 +1,38 @@
-"""Locks and records in a local directory: files that the kernel unlocks when their process ends."""
+"""Locks and records in a local directory: files that the kernel unlocks when their process ends.
 
+Other hosts may not see that a file is locked, and some file systems have no locks. There a record is also renewed, and
+counts as alive until it was not renewed for a lease; and the lock is, beside, a file that exists while it is held.
+"""
+
+import errno
 import fcntl
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardkeep.config import LEASE, read
 from shardkeep.errors import ConflictError
 from shardkeep.runtime.scopes import Scope, sweep
+from shardkeep.stores.leases import Renewed
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_path, write_at
 
 _locks: "set[LockFile]" = set()  # locked, or about to be
+# What flock raises where there are no locks: Lustre without `-o flock`, NFS without lockd, and others.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+def try_flock(file: Descriptor, operation: int = fcntl.LOCK_EX) -> bool | None:
+    """Lock an open file; False if another program holds the lock, None if the file system has no locks."""
+    try:
+        fcntl.flock(file.number, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
 
 
 @dataclass(eq=False)
@@ -20,6 +42,7 @@ class LockFile:
     path: str
     scope: Scope | None = None
     file: Descriptor | None = None
+    is_lockable: bool = True  # False if the file system was found to have no locks
 
     def open(self, flags: int) -> Descriptor:
         _locks.add(self)
@@ -27,12 +50,11 @@ class LockFile:
         return self.file
 
     def try_lock(self) -> bool:
+        """Lock the file; False if another program has locked it. Nothing is locked where there are no locks."""
         assert self.file is not None
-        try:
-            fcntl.flock(self.file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        locked = try_flock(self.file)
+        self.is_lockable = locked is not None
+        return locked is not False
 
     def refuse_below(self) -> None:
         """`ConflictError` if the lock is held by a call that this one interrupted, and so is never released."""
@@ -43,11 +65,36 @@ class LockFile:
                 "the training loop"
             )
 
+    def wait(self, deadline: float) -> None:
+        """Lock the file; `ConflictError` once the deadline has passed."""
+        pause = 0.001
+        while not self.try_lock():
+            if time.monotonic() > deadline:
+                raise timed_out(self.path)
+            time.sleep(pause)
+            pause = min(pause * 2, 0.1)
+            sweep()  # the holder may be a call in this program whose clean-up was interrupted
+
+    def now(self) -> float:
+        """The time of the file system, by whose clock files are changed."""
+        assert self.file is not None
+        os.utime(self.file.number)
+        return os.fstat(self.file.number).st_mtime
+
     def release(self) -> None:
         if self.file is not None and self.file.is_open:
-            fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
+            with suppress(OSError):  # there may be no locks here
+                fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
             self.file.close()
         _locks.discard(self)
+
+
+def timed_out(path: str) -> ConflictError:
+    """The error of a call that did not get a lock."""
+    return ConflictError(
+        f"timed out waiting for the lock {path}, which another program holds; if that program hangs, end it and try "
+        "again"
+    )
 
 
 def _let_go() -> None:
@@ -61,24 +108,43 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-class LocalHeld(LockFile):
-    """A record file, locked as long as its save is alive."""
+class LocalHeld(LockFile, Renewed):
+    """A record file, locked as long as its save is alive.
+
+    Args:
+        path: The file.
+        renewed: Whether to renew it too. It is always renewed where there are no locks.
+    """
+
+    def __init__(self, path: str, renewed: bool = False) -> None:
+        LockFile.__init__(self, path)
+        Renewed.__init__(self, read(LEASE))
+        self._is_renewed = renewed
 
     def take(self, line: bytes) -> None:
         make_directories(os.path.dirname(self.path))
         file = self.open(os.O_CREAT | os.O_EXCL)
-        fcntl.flock(file.number, fcntl.LOCK_EX)
+        while not self.try_lock():  # somebody looks whether it is alive
+            time.sleep(0.001)
         write_at(file, 0, [memoryview(line + b"\n")])
         os.fsync(file.number)
         sync_path(os.path.dirname(self.path))
+        if self._is_renewed or not self.is_lockable:
+            self.start()
 
-    def take_over(self) -> bool:
-        """Lock the record of a dead save; False if the save is alive or the record is gone."""
+    def take_over(self, now: float | None) -> bool:
+        """Lock the record of a dead save; False if the save is alive or the record is gone.
+
+        Args:
+            now: The time of the file system where the lock does not say everything.
+        """
         try:
-            self.open(0)
+            file = self.open(0)
         except FileNotFoundError:
             return False
         taken = self.try_lock()
+        if taken and now is not None and now - os.fstat(file.number).st_mtime <= self._lease:
+            taken = False
         if not taken:
             self.release()
         return taken
@@ -90,10 +156,20 @@ class LocalHeld(LockFile):
         write_at(self.file, end, [memoryview(line + b"\n")])
         os.fsync(self.file.number)
 
+    def renew(self) -> None:
+        file = self.file
+        try:
+            if file is not None and file.is_open and os.fstat(file.number).st_nlink:
+                os.utime(file.number)
+                self._renewed = time.monotonic()
+                return
+        except (OSError, ValueError) as error:  # ValueError: it was released just now
+            if isinstance(error, OSError) and error.errno not in (errno.ESTALE, errno.ENOENT):  # how others tell it
+                raise
+        raise ConflictError(f"{self.path} was removed by another program while this one was using it")
+
     def confirm(self, age: float) -> None:
-        # The kernel keeps the lock for as long as the process lives. Only the file may have been removed.
-        if self.file is None or not self.file.is_open or not os.fstat(self.file.number).st_nlink:
-            raise ConflictError(f"{self.path} was removed by another program while this one was using it")
+        self.renew()  # which costs nothing here
 
     def remove(self) -> None:
         if self.file is None or self.file.is_open:  # closed: it is removed already, or it belongs to the parent
@@ -101,19 +177,91 @@ class LocalHeld(LockFile):
                 os.unlink(self.path)
         self.release()
 
+    def release(self) -> None:
+        self._over.set()
+        super().release()
 
-def wait_for_lock(file: Descriptor, deadline: float) -> None:
-    """Lock an open file; `ConflictError` once the deadline has passed."""
-    pause = 0.001
-    while True:
+
+class HeldFile(Renewed):
+    """A lock where other hosts do not see those of the kernel: a file that exists while one program holds it.
+
+    It contains the name of its owner. Whoever removes it, the owner or one who finds it expired, first creates a second
+    file that is named after that owner: only one can do so, and no other owner's file is ever removed.
+
+    Args:
+        path: The file.
+        lock: The lock of this host, which the caller holds.
+    """
+
+    def __init__(self, path: str, lock: LockFile) -> None:
+        super().__init__(read(LEASE))
+        self._path, self._lock = path, lock
+        self._owner = os.urandom(16).hex()
+        self._is_taken = False
+
+    def take(self, deadline: float) -> None:
+        """Create the file as soon as there is none, or one that has expired; `ConflictError` after the deadline."""
+        pause = 0.01
+        while not self._create():
+            self._lock.refuse_below()
+            owner, age = self._look()
+            if age > self._lease:
+                self._remove(owner)
+            elif time.monotonic() > deadline and age < self._lease / 2:  # else it may soon expire
+                raise timed_out(self._path)
+            else:
+                time.sleep(pause)
+                pause = min(pause * 2, 1.0)
+        self.start()
+
+    def _create(self) -> bool:
+        self._is_taken, self._renewed = True, time.monotonic()  # or about to be
         try:
-            return fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ConflictError(
-                    f"timed out waiting for the lock {file.path}, which another program holds; if that program hangs, "
-                    "end it and try again"
-                ) from None
-        time.sleep(pause)
-        pause = min(pause * 2, 0.1)
-        sweep()  # the holder may be a call in this program whose clean-up was interrupted
+            with Descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                write_at(file, 0, [memoryview(self._owner.encode())])
+        except FileExistsError:
+            self._is_taken = False
+        return self._is_taken
+
+    def _look(self) -> tuple[str, float]:
+        """Who holds the lock (empty: it is just being taken), and for how many seconds it was not renewed."""
+        now = self._lock.now()
+        try:
+            with Descriptor(self._path, os.O_RDONLY) as file:
+                return os.pread(file.number, 100, 0).decode("ascii", "replace"), now - os.fstat(file.number).st_mtime
+        except FileNotFoundError:
+            return "", 0.0
+
+    def _remove(self, owner: str) -> None:
+        """Remove the file if it is that of an owner."""
+        mine = f"{self._path}-{owner}"
+        try:
+            Descriptor(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL).close()
+        except FileExistsError:
+            # Another one is removing it, or died while it did.
+            with suppress(FileNotFoundError):
+                if self._lock.now() - os.stat(mine).st_mtime > self._lease:
+                    os.unlink(mine)
+            time.sleep(0.01)
+            return
+        with suppress(FileNotFoundError):
+            if self._look()[0] == owner:
+                os.unlink(self._path)
+        os.unlink(mine)
+
+    def renew(self) -> None:
+        if self._look()[0] != self._owner:
+            raise ConflictError(
+                f"the lock {self._path} was taken over: this program did not renew it for {self._lease:g} s, so "
+                "another one assumed that it had died. Nothing was committed. If the program was only suspended, save "
+                f"again; a longer lease can be set with {LEASE.variable}"
+            )
+        os.utime(self._path)
+        self._renewed = time.monotonic()
+
+    def release(self) -> None:
+        self._over.set()
+        if self._is_taken:
+            self._is_taken = False
+            with suppress(FileNotFoundError):  # the directory was removed, as by a delete
+                self._remove(self._owner)

@@ -2,21 +2,27 @@
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 
+from shardkeep.config import LEASE, read
 from shardkeep.errors import IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
-from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
-from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
+from shardkeep.stores.local.locks import HeldFile, LocalHeld, LockFile, try_flock
+from shardkeep.stores.local.mapping import MAPPABLE, LocalFile
+from shardkeep.stores.local.mounts import Mount, mount_of
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
+
+log = logging.getLogger("shardkeep")
 
 _FEW_FILES = 8  # files: above this, one sync of the file system is faster than one for each of them
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
@@ -25,19 +31,20 @@ _MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this 
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+LOCAL_TRAITS = Traits(
+    editable=True,
+    has_directories=True,
+    has_paths=True,
+    costly_requests=False,
+    late_requests=False,
+    expiring_locks=False,
+)
+_UNSHARED = "locks-are-not-shared"  # the file in the control directory that says so
+_lockless: set[str] = set()  # directories in which no file can be locked
 
 
 class LocalStore:
     """Files below one directory."""
-
-    traits = Traits(
-        editable=True,
-        has_directories=True,
-        has_paths=True,
-        costly_requests=False,
-        late_requests=False,
-        expiring_locks=False,
-    )
 
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
         """A store for the directory `root`.
@@ -53,6 +60,19 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
+        self._lock: LockFile | None = None  # while it is held
+        self._guard: HeldFile | None = None  # the same where other hosts do not see locks
+
+    @property
+    def traits(self) -> Traits:
+        return LOCAL_TRAITS if self._sees_locks else replace(LOCAL_TRAITS, expiring_locks=True)
+
+    @property
+    def _sees_locks(self) -> bool:
+        """Whether a lock that is free here is free on all hosts."""
+        if self._root in _lockless or not self._mount.shares_locks:
+            return False
+        return self._mount.is_local or not os.path.exists(self.locate(f"{self.control}/{_UNSHARED}"))
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -130,15 +150,15 @@ class LocalStore:
         return os.path.realpath(self._root).rstrip(os.sep) + os.sep
 
     @cached_property
-    def _file_system(self) -> str:
-        return file_system(self._root)
+    def _mount(self) -> Mount:
+        return mount_of(self._root)
 
     @property
     def mappable(self) -> bool:
-        return self._file_system in MAPPABLE
+        return self._mount.kind in MAPPABLE
 
     def create(self, name: str, size: int, aligned: bool = False) -> LocalNewFile:
-        able = size >= _LARGE and self._file_system in DIRECT
+        able = size >= _LARGE and self._mount.kind in DIRECT
         return LocalNewFile(self._place_for(name), size if able else 0, aligned and able)
 
     def _place_for(self, name: str) -> str:
@@ -187,6 +207,7 @@ class LocalStore:
             with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
                 write_at(new, 0, [memoryview(data)])
                 os.fsync(new.number)
+            self._confirm()
             os.rename(aside, path)
         except BaseException:
             with suppress(OSError):
@@ -227,7 +248,13 @@ class LocalStore:
         with suppress(FileNotFoundError):
             os.rmdir(self._root)
 
+    def _confirm(self) -> None:
+        """Before a commit: `ConflictError` if the lock was taken over, because this program was suspended."""
+        if self._guard is not None:
+            self._guard.confirm(read(LEASE) / 2)
+
     def rename(self, name: str, new: str) -> None:
+        self._confirm()
         os.rename(self.locate(name), self.locate(new))
         sync_path(os.path.dirname(self.locate(new)))
 
@@ -327,33 +354,61 @@ class LocalStore:
                     continue
                 if not lock.try_lock():
                     lock.refuse_below()
-                    wait_for_lock(file, deadline)
+                    lock.wait(deadline)
+                if not lock.is_lockable:
+                    _lockless.add(self._root)
                 # If the file was removed while we waited, the lock is a different file now.
-                if os.path.exists(path) and os.fstat(file.number).st_nlink:
+                if os.path.exists(path) and os.fstat(file.number).st_nlink and self._take_guard(lock, deadline, scope):
                     break
                 lock.release()
-            yield
+            try:
+                yield
+            finally:
+                self._lock = self._guard = None
+
+    def _take_guard(self, lock: LockFile, deadline: float, scope: Scope) -> bool:
+        """Exclude other hosts too, where they do not see the lock. False if the directory was removed."""
+        guard = None
+        if not self._sees_locks:
+            guard = scope.add(HeldFile(f"{lock.path}.held", lock))
+            try:
+                guard.take(deadline)
+            except FileNotFoundError:
+                return False
+        self._lock, self._guard = lock, guard
+        return True
 
     def hold(self, name: str) -> LocalHeld:
-        return LocalHeld(self.locate(name))
+        return LocalHeld(self.locate(name), renewed=not self._mount.is_local)
 
     def try_hold(self, name: str, scope: Scope) -> LocalHeld | None:
         held = scope.add(LocalHeld(self.locate(name)))
-        return held if held.take_over() else None
+        now = None if self._sees_locks else time.time() if self._lock is None else self._lock.now()
+        return held if held.take_over(now) else None
 
     def is_held(self, name: str) -> bool:
         try:
             with self.open(name) as record:
-                try:
-                    fcntl.flock(record.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-                fcntl.flock(record.number, fcntl.LOCK_UN)
+                locked = try_flock(record, fcntl.LOCK_SH)
+                if locked:
+                    fcntl.flock(record.number, fcntl.LOCK_UN)
+                if locked is None or (locked and not self._sees_locks):  # by this machine's clock: nothing is written
+                    return time.time() - os.fstat(record.number).st_mtime <= read(LEASE)
+                return not locked
         except (FileNotFoundError, NotADirectoryError, IntegrityError):
             return False
-        except OSError:  # unreadable, or no locks here: it may be alive
+        except OSError:  # unreadable: it may be alive
             return True
-        return False
+
+    def check_locks(self, name: str) -> None:
+        if self._sees_locks and not self._mount.is_local and not self.is_held(name):
+            log.warning(
+                "%s: locks that other hosts take are not seen here, although the file system (%s) should share them. "
+                "Saves are protected by leases instead, as on file systems that do not share locks",
+                self._root,
+                self._mount.kind,
+            )
+            self.claim(f"{self.control}/{_UNSHARED}")
 
     def claim(self, name: str) -> bool:
         path = self.locate(name)
