@@ -31,7 +31,6 @@ from shardkeep.stores.local.locks import HeldFile, LockFile
 from shardkeep.stores.local.store import LocalStore
 from support import hold
 
-
 # Without the kernel's cache of attributes, which lasts as long as the leases of these tests.
 BINDFS = ("bindfs", "-o", "attr_timeout=0,entry_timeout=0,negative_timeout=0")
 
@@ -116,7 +115,7 @@ def test_what_a_dead_save_left_goes_after_its_lease(hosts: Hosts, tmp_path: Path
 @pytest.mark.usefixtures("_short")
 def test_a_record_is_renewed_and_expires_with_its_owner(hosts: Hosts) -> None:
     one, other = LocalStore(str(hosts.one)), LocalStore(str(hosts.other))
-    assert one.traits.expiring_locks
+    assert one.has_leases
     held = hold(one, "saves/1", b"[]")
     for _ in range(6):
         time.sleep(0.5)
@@ -124,7 +123,7 @@ def test_a_record_is_renewed_and_expires_with_its_owner(hosts: Hosts) -> None:
         with other.lock(5), Scope("a test") as scope:
             assert other.try_hold("saves/1", scope) is None
     held.confirm(0)
-    held._over.set()  # as if its process had died: nothing renews it any more
+    held.renewal.stop()  # as if its process had died: nothing renews it any more
     held.file.close()
     time.sleep(2.5)
     assert not other.is_held("saves/1")
@@ -139,8 +138,8 @@ def test_a_save_that_was_suspended_for_too_long_is_refused(hosts: Hosts) -> None
     one, other = LocalStore(str(hosts.one)), LocalStore(str(hosts.other))
     held = hold(one, "saves/1", b"[]")
     with one.lock(5):
-        one._guard._over.set()
-        held._over.set()
+        one._guard.stop()
+        held.renewal.stop()
         time.sleep(2.5)
         with other.lock(5), Scope("a test") as scope:
             taken = other.try_hold("saves/1", scope)
@@ -234,7 +233,7 @@ def test_a_save_of_processes_on_several_hosts(
         monkeypatch.setattr(mounts, "_SHARING", frozenset(["fuse"]))
         outcomes = run_cluster(script, tmp_path / "room", commands={1: command}, timeout=100)
         assert "locks that other hosts take are not seen here" in outcomes[1].output
-        assert LocalStore(str(seen / "run")).traits.expiring_locks
+        assert LocalStore(str(seen / "run")).has_leases
     else:
         outcomes = _while_another_job_saves(script, tmp_path, hosts, command)
     assert [process["wrong"] for process in all_well(outcomes)] == [[], []]

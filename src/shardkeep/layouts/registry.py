@@ -13,7 +13,7 @@ from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.document import add_format
 from shardkeep.stores.base import Traits
-from shardkeep.stores.local.store import LOCAL_TRAITS
+from shardkeep.stores.local.store import LocalStore
 
 Make = Callable[[Codec, Traits], Layout]
 _made: dict[str, Make] = {
@@ -29,7 +29,7 @@ def register(name: str, make: Make) -> None:
     add_format(name)
 
 
-def layout_named(name: str, compression: str | None = None, traits: Traits = LOCAL_TRAITS) -> Layout:
+def layout_named(name: str, compression: str | None = None, traits: Traits = LocalStore.traits) -> Layout:
     """The layout for `format=` and `compression=`; `ValueError` if there is none.
 
     Args:

@@ -35,6 +35,7 @@ ENDED, IDLE = "ended", "idle"  # the last heartbeats of a process that has exite
 NUDGE = ""  # the value of a key that was set only to end a wait for it
 
 Value = TypeVar("Value")
+Record = dict[str, Any]  # an error as it is sent to other processes
 Arrived = queue.SimpleQueue[tuple[str, str | Exception]]
 
 

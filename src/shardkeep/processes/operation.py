@@ -31,7 +31,7 @@ from typing import Any
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
 from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError
 from shardkeep.jaxapi import Membership, membership, present_client, set_key, set_new_key
-from shardkeep.processes.group import LEADER, Group, doing, post
+from shardkeep.processes.group import LEADER, Group, Record, doing, post
 from shardkeep.processes.waiting import Arrivals, Watch, as_error, collect, hear
 
 _PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
@@ -152,7 +152,7 @@ class Operation(AbstractContextManager["Operation", None]):
         }
         self._group.tell(self._report_of(record))
 
-    def _report_of(self, record: dict[str, Any]) -> partial[None]:
+    def _report_of(self, record: Record) -> partial[None]:
         """The request that tells the other processes of an error."""
         assert self._group is not None
         client, text = self._group.client, json.dumps({**record, "what": self._called})

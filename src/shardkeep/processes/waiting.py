@@ -8,11 +8,10 @@ import json
 import queue
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE
 from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError, error_named
-from shardkeep.processes.group import ENDED, IDLE, LEADER, NUDGE, Arrived, Group, doing, explained
+from shardkeep.processes.group import ENDED, IDLE, LEADER, NUDGE, Arrived, Group, Record, doing, explained
 
 _LOOK = 2.5  # seconds between two looks at heartbeats: with its own, a process makes at most 2 requests a second
 _ASK = 0.5  # seconds between two requests for a key, if no thread can be started to wait for it
@@ -193,7 +192,7 @@ def hear(group: Group, arrivals: Arrivals, key: str, watch: Watch) -> str | None
             number += 1
 
 
-def as_error(record: dict[str, Any]) -> ShardkeepError:
+def as_error(record: Record) -> ShardkeepError:
     """An error that another process reported, as an exception of the same class."""
     kind = error_named(record["kind"])
     if record.get("lost"):

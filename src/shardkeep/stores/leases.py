@@ -21,9 +21,12 @@ class Renewed:
         self._renewed = time.monotonic()
 
     def start(self) -> None:
-        """Renew it from now on, until `_over` is set."""
+        """Renew it from now on, until it is stopped."""
         with suppress(RuntimeError):  # no thread can be started at the end of the program
             threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
 
     def _renew_often(self) -> None:
         while not self._over.wait(self._lease / 4):
@@ -31,7 +34,7 @@ class Renewed:
                 self.renew()
             except ConflictError:  # `confirm` reports it
                 return
-            except (StorageError, OSError):
+            except (StorageError, OSError, ValueError):  # ValueError: the file was closed just now
                 continue
 
     def renew(self) -> None:

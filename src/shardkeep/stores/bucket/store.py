@@ -58,10 +58,10 @@ class BucketStore(Objects):
         has_paths=False,
         costly_requests=True,
         late_requests=True,
-        expiring_locks=True,
         concurrency=CONCURRENCY,
         object_limit=OBJECT_LIMIT,
     )
+    has_leases = True
 
     def __init__(self, bucket: Bucket, prefix: str, control: str, whole: bool = True) -> None:
         super().__init__(bucket, prefix)

@@ -22,19 +22,6 @@ _locks: "set[LockFile]" = set()  # locked, or about to be
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-def try_flock(file: Descriptor, operation: int = fcntl.LOCK_EX) -> bool | None:
-    """Lock an open file; False if another program holds the lock, None if the file system has no locks."""
-    try:
-        fcntl.flock(file.number, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
-    return True
-
-
 @dataclass(eq=False)
 class LockFile:
     """A file that is locked while a call needs it. The kernel releases the lock when the process ends."""
@@ -43,18 +30,25 @@ class LockFile:
     scope: Scope | None = None
     file: Descriptor | None = None
     is_lockable: bool = True  # False if the file system was found to have no locks
+    renewal: "Renewed | None" = None  # of a record that is renewed, too
 
     def open(self, flags: int) -> Descriptor:
         _locks.add(self)
         self.file = Descriptor(self.path, os.O_RDWR | flags)
         return self.file
 
-    def try_lock(self) -> bool:
+    def try_lock(self, how: int = fcntl.LOCK_EX) -> bool:
         """Lock the file; False if another program has locked it. Nothing is locked where there are no locks."""
         assert self.file is not None
-        locked = try_flock(self.file)
-        self.is_lockable = locked is not None
-        return locked is not False
+        try:
+            fcntl.flock(self.file.number, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.is_lockable = False
+        return True
 
     def refuse_below(self) -> None:
         """`ConflictError` if the lock is held by a call that this one interrupted, and so is never released."""
@@ -82,6 +76,8 @@ class LockFile:
         return os.fstat(self.file.number).st_mtime
 
     def release(self) -> None:
+        if self.renewal is not None:
+            self.renewal.stop()
         if self.file is not None and self.file.is_open:
             with suppress(OSError):  # there may be no locks here
                 fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
@@ -108,18 +104,11 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-class LocalHeld(LockFile, Renewed):
-    """A record file, locked as long as its save is alive.
+@dataclass(eq=False)
+class LocalHeld(LockFile):
+    """A record file, locked as long as its save is alive, and renewed where other hosts may not see the lock."""
 
-    Args:
-        path: The file.
-        renewed: Whether to renew it too. It is always renewed where there are no locks.
-    """
-
-    def __init__(self, path: str, renewed: bool = False) -> None:
-        LockFile.__init__(self, path)
-        Renewed.__init__(self, read(LEASE))
-        self._is_renewed = renewed
+    is_renewed: bool = False
 
     def take(self, line: bytes) -> None:
         make_directories(os.path.dirname(self.path))
@@ -129,8 +118,9 @@ class LocalHeld(LockFile, Renewed):
         write_at(file, 0, [memoryview(line + b"\n")])
         os.fsync(file.number)
         sync_path(os.path.dirname(self.path))
-        if self._is_renewed or not self.is_lockable:
-            self.start()
+        if self.is_renewed or not self.is_lockable:
+            self.renewal = _RenewedRecord(self)
+            self.renewal.start()
 
     def take_over(self, now: float | None) -> bool:
         """Lock the record of a dead save; False if the save is alive or the record is gone.
@@ -143,7 +133,7 @@ class LocalHeld(LockFile, Renewed):
         except FileNotFoundError:
             return False
         taken = self.try_lock()
-        if taken and now is not None and now - os.fstat(file.number).st_mtime <= self._lease:
+        if taken and now is not None and now - os.fstat(file.number).st_mtime <= read(LEASE):
             taken = False
         if not taken:
             self.release()
@@ -156,20 +146,15 @@ class LocalHeld(LockFile, Renewed):
         write_at(self.file, end, [memoryview(line + b"\n")])
         os.fsync(self.file.number)
 
-    def renew(self) -> None:
-        file = self.file
+    def confirm(self, age: float) -> None:
+        # The kernel keeps the lock for as long as the process lives. Only the file may have been removed.
         try:
-            if file is not None and file.is_open and os.fstat(file.number).st_nlink:
-                os.utime(file.number)
-                self._renewed = time.monotonic()
+            if self.file is not None and self.file.is_open and os.fstat(self.file.number).st_nlink:
                 return
-        except (OSError, ValueError) as error:  # ValueError: it was released just now
-            if isinstance(error, OSError) and error.errno not in (errno.ESTALE, errno.ENOENT):  # how others tell it
+        except OSError as error:
+            if error.errno not in (errno.ESTALE, errno.ENOENT):  # how file systems of others tell it
                 raise
         raise ConflictError(f"{self.path} was removed by another program while this one was using it")
-
-    def confirm(self, age: float) -> None:
-        self.renew()  # which costs nothing here
 
     def remove(self) -> None:
         if self.file is None or self.file.is_open:  # closed: it is removed already, or it belongs to the parent
@@ -177,9 +162,19 @@ class LocalHeld(LockFile, Renewed):
                 os.unlink(self.path)
         self.release()
 
-    def release(self) -> None:
-        self._over.set()
-        super().release()
+
+class _RenewedRecord(Renewed):
+    """Renews a record by setting its time of change."""
+
+    def __init__(self, held: LocalHeld) -> None:
+        super().__init__(read(LEASE))
+        self._held = held
+
+    def renew(self) -> None:
+        self._held.confirm(0)
+        if (file := self._held.file) is not None:
+            os.utime(file.number)
+            self._renewed = time.monotonic()
 
 
 class HeldFile(Renewed):
@@ -212,6 +207,7 @@ class HeldFile(Renewed):
             else:
                 time.sleep(pause)
                 pause = min(pause * 2, 1.0)
+                sweep()  # as in `LockFile.wait`
         self.start()
 
     def _create(self) -> bool:
@@ -259,8 +255,12 @@ class HeldFile(Renewed):
         os.utime(self._path)
         self._renewed = time.monotonic()
 
+    def confirm_taken(self) -> None:
+        """Before a commit: `ConflictError` if the lock was taken over, because this program was suspended."""
+        self.confirm(self._lease / 2)
+
     def release(self) -> None:
-        self._over.set()
+        self.stop()
         if self._is_taken:
             self._is_taken = False
             with suppress(FileNotFoundError):  # the directory was removed, as by a delete

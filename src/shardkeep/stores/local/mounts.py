@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-# On these, every process that can see a file is on this host.
-_LOCAL = frozenset(
+# On these, every process that can see a file is on this host. Without a name: where the system does not tell.
+LOCAL = frozenset(
     (
+        "",
         *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs", "rootfs"),
         *("jfs", "reiserfs", "nilfs2", "ecryptfs", "vfat", "exfat", "ntfs", "ntfs3", "fuseblk", "hfsplus"),
     )
@@ -23,16 +24,11 @@ class Mount(NamedTuple):
     options: frozenset[str] = frozenset()
 
     @property
-    def is_local(self) -> bool:
-        """Whether no other host can see its files; also where nothing is known."""
-        return self.kind in _LOCAL or not self.kind
-
-    @property
     def shares_locks(self) -> bool:
         """Whether all that can see its files also see the locks on them."""
         if self.kind == "lustre" and "flock" not in self.options:
             return False
-        return self.is_local or (self.kind in _SHARING and self.options.isdisjoint(_NOT_SHARING))
+        return self.kind in LOCAL or (self.kind in _SHARING and self.options.isdisjoint(_NOT_SHARING))
 
 
 def mount_of(directory: str) -> Mount:

@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property
 
 from shardkeep.config import LEASE, read
@@ -17,9 +16,9 @@ from shardkeep.errors import IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
-from shardkeep.stores.local.locks import HeldFile, LocalHeld, LockFile, try_flock
+from shardkeep.stores.local.locks import HeldFile, LocalHeld, LockFile
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile
-from shardkeep.stores.local.mounts import Mount, mount_of
+from shardkeep.stores.local.mounts import LOCAL, Mount, mount_of
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 
 log = logging.getLogger("shardkeep")
@@ -31,20 +30,20 @@ _MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this 
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-LOCAL_TRAITS = Traits(
-    editable=True,
-    has_directories=True,
-    has_paths=True,
-    costly_requests=False,
-    late_requests=False,
-    expiring_locks=False,
-)
 _UNSHARED = "locks-are-not-shared"  # the file in the control directory that says so
 _lockless: set[str] = set()  # directories in which no file can be locked
 
 
 class LocalStore:
     """Files below one directory."""
+
+    traits = Traits(
+        editable=True,
+        has_directories=True,
+        has_paths=True,
+        costly_requests=False,
+        late_requests=False,
+    )
 
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
         """A store for the directory `root`.
@@ -64,15 +63,12 @@ class LocalStore:
         self._guard: HeldFile | None = None  # the same where other hosts do not see locks
 
     @property
-    def traits(self) -> Traits:
-        return LOCAL_TRAITS if self._sees_locks else replace(LOCAL_TRAITS, expiring_locks=True)
-
-    @property
-    def _sees_locks(self) -> bool:
-        """Whether a lock that is free here is free on all hosts."""
-        if self._root in _lockless or not self._mount.shares_locks:
-            return False
-        return self._mount.is_local or not os.path.exists(self.locate(f"{self.control}/{_UNSHARED}"))
+    def has_leases(self) -> bool:
+        if self._root in _lockless:
+            return True
+        mount = self._mount
+        trusted = mount.kind in LOCAL or mount.shares_locks
+        return not trusted or (mount.kind not in LOCAL and self.size(f"{self.control}/{_UNSHARED}") is not None)
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -207,7 +203,8 @@ class LocalStore:
             with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
                 write_at(new, 0, [memoryview(data)])
                 os.fsync(new.number)
-            self._confirm()
+            if self._guard is not None:
+                self._guard.confirm_taken()
             os.rename(aside, path)
         except BaseException:
             with suppress(OSError):
@@ -248,13 +245,9 @@ class LocalStore:
         with suppress(FileNotFoundError):
             os.rmdir(self._root)
 
-    def _confirm(self) -> None:
-        """Before a commit: `ConflictError` if the lock was taken over, because this program was suspended."""
-        if self._guard is not None:
-            self._guard.confirm(read(LEASE) / 2)
-
     def rename(self, name: str, new: str) -> None:
-        self._confirm()
+        if self._guard is not None:
+            self._guard.confirm_taken()
         os.rename(self.locate(name), self.locate(new))
         sync_path(os.path.dirname(self.locate(new)))
 
@@ -358,9 +351,11 @@ class LocalStore:
                 if not lock.is_lockable:
                     _lockless.add(self._root)
                 # If the file was removed while we waited, the lock is a different file now.
-                if os.path.exists(path) and os.fstat(file.number).st_nlink and self._take_guard(lock, deadline, scope):
+                is_there = os.path.exists(path) and os.fstat(file.number).st_nlink
+                if is_there and (not self.has_leases or self._take_guard(lock, deadline, scope)):
                     break
                 lock.release()
+            self._lock = lock
             try:
                 yield
             finally:
@@ -368,40 +363,38 @@ class LocalStore:
 
     def _take_guard(self, lock: LockFile, deadline: float, scope: Scope) -> bool:
         """Exclude other hosts too, where they do not see the lock. False if the directory was removed."""
-        guard = None
-        if not self._sees_locks:
-            guard = scope.add(HeldFile(f"{lock.path}.held", lock))
-            try:
-                guard.take(deadline)
-            except FileNotFoundError:
-                return False
-        self._lock, self._guard = lock, guard
+        guard = scope.add(HeldFile(f"{lock.path}.held", lock))
+        try:
+            guard.take(deadline)
+        except FileNotFoundError:
+            return False
+        self._guard = guard
         return True
 
     def hold(self, name: str) -> LocalHeld:
-        return LocalHeld(self.locate(name), renewed=not self._mount.is_local)
+        return LocalHeld(self.locate(name), is_renewed=self._mount.kind not in LOCAL)
 
     def try_hold(self, name: str, scope: Scope) -> LocalHeld | None:
         held = scope.add(LocalHeld(self.locate(name)))
-        now = None if self._sees_locks else time.time() if self._lock is None else self._lock.now()
+        now = None if not self.has_leases else time.time() if self._lock is None else self._lock.now()
         return held if held.take_over(now) else None
 
     def is_held(self, name: str) -> bool:
         try:
             with self.open(name) as record:
-                locked = try_flock(record, fcntl.LOCK_SH)
-                if locked:
-                    fcntl.flock(record.number, fcntl.LOCK_UN)
-                if locked is None or (locked and not self._sees_locks):  # by this machine's clock: nothing is written
-                    return time.time() - os.fstat(record.number).st_mtime <= read(LEASE)
-                return not locked
+                lock = LockFile(record.path, file=record)
+                is_free = lock.try_lock(fcntl.LOCK_SH)
+                if is_free and (self.has_leases or not lock.is_lockable):  # by this clock: nothing is written
+                    is_free = time.time() - os.fstat(record.number).st_mtime > read(LEASE)
+                lock.release()
+                return not is_free
         except (FileNotFoundError, NotADirectoryError, IntegrityError):
             return False
         except OSError:  # unreadable: it may be alive
             return True
 
     def check_locks(self, name: str) -> None:
-        if self._sees_locks and not self._mount.is_local and not self.is_held(name):
+        if self._mount.kind not in LOCAL and not self.has_leases and not self.is_held(name):
             log.warning(
                 "%s: locks that other hosts take are not seen here, although the file system (%s) should share them. "
                 "Saves are protected by leases instead, as on file systems that do not share locks",
