@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -104,6 +105,7 @@ static int strike(const char *op, int is_inside) {
 int fsync(int fd) { REAL(fsync); FAULTY("fsync", fd_inside(fd), real(fd)); }
 int fdatasync(int fd) { REAL(fdatasync); FAULTY("fsync", fd_inside(fd), real(fd)); }
 int syncfs(int fd) { REAL(syncfs); FAULTY("fsync", fd_inside(fd), real(fd)); }
+int flock(int fd, int how) { REAL(flock); FAULTY("flock", fd_inside(fd), real(fd, how)); }
 int ftruncate64(int fd, off64_t n) { REAL(ftruncate64); FAULTY("write", fd_inside(fd), real(fd, n)); }
 int rename(const char *a, const char *b) { REAL(rename); FAULTY("rename", inside(b), real(a, b)); }
 int link(const char *a, const char *b) { REAL(link); FAULTY("link", inside(b), real(a, b)); }

@@ -104,7 +104,7 @@ PROCESS_SILENCE = Setting(
     20.0,
     _seconds,
     "a number of seconds greater than 0",
-    "Heartbeats come every second. A process that compiles or collects garbage misses some, but hardly twenty.",
+    "Heartbeats come every two seconds. A process that compiles or collects garbage misses some, but hardly ten.",
 )
 PROCESS_DEADLINE = Setting(
     "SHARDKEEP_PROCESS_DEADLINE",

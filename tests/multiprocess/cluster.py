@@ -27,7 +27,8 @@ _END = "ENDED "
 PREAMBLE = """
 from signals import usual_signals
 usual_signals()
-import ctypes, gc, inspect, json, os, signal, sys, threading, time, traceback
+import ctypes, faulthandler, gc, inspect, json, os, signal, sys, threading, time, traceback
+faulthandler.register(signal.SIGUSR2, sys.stdout)
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -244,6 +245,15 @@ class Cluster:
                 lines.put(line)
         lines.put(None)
 
+    def _stacks(self, number: int) -> str:
+        """Where the threads of a process are."""
+        self._processes[number].send_signal(signal.SIGUSR2)
+        found = ""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._lines[number].get(timeout=1)) is not None:
+                found += line
+        return found
+
     @property
     def alive(self) -> bool:
         return all(process.poll() is None for process in self._processes)
@@ -264,6 +274,7 @@ class Cluster:
                 try:
                     line = lines.get(timeout=max(until - time.monotonic(), 1))
                 except queue.Empty:
+                    output += self._stacks(number)
                     problems.append(f"process {number} did not come to an end:\n{output[-6000:]}")
                     break
                 if line is None:

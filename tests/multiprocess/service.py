@@ -14,6 +14,22 @@ from shardkeep.processes.group import Group
 from shardkeep.processes.operation import Operation
 
 
+class Counted:
+    """A client that notes the requests made through it, by the names of its methods."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.requests = client, list[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self.client, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.requests.append(name)
+            return call(*args, **kwargs)
+
+        return counted
+
+
 @contextlib.contextmanager
 def groups(size: int) -> Iterator[list[Group]]:
     """What the processes of a cluster have, each a `Group` of its own, all in this one."""

@@ -41,7 +41,7 @@ TOLD = """
 gather = shardkeep.processes.operation.Operation.gather
 def gather_and_die(self, value):
     brought = gather(self, value)
-    if self._round == 4:
+    if self._gathers == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return brought
 shardkeep.processes.operation.Operation.gather = gather_and_die

@@ -240,7 +240,7 @@ os._exit(0)
 TELLING = """
 share = shardkeep.processes.operation.Operation.share
 def die(self, value=None):
-    if self._round == 3:  # its lengths are handed in, those of the others not read yet
+    if self._gathers == 2:  # its lengths are handed in, those of the others not read yet
         os.kill(os.getpid(), signal.SIGKILL)
     return share(self, value)
 shardkeep.processes.operation.Operation.share = die

@@ -17,7 +17,7 @@ from jax._src import distributed
 from multiprocess.service import everywhere, groups, pausable
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE
 from shardkeep.errors import CheckpointExistsError, ProcessError
-from shardkeep.processes import group
+from shardkeep.processes import group, waiting
 from shardkeep.processes import operation as processes
 from shardkeep.processes.group import Group
 from shardkeep.processes.operation import ALONE, Operation, join
@@ -26,6 +26,7 @@ from shardkeep.processes.operation import ALONE, Operation, join
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_BEAT", 0.05)
+    monkeypatch.setattr(waiting, "_LOOK", 0.05)
     monkeypatch.setenv(PROCESS_DEADLINE.variable, "20")
 
 
@@ -186,7 +187,7 @@ def test_silence_is_death_and_slowness_is_not(monkeypatch: pytest.MonkeyPatch) -
             return operation.share("done")
 
         assert everywhere(two, slow) == ["done", "done"]
-        two[1]._over.set()
+        two[1].fall_silent()
         leader, _ = everywhere(two, lambda o: o.gather(1) if o.leads else time.sleep(2.5))
         assert isinstance(leader, ProcessError)
         assert "process 1 has sent no heartbeat" in str(leader)
@@ -236,7 +237,7 @@ def test_a_child_does_not_speak_for_its_parent(three: list[Group], monkeypatch: 
 def test_records_of_errors_are_json(three: list[Group]) -> None:
     operation = Operation("saving to x", three[1])
     operation.fail(ProcessError("lost"))
-    key = f"{operation._keys}/member/1/error"
+    key = f"{operation._keys}/alarm"
     told = json.loads(dict(three[0].list(f"{operation._keys}/"))[key])
     assert told == {"process": 1, "kind": "ProcessError", "message": "lost", "what": "saving to x"}
     everywhere([three[0], three[2]], lambda o: None)
@@ -256,7 +257,7 @@ def test_a_limit_that_is_no_time_is_refused_by_all(
 def test_a_process_is_given_up_after_the_silence_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what the limit means, and how it is set."""
     with groups(2) as two:
-        two[1]._over.set()
+        two[1].fall_silent()
         two[1]._alive.join()
         for silence in ("0.4", "1.5"):
             monkeypatch.setenv(PROCESS_SILENCE.variable, silence)
@@ -274,7 +275,7 @@ def test_one_that_takes_part_and_never_gives_a_sign_is_given_up(monkeypatch: pyt
     monkeypatch.setenv(PROCESS_SILENCE.variable, "0.4")
     with groups(2) as two:
         silent = Group(two[1].client, 1, 2)
-        two[1]._over.set()
+        two[1].fall_silent()
         two[1]._alive.join()
         two[0].client.key_value_delete("shardkeep/alive/1")
         leader, _ = everywhere([two[0], silent], lambda o: o.gather(1) if o.leads else None)
@@ -287,13 +288,16 @@ def test_time_in_which_this_process_was_stopped_is_nobodys_silence(
 ) -> None:
     """All processes of a job may be stopped and continued together."""
     monkeypatch.setenv(PROCESS_SILENCE.variable, "2")
-    watch = group.Watch(three[0], "saving to x", silence=2.0, deadline=2.0)
+    everywhere(three, lambda o: o.share(1))  # so that there are heartbeats
+    begun = {1}
+    watch = waiting.Watch(three[0], "saving to x", silence=2.0, deadline=2.0, begun=lambda: begun)
     began = time.monotonic()
     while time.monotonic() - began < 1:
-        assert watch.look([1], {1}) is None
+        assert watch.look([1]) is None
     watch._looked -= 60
     watch._seen[1] = ("before it was stopped", watch._waited)
-    assert watch.look([1], set()) is None
+    begun.clear()
+    assert watch.look([1]) is None
 
 
 def test_a_stopped_service_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,12 +430,12 @@ def test_an_exception_at_any_line_leaves_nothing_behind(three: list[Group], monk
 def at_line(
     number: int, call: Callable[[], None], then: Callable[[], None], handler: Callable[..., None] | None = None
 ) -> bool:
-    """Make a call and do something before its n-th line in operation.py or group.py; whether it came so far."""
+    """Make a call and do something before its n-th line in these modules; whether it came so far."""
     count = 0
 
     def trace(frame: object, event: str, _: object) -> object:
         nonlocal count
-        if not frame.f_code.co_filename.endswith(("/operation.py", "/group.py")):  # type: ignore[attr-defined]
+        if not frame.f_code.co_filename.endswith(("/operation.py", "/group.py", "/waiting.py")):  # type: ignore[attr-defined]
             return None
         if event == "line":
             count += 1

@@ -28,7 +28,7 @@ from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import write as writing
 from shardkeep.saving.snapshot import Snapshot
 from shardkeep.saving.write import NewFiles, gather, write_files
-from shardkeep.stores.local.mapping import file_system
+from shardkeep.stores.local.mounts import mount_of
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, assert_same, bits, cached_pages, crew_of, mesh_of, pattern, save_as
@@ -273,7 +273,7 @@ def test_finished_files_are_closed_some_files_later(tmp_path: Path) -> None:
 
 def test_what_many_files_leave_in_the_page_cache_does_not_grow_with_them(tmp_path: Path) -> None:
     """All of it is sent to the disk while more is written, so nearly nothing is left to do for the sync."""
-    if file_system(str(tmp_path)) not in DIRECT:
+    if mount_of(str(tmp_path)).kind not in DIRECT:
         pytest.skip("what is in the page cache here is not known")
     array = pattern(np.uint8, (1 << 20,))
     plans = [FilePlan(f"f{i}", b"", (_piece(array, 0, 0),), array.nbytes) for i in range(150)]

@@ -205,7 +205,7 @@ class StoreTests:
             assert other.try_hold(name, Scope("a test")) is None
         held.release()
         taken = take_over(other, name)
-        assert not make().is_held(name) or not store.traits.expiring_locks
+        assert not make().is_held(name) or not store.has_leases
         taken.remove()
         assert make().children(store.saves) == []
         for end in (held.remove, held.release, taken.remove, taken.release):

@@ -24,17 +24,18 @@ import queue
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from shardkeep.config import PROCESS_DEADLINE, PROCESS_SILENCE, read
 from shardkeep.errors import ProcessError, ShardkeepError
-from shardkeep.processes.group import LEADER, ROOT, Group, Watch
-from shardkeep.processes.operation import as_error, present_group
+from shardkeep.processes.group import LEADER, ROOT, Group, post
+from shardkeep.processes.operation import present_group
+from shardkeep.processes.waiting import Arrivals, Watch, as_error, collect, hear
 from shardkeep.runtime.scopes import LOOK, Latch
 
 log = logging.getLogger("shardkeep")
 
-_DAY = 86_400.0  # seconds of one wait for an announcement; each that ends without one costs memory
 _AGAIN = 1.0  # seconds until a service that did not answer is asked again
 _END = 5.0  # seconds that `close` waits for each thread
 _WHAT = "agreeing on a step to save"
@@ -164,6 +165,7 @@ class _Several:
         self._wanted: list[Agreed] = []  # requests of this process that no announcement covers yet
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: announce; False: end
         self._closing = Latch()
+        self._arrivals = Arrivals(group)
         self._listener = threading.Thread(target=self._listen, name="shardkeep-agreement", daemon=True)
         self._announcer = threading.Thread(target=self._announce, name="shardkeep-announcer", daemon=True)
 
@@ -172,8 +174,14 @@ class _Several:
             atexit.unregister(_close_all)
             atexit.register(_close_all)  # now: it must run before JAX disconnects from the service
         _open.add(self)
+        self._group.take_part(self, self._keys)
         self._listener.start()
         self._announcer.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether this process no longer takes part."""
+        return self._closing.is_set
 
     @property
     def is_listening(self) -> bool:
@@ -220,7 +228,7 @@ class _Several:
             try:
                 if self._closing.is_set and self._group.set_new(key, self._last_words(), last=True):
                     return None
-                text = self._group.wait_for(key, _DAY)
+                text = self._group.wait_for(key)
             except ProcessError:
                 if self._closing.is_set:
                     return None
@@ -239,9 +247,11 @@ class _Several:
     def _take_part(self, wanted: Agreed) -> None:
         round, count = self._agreement.await_call(wanted)
         earliest = max(count, self._scheduled) + 1
-        watch = Watch(self._group, f"{_WHAT} ({wanted.why})", self._silence, self._deadline)
+        leads = self._group.index == LEADER
+        begun = () if leads else (LEADER,)
+        watch = Watch(self._group, f"{_WHAT} ({wanted.why})", self._silence, self._deadline, lambda: begun)
         try:
-            call = (self._lead if self._group.index == LEADER else self._follow)(earliest, watch)
+            call = (self._lead if leads else self._follow)(earliest, watch)
         except ShardkeepError as error:
             round.decide(None, error)
             raise
@@ -259,37 +269,31 @@ class _Several:
     def _lead(self, earliest: int, watch: Watch) -> int | None:
         """Collect what all processes report, and tell them the call."""
         group, number = self._group, self._number
-        found, lost = {LEADER: earliest}, None
-        while True:
-            for key, text in group.list(self._key("report", number) + "/"):
-                found[int(key.rpartition("/")[2])] = int(text)
-            missing = [i for i in range(group.size) if i not in found]
-            if not missing or self._closing.is_set:
-                call = None if missing else max(found.values())
-                group.set(self._key("agreed", number), json.dumps({"call": call}))
-                group.delete(self._key("report", number - 1) + "/")  # all have reported again, so all have heard
-                return call
-            if lost is not None:
-                group.tell(self._key("agreed", number), json.dumps({"error": lost.record}))
-                raise lost
-            lost = watch.look(missing, set())
+        try:
+            found = collect(group, self._arrivals, self._key("report", number) + "/", watch)
+        except ProcessError as lost:
+            if lost.record is not None:
+                error = json.dumps({"error": lost.record})
+                group.tell(partial(post, group.client, self._key("agreed", number), error))
+            raise
+        finally:
+            self._arrivals.release()
+        call = max([earliest, *map(int, found.values())]) if len(found) == group.size - 1 else None
+        group.post(self._key("agreed", number), json.dumps({"call": call}))
+        group.delete(self._key("report", number - 1) + "/")  # all have reported again, so all have heard
+        return call
 
     def _follow(self, earliest: int, watch: Watch) -> int | None:
         """Report, and hear the call from the leader."""
-        group, number, lost = self._group, self._number, None
+        group, number = self._group, self._number
         group.set(f"{self._key('report', number)}/{group.index}", str(earliest))
-        while True:
-            text = group.wait_for(self._key("agreed", number), self._silence / 4)
-            if text is not None:
-                said: dict[str, Any] = json.loads(text)
-                if "error" in said:
-                    raise as_error(said["error"])
-                return said["call"]
-            if self._closing.is_set:
-                return None
-            if lost is not None:
-                raise lost
-            lost = watch.look([LEADER], {LEADER})
+        text = hear(group, self._arrivals, self._key("agreed", number), watch)
+        if text is None:  # this process closes the run
+            return None
+        said: dict[str, Any] = json.loads(text)
+        if "error" in said:
+            raise as_error(said["error"])
+        return said["call"]
 
     def _key(self, kind: str, number: int) -> str:
         return f"{self._keys}/{kind}/{number}"
@@ -299,6 +303,7 @@ class _Several:
         _open.discard(self)
         self._closing.set()
         self._orders.put(False)
+        self._arrivals.wake()
         if self._group.forked:
             return
         with suppress(ProcessError):  # the listener waits for this key, or will see that the run is closing

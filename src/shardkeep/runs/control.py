@@ -192,7 +192,7 @@ class Control:
         written = self.store.modified(name)
         if written is None:
             return False
-        if not self.store.traits.expiring_locks and time.time() - written < _YOUNG:
+        if not self.store.has_leases and time.time() - written < _YOUNG:
             return False  # perhaps just being taken: its reader will find the mark of the deletion
         locking = store_at(self.place, RUN_CONTROL, confined=False)  # which caches what it lists under the lock
         with Scope(f"looking at holds in {self.place}") as scope, locking.lock(_LOCK_SECONDS):
@@ -274,7 +274,7 @@ class WriterLock:
         waits = False
         while not self._try():
             seen = self._seen()
-            if not self._store.traits.expiring_locks or (None not in (before, seen) and seen != before):
+            if not self._store.has_leases or (None not in (before, seen) and seen != before):
                 raise ConflictError(
                     f"another program writes to the run {self._place}: {_named(self._store)}. A run has one writer at "
                     "a time; end that program first, or choose another directory. Readers need no lock: latest(), "
@@ -292,11 +292,9 @@ class WriterLock:
             time.sleep(pause)
             pause = min(pause * 1.5, lease / 10)
 
-    def _seen(self) -> bytes | None:
-        try:
-            return self._store.read(_WRITER)
-        except FileNotFoundError:
-            return None
+    def _seen(self) -> object:
+        """What changes whenever the lock is renewed; None if nobody has it."""
+        return self._store.identity(_WRITER)
 
     def _try(self) -> bool:
         """Take the lock if nobody who is alive holds it."""

@@ -55,7 +55,7 @@ class Calls:
         for late, since in list(self._late.items()):
             if late.empty():
                 raise Unanswered(time.monotonic() - since)
-        if not self._find_thread():
+        if not self._find_thread() and not self._has_threads:
             return call()
         answer: _Answer = queue.SimpleQueue()
         self._todo.put((call, answer))
@@ -66,6 +66,13 @@ class Calls:
         if error is not None:
             raise error
         return value
+
+    def begin(self, call: Callable[[], object]) -> bool:
+        """Make a call without waiting for it. Returns False if no thread can be started for it any more."""
+        if not self._find_thread():
+            return False
+        self._todo.put((call, queue.SimpleQueue()))
+        return True
 
     def _wait(self, answer: _Answer, seconds: float, gives_up: bool) -> tuple[Any, BaseException | None] | None:
         began, waited = time.monotonic(), 0.0
@@ -87,10 +94,12 @@ class Calls:
         try:
             self._free.pop()
         except IndexError:
-            with suppress(RuntimeError):
+            try:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                self._has_threads = True
-        return self._has_threads
+            except RuntimeError:
+                return False
+            self._has_threads = True
+        return True
 
     def _work(self) -> None:
         while True:

@@ -260,7 +260,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
         job.entry.enter()
         save = BackgroundSave(target.where)
         save.start(outer, scope, partial(_work, job, save, request.verbose), callback, donations.prepare)
-        operation.close()  # from here on, its thread tells the other processes what goes wrong
+        operation.over = True  # from here on, its thread takes part: it tells the other processes what goes wrong
         if job.transfers is not None and job.transfers.in_batches:
             _await_batches(job.transfers)
         return save
@@ -301,6 +301,8 @@ def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
     except BaseException as error:
         job.operation.fail(error)
         raise
+    finally:
+        job.operation.close()
 
 
 def _prepare(

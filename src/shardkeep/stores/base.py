@@ -25,7 +25,6 @@ class Traits:
         costly_requests: Each access costs a round trip: accesses are few, planned beforehand, and made concurrently.
         late_requests: A request may take effect long after its sender was given up. So a name is never used again
             after it was removed, documents are replaced and not removed, and dead saves are fenced off.
-        expiring_locks: A process that died counts as alive until its lease has expired.
         concurrency: How many concurrent requests are useful; None: as many as there are processors.
         object_limit: The size of file to aim at; None: no limit.
     """
@@ -35,7 +34,6 @@ class Traits:
     has_paths: bool
     costly_requests: bool
     late_requests: bool
-    expiring_locks: bool
     concurrency: int | None = None
     object_limit: int | None = None
 
@@ -212,6 +210,11 @@ class Coordination(Protocol):
     control: str  # the directory in it for the lock, the claims and the records of running saves
     saves: str  # the directory of those records
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether a process that died counts as alive until its lease has expired."""
+        ...
+
     def lock(self, seconds: float = LOCK_SECONDS) -> AbstractContextManager[None]:
         """Exclude all other writers while a context lasts, creating the place if needed.
 
@@ -229,6 +232,10 @@ class Coordination(Protocol):
 
     def is_held(self, name: str) -> bool:
         """Whether the process that made a record is alive, as far as a reader can tell. Changes nothing."""
+        ...
+
+    def check_locks(self, name: str) -> None:
+        """Notice if the record of a save that is running on another host looks free from here."""
         ...
 
     def claim(self, name: str) -> bool:

@@ -111,7 +111,7 @@ def explain_unfinished(store: Store, where: str) -> str:
             "Save to the same path again, or remove the remains with shardkeep.delete"
         )
     first = saves[0]
-    perhaps = ", or died a moment ago" if store.traits.expiring_locks else ""  # until its lease ends, nobody can tell
+    perhaps = ", or died a moment ago" if store.has_leases else ""  # until its lease ends, nobody can tell
     if first.is_running and first.is_delete:
         return f"{where} is being deleted: {first} is running{perhaps}"
     if first.is_running:

@@ -89,11 +89,13 @@ class Transaction:
         """Take part with the names that the leader has reserved. No lock is needed."""
         store = self.target.store
         self.plan = plan
-        if store.size(f"{store.saves}/{plan.save_id}") is None:
+        leaders = f"{store.saves}/{plan.save_id}"
+        if store.size(leaders) is None:
             raise StorageError(
                 f"saving to {self.target.where}: process {LEADER} sees a different directory at this path. All "
                 "processes must save to the same shared directory or bucket. Nothing was written"
             )
+        store.check_locks(leaders)
         self._record()
 
     def _concerned(self, manifest: Manifest | None) -> dict[str, Tree]:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.stores.local.mapping import LocalFile, Pages, file_system
+from shardkeep.stores.local.mapping import LocalFile, Pages
+from shardkeep.stores.local.mounts import mount_of
 from shardkeep.stores.local.newfile import DIRECT
 from shardkeep.stores.local.store import LocalStore
 from support import assert_same, cached_pages, run_python
@@ -89,7 +90,7 @@ def test_a_large_file_is_not_in_the_page_cache_when_it_is_saved_and_is_after_a_l
 ) -> None:
     """Small pages at the ends of its parts would keep the kernel from reading it in huge ones."""
     path = tmp_path / "run"
-    if file_system(str(tmp_path)) not in DIRECT:
+    if mount_of(str(tmp_path)).kind not in DIRECT:
         pytest.skip("files are not written past the page cache here")
     state = {f"w{i}": jnp.arange(3_000_001, dtype=jnp.float32) + i for i in range(3)}  # no whole pages
     monkeypatch.setenv("SHARDKEEP_WARM", "never")

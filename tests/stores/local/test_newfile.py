@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardkeep.runtime.hostmemory import PAGE, aligned_empty
-from shardkeep.stores.local.mapping import file_system
+from shardkeep.stores.local.mounts import mount_of
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
 from support import bits, cached_pages, pattern
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def _needs_direct(tmp_path: Path) -> None:
-    if file_system(str(tmp_path)) not in DIRECT:
+    if mount_of(str(tmp_path)).kind not in DIRECT:
         pytest.skip("the file system of the tests is written through the page cache")
 
 
@@ -92,7 +92,7 @@ def test_a_disk_with_larger_blocks_is_written_all_the_same(tmp_path: Path, monke
     data = _aligned(2 * MIB + 5)
     with LocalNewFile(str(tmp_path / "file"), data.size, direct=True) as file:
         file.write_aligned(0, data)
-    assert refused or file_system(str(tmp_path)) not in DIRECT
+    assert refused or mount_of(str(tmp_path)).kind not in DIRECT
     assert (tmp_path / "file").read_bytes() == bits(data)
 
 

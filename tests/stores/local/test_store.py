@@ -24,7 +24,8 @@ from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, write_at
-from shardkeep.stores.local.mapping import MAPPABLE, file_system
+from shardkeep.stores.local.mapping import MAPPABLE
+from shardkeep.stores.local.mounts import mount_of
 from shardkeep.stores.local.store import LocalStore
 from shardkeep.stores.location import location
 from support import hold
@@ -376,8 +377,8 @@ class TestFiles:
             make_directories(str(tmp_path / "file" / "below"))
 
     def test_only_local_file_systems_are_mapped(self, tmp_path: Path) -> None:
-        assert file_system(str(tmp_path)) in MAPPABLE
-        assert file_system("/proc") not in MAPPABLE
+        assert mount_of(str(tmp_path)).kind in MAPPABLE
+        assert mount_of("/proc").kind not in MAPPABLE
         assert LocalStore(str(tmp_path)).free_bytes() > 0
 
 

@@ -12,10 +12,10 @@ import obstore
 from obstore.exceptions import BaseError
 
 from shardkeep.config import LEASE
-from shardkeep.errors import ConflictError, StorageError
-from shardkeep.runtime.scopes import Latch
+from shardkeep.errors import ConflictError
 from shardkeep.stores.bucket.credentials import Clients
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
+from shardkeep.stores.leases import Renewed
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
@@ -36,7 +36,7 @@ def condemned(data: bytes) -> bytes:
     return b'{"owner": "%b"%b}\n' % (os.urandom(16).hex().encode(), _DEAD) + data.partition(b"\n")[2]
 
 
-class Lease:
+class Lease(Renewed):
     """An object that its owner renews while it is alive: the lock, or the record of a save.
 
     The first line contains the owner and a counter, so that no two puts are equal: S3 identifies versions by content.
@@ -48,13 +48,12 @@ class Lease:
     """
 
     def __init__(self, store: Objects, name: str, renewed: bool = True) -> None:
+        super().__init__(store.lease)
         self._store, self._name, self._lines = store, name, b""
         self._owner = b'{"owner": "%b"' % os.urandom(16).hex().encode()
         self._is_renewed, self._end = renewed, b"" if renewed else _DEAD
         self._count = 0
-        self._over = Latch()
         self._lock = threading.Lock()
-        self._renewed = time.monotonic()
         self._version: UpdateVersion | None = None
 
     def take(self, line: bytes, mode: "PutMode" = "create") -> None:
@@ -62,21 +61,14 @@ class Lease:
         self._lines, self._renewed = line, time.monotonic()
         self._version = self._store.put(self._name, self._signed(line), mode)
         if self._is_renewed:
-            with suppress(RuntimeError):  # no thread can be started at the end of the program
-                threading.Thread(target=self._renew_often, name="shardkeep-lease", daemon=True).start()
+            self.start()
 
     def _signed(self, lines: bytes) -> bytes:
         self._count += 1
         return self._owner + b', "renewed": %d' % self._count + self._end + b"}\n" + lines
 
-    def _renew_often(self) -> None:
-        while not self._over.wait(self._store.lease / 4):
-            try:
-                self._put(self._lines)
-            except ConflictError:  # `confirm` reports it
-                return
-            except StorageError:
-                continue
+    def renew(self) -> None:
+        self._put(self._lines)
 
     def _put(self, lines: bytes) -> None:
         with self._lock:
@@ -105,11 +97,6 @@ class Lease:
 
     def append(self, line: bytes) -> None:
         self._put(self._lines + line + b"\n")
-
-    def confirm(self, age: float) -> None:
-        """Renew the lease if it is older than `age` seconds. Raises `ConflictError` if it was taken over."""
-        if time.monotonic() - self._renewed > age:
-            self._put(self._lines)
 
     def check_conditions(self) -> None:
         """Warn once per bucket if the server ignores conditional puts, so that concurrent writers are not detected."""

@@ -5,7 +5,6 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,20 +107,3 @@ class Pages:
         if self._address not in (None, failed):
             type(self).addresses.discard(self._address)  # before unmapping: the next mapping may get the same address
             unmap(self._address, self._length)
-
-
-def file_system(directory: str) -> str:
-    """The type of the file system that contains a directory; empty if it is unknown."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    real = os.path.realpath(directory)
-    best, kind = "", ""
-    for line in mounts:
-        fields = line.split(" ")
-        point = fields[1].replace("\\040", " ")
-        inside = point == "/" or real == point or real.startswith(point + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -10,13 +11,17 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
+from shardkeep.config import LEASE, read
 from shardkeep.errors import IntegrityError
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
-from shardkeep.stores.local.locks import LocalHeld, LockFile, wait_for_lock
-from shardkeep.stores.local.mapping import MAPPABLE, LocalFile, file_system
+from shardkeep.stores.local.locks import HeldFile, LocalHeld, LockFile
+from shardkeep.stores.local.mapping import MAPPABLE, LocalFile
+from shardkeep.stores.local.mounts import LOCAL, Mount, mount_of
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
+
+log = logging.getLogger("shardkeep")
 
 _FEW_FILES = 8  # files: above this, one sync of the file system is faster than one for each of them
 _LARGE = 1 << 20  # space for files of at least this size is allocated before they are written
@@ -25,6 +30,8 @@ _MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this 
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_UNSHARED = "locks-are-not-shared"  # the file in the control directory that says so
+_lockless: set[str] = set()  # directories in which no file can be locked
 
 
 class LocalStore:
@@ -36,7 +43,6 @@ class LocalStore:
         has_paths=True,
         costly_requests=False,
         late_requests=False,
-        expiring_locks=False,
     )
 
     def __init__(self, root: str, control: str = CONTROL, confined: bool = True) -> None:
@@ -53,6 +59,16 @@ class LocalStore:
         self._root = root
         self._confined = confined
         self._inside: dict[str, bool] = {}
+        self._lock: LockFile | None = None  # while it is held
+        self._guard: HeldFile | None = None  # the same where other hosts do not see locks
+
+    @property
+    def has_leases(self) -> bool:
+        if self._root in _lockless:
+            return True
+        mount = self._mount
+        trusted = mount.kind in LOCAL or mount.shares_locks
+        return not trusted or (mount.kind not in LOCAL and self.size(f"{self.control}/{_UNSHARED}") is not None)
 
     def locate(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -130,15 +146,15 @@ class LocalStore:
         return os.path.realpath(self._root).rstrip(os.sep) + os.sep
 
     @cached_property
-    def _file_system(self) -> str:
-        return file_system(self._root)
+    def _mount(self) -> Mount:
+        return mount_of(self._root)
 
     @property
     def mappable(self) -> bool:
-        return self._file_system in MAPPABLE
+        return self._mount.kind in MAPPABLE
 
     def create(self, name: str, size: int, aligned: bool = False) -> LocalNewFile:
-        able = size >= _LARGE and self._file_system in DIRECT
+        able = size >= _LARGE and self._mount.kind in DIRECT
         return LocalNewFile(self._place_for(name), size if able else 0, aligned and able)
 
     def _place_for(self, name: str) -> str:
@@ -187,6 +203,8 @@ class LocalStore:
             with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
                 write_at(new, 0, [memoryview(data)])
                 os.fsync(new.number)
+            if self._guard is not None:
+                self._guard.confirm_taken()
             os.rename(aside, path)
         except BaseException:
             with suppress(OSError):
@@ -228,6 +246,8 @@ class LocalStore:
             os.rmdir(self._root)
 
     def rename(self, name: str, new: str) -> None:
+        if self._guard is not None:
+            self._guard.confirm_taken()
         os.rename(self.locate(name), self.locate(new))
         sync_path(os.path.dirname(self.locate(new)))
 
@@ -327,33 +347,61 @@ class LocalStore:
                     continue
                 if not lock.try_lock():
                     lock.refuse_below()
-                    wait_for_lock(file, deadline)
+                    lock.wait(deadline)
+                if not lock.is_lockable:
+                    _lockless.add(self._root)
                 # If the file was removed while we waited, the lock is a different file now.
-                if os.path.exists(path) and os.fstat(file.number).st_nlink:
+                is_there = os.path.exists(path) and os.fstat(file.number).st_nlink
+                if is_there and (not self.has_leases or self._take_guard(lock, deadline, scope)):
                     break
                 lock.release()
-            yield
+            self._lock = lock
+            try:
+                yield
+            finally:
+                self._lock = self._guard = None
+
+    def _take_guard(self, lock: LockFile, deadline: float, scope: Scope) -> bool:
+        """Exclude other hosts too, where they do not see the lock. False if the directory was removed."""
+        guard = scope.add(HeldFile(f"{lock.path}.held", lock))
+        try:
+            guard.take(deadline)
+        except FileNotFoundError:
+            return False
+        self._guard = guard
+        return True
 
     def hold(self, name: str) -> LocalHeld:
-        return LocalHeld(self.locate(name))
+        return LocalHeld(self.locate(name), is_renewed=self._mount.kind not in LOCAL)
 
     def try_hold(self, name: str, scope: Scope) -> LocalHeld | None:
         held = scope.add(LocalHeld(self.locate(name)))
-        return held if held.take_over() else None
+        now = None if not self.has_leases else time.time() if self._lock is None else self._lock.now()
+        return held if held.take_over(now) else None
 
     def is_held(self, name: str) -> bool:
         try:
             with self.open(name) as record:
-                try:
-                    fcntl.flock(record.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-                fcntl.flock(record.number, fcntl.LOCK_UN)
+                lock = LockFile(record.path, file=record)
+                is_free = lock.try_lock(fcntl.LOCK_SH)
+                if is_free and (self.has_leases or not lock.is_lockable):  # by this clock: nothing is written
+                    is_free = time.time() - os.fstat(record.number).st_mtime > read(LEASE)
+                lock.release()
+                return not is_free
         except (FileNotFoundError, NotADirectoryError, IntegrityError):
             return False
-        except OSError:  # unreadable, or no locks here: it may be alive
+        except OSError:  # unreadable: it may be alive
             return True
-        return False
+
+    def check_locks(self, name: str) -> None:
+        if self._mount.kind not in LOCAL and not self.has_leases and not self.is_held(name):
+            log.warning(
+                "%s: locks that other hosts take are not seen here, although the file system (%s) should share them. "
+                "Saves are protected by leases instead, as on file systems that do not share locks",
+                self._root,
+                self._mount.kind,
+            )
+            self.claim(f"{self.control}/{_UNSHARED}")
 
     def claim(self, name: str) -> bool:
         path = self.locate(name)
