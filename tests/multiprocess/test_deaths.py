@@ -169,17 +169,16 @@ def test_the_checkpoint_is_whole_whoever_dies_whenever(pair: Kept, tmp_path: Pat
 def test_a_death_while_arrays_are_gathered_is_told(tmp_path: Path) -> None:
     """Exchange files are gathered with a collective of JAX's: the others fail there, at once."""
     script = """
-from jax.experimental import multihost_utils
+from shardkeep.processes import collectives
 values = pattern("float32", (512, 512))
 tree = {"w": spread(values, P("a"))}
 shardkeep.save(root / "x.safetensors", tree)
-shardkeep.load(root / "x.safetensors", read_once=True)
+shardkeep.load(root / "x.safetensors", broadcast=True)
 meet(root, "saved", index, size)
 if index == 1:
-    die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    multihost_utils.process_allgather = multihost_utils.broadcast_one_to_all = die
+    collectives._as_row = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 save = lambda: shardkeep.save(root / "x.safetensors", tree, overwrite=True)
-load = lambda: shardkeep.load(root / "x.safetensors", read_once=True)
+load = lambda: shardkeep.load(root / "x.safetensors", broadcast=True)
 say(error=caught(CALL))
 os._exit(0)
 """

@@ -41,7 +41,7 @@ def read_into(
     crew.run(
         partial(_read_foreign, reader.store, destination, progress)
         for destination in destinations.values()
-        if isinstance(destination.leaf.origin, ForeignArray)
+        if isinstance(destination.leaf.origin, ForeignArray) and destination.regions
     )
     limit = min(budget, _STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
