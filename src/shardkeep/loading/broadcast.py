@@ -7,7 +7,7 @@ process that is missing is one within the time limits of `processes/operation.py
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def fewest_replicas(request: LoadRequest, store: Store, size: int) -> int | None
     "auto" is for storage that is shared through a network, and for calls of the main thread: programs may have
     collectives of their own running there while another thread loads.
     """
-    if size == 1 or request.broadcast is False:
+    if request.broadcast is False:
         return None
     if request.broadcast is True:
         return 2
@@ -75,11 +75,12 @@ def agree(
     return Broadcast(operation, {id(w) for w in chosen}, least, limit) if chosen else None
 
 
-def _compared(brought: Sequence[Any]) -> list[Any] | None:
+def _compared(brought: Sequence[tuple[str, int] | Literal[False]]) -> tuple[bool, int] | None:
     """Whether all loads are alike, and the least budget; None if a process has to start over."""
-    if not all(brought):
+    loads = [each for each in brought if each]
+    if len(loads) < len(brought):
         return None
-    return [len({lines for lines, _ in brought}) == 1, min(limit for _, limit in brought)]
+    return len({lines for lines, _ in loads}) == 1, min(limit for _, limit in loads)
 
 
 def _alike(everyones: Sequence[Sequence[str]]) -> list[int]:

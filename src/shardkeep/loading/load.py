@@ -277,9 +277,10 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
 def load_request(path: Location, request: LoadRequest, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
     operation.what = f"loading {path}"
-    asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"broadcast {request.broadcast}")
-    asked = (*asked, f"remap {request.remap}", f"extra {request.extra}", f"missing {request.missing}")
-    compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
+    if operation.size > 1:
+        asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"broadcast {request.broadcast}")
+        asked = (*asked, f"remap {request.remap}", f"extra {request.extra}", f"missing {request.missing}")
+        compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
     manifest = None
     for _ in range(TRIES):
         store, manifest, replicas = _open_same(path, request, operation)
@@ -311,7 +312,7 @@ def _open_same(path: Location, request: LoadRequest, operation: Operation) -> tu
     """
     if operation.leads:
         store, manifest = open_checkpoint(path)
-        replicas = fewest_replicas(request, store, operation.size)
+        replicas = None if operation.size == 1 else fewest_replicas(request, store, operation.size)
         operation.share([manifest.save_id, replicas])
         return store, manifest, replicas
     expected, replicas = operation.share()

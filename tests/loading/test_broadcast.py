@@ -1,0 +1,81 @@
+"""What is broadcast, and how parts come together; tests/multiprocess/test_broadcast.py has several processes."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkeep
+from shardkeep.loading.broadcast import Broadcast, _alike, _compared, fewest_replicas
+from shardkeep.loading.owners import OwnedPart, Owners
+from shardkeep.loading.plan import Destination
+from shardkeep.loading.select import LoadRequest, Wanted
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.leaves import NATIVE, StoredArray
+from shardkeep.processes.operation import Operation
+from shardkeep.runtime.progress import NO_BAR
+
+HERE: Any = SimpleNamespace(mappable=True)
+BEHIND_A_NETWORK: Any = SimpleNamespace(mappable=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "store", "size", "expected"),
+    [
+        ("auto", BEHIND_A_NETWORK, 4, 4),
+        ("auto", BEHIND_A_NETWORK, 3, None),
+        ("auto", HERE, 1000, None),
+        (True, HERE, 2, 2),
+        (True, BEHIND_A_NETWORK, 1000, 2),
+        (False, BEHIND_A_NETWORK, 1000, None),
+    ],
+)
+def test_when_processes_read_for_each_other(asked: Any, store: Any, size: int, expected: int | None) -> None:
+    assert fewest_replicas(LoadRequest(broadcast=asked), store, size) == expected
+
+
+def test_not_by_itself_beside_the_main_thread() -> None:
+    found: list[int | None] = []
+    requests = [LoadRequest(broadcast="auto"), LoadRequest(broadcast=True)]
+    thread = threading.Thread(target=lambda: found.extend(fewest_replicas(r, BEHIND_A_NETWORK, 8) for r in requests))
+    thread.start()
+    thread.join()
+    assert found == [None, 2]
+
+
+def test_bad_values_are_refused(tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "x", {"w": np.zeros(3)})
+    with pytest.raises(ValueError, match="broadcast must be \"auto\", True or False, not 'always'"):
+        shardkeep.load(tmp_path / "x", broadcast="always")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="broadcast must be"):
+        shardkeep.plan_load(tmp_path / "x", broadcast=2)
+    with pytest.raises(TypeError, match="read_once"):
+        shardkeep.load(tmp_path / "x", read_once=True)  # type: ignore[call-arg]
+    for broadcast in ("auto", True, False):
+        assert shardkeep.plan_load(tmp_path / "x", broadcast=broadcast).load()["w"].tolist() == [0, 0, 0]
+
+
+def test_what_processes_bring_is_compared() -> None:
+    assert _compared([("a", 9), ("a", 7)]) == (True, 7)
+    assert _compared([("a", 9), ("b", 7)]) == (False, 7)
+    assert _compared([("a", 9), False]) is None, "that process has to start over"
+    assert _alike([["3 1", "a", "b", "c"], ["3 1", "a", "x", "c"]]) == [0, 2]
+    assert _alike([["1 1", "a"], ["2 1", "a", "b"]]) == [], "they would go through them in different steps"
+
+
+@pytest.mark.parametrize("parts", [[Region((0, 0), (4, 6))], [Region((0, 0), (4, 2)), Region((0, 2), (4, 4))]])
+def test_parts_become_the_regions_that_are_needed(parts: list[Region]) -> None:
+    """In place where a part is a region; otherwise the parts are put together."""
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    leaf = StoredArray(("x",), ArraySpec((4, 6), whole.dtype), (), NATIVE)
+    read = [whole[region.slices].copy() for region in parts]
+    destination = Destination(leaf, parts, False, list(read))
+    broadcast = Broadcast(Operation(""), set(), 2, 1 << 20)
+    owners = Owners({(0,): [OwnedPart(0, region, 0) for region in parts]}, {0: parts})
+    broadcast.complete(owners, {0: destination}, {0: Wanted(leaf)}, NO_BAR.__enter__())
+    assert list(destination.regions) == [Region.whole((4, 6))]
+    assert np.array_equal(destination.whole, whole)
+    assert (destination.whole is read[0]) == (len(parts) == 1)
