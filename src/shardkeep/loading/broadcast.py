@@ -24,7 +24,7 @@ from shardkeep.runtime.budget import budget
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store
 
-_PAYS = 4  # replicas: with fewer, sending takes about as long as it takes each of them to read
+_PAYS = 4  # processes that need the same: for fewer, what is read less is hardly worth sending
 _FRACTION = 8  # of the budget may be on its way: it is there twice, as a row of each process and as what they make up
 
 

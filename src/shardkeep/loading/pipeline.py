@@ -66,8 +66,10 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
         return _load_groups(plan_groups(wanted, casts, budget.limit), wanted, means)
     shared = {number: w for number, w in wanted.items() if means.broadcast.covers(w)}
     rest = {number: w for number, w in wanted.items() if number not in shared}
-    together = plan_groups_of_all(shared, casts, means.broadcast)
-    return _load_groups(together, shared, means) | _load_groups(plan_groups(rest, casts, budget.limit), rest, means)
+    arrays = _load_groups(plan_groups(rest, casts, budget.limit), rest, means) if rest else {}
+    if shared:
+        arrays |= _load_groups(plan_groups_of_all(shared, casts, means.broadcast), shared, means)
+    return arrays
 
 
 def _load_groups(plan: GroupPlan, wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:
