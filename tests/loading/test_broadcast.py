@@ -73,9 +73,19 @@ def test_parts_become_the_regions_that_are_needed(parts: list[Region]) -> None:
     leaf = StoredArray(("x",), ArraySpec((4, 6), whole.dtype), (), NATIVE)
     read = [whole[region.slices].copy() for region in parts]
     destination = Destination(leaf, parts, False, list(read))
-    broadcast = Broadcast(Operation(""), set(), 2, 1 << 20)
+    broadcast = Broadcast(Operation(""), {}, 2, 1 << 20)
     owners = Owners({(0,): [OwnedPart(0, region, 0) for region in parts]}, {0: parts})
     broadcast.complete(owners, {0: destination}, {0: Wanted(leaf)}, NO_BAR.__enter__())
     assert list(destination.regions) == [Region.whole((4, 6))]
     assert np.array_equal(destination.whole, whole)
     assert (destination.whole is read[0]) == (len(parts) == 1)
+
+
+def test_steps_are_bounded_by_what_is_read_for_others() -> None:
+    """Leaves that are not sent, and those that go to devices in groups of their own, count nothing."""
+    some = [Wanted(StoredArray((str(n),), ArraySpec((n,), np.dtype("f4")), (), NATIVE)) for n in range(9)]
+    view: Any = SimpleNamespace(index=1, size=4)
+    broadcast = Broadcast(view, {id(some[n]): 100 for n in (0, 2, 3, 5)} | {id(some[1]): 0, id(some[7]): 10**6}, 2, 200)
+    numbers = [[some.index(w) for w in step] for step in broadcast.steps(some, 10)]
+    assert numbers == [[0, 1, 2], [3, 4, 5, 6], [7], [8]], "at most 50 bytes for each of four processes, or one leaf"
+    assert [len(step) for step in broadcast.steps(some, 2)] == [2, 2, 2, 2, 1]

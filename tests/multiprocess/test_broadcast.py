@@ -317,9 +317,10 @@ BOUNDED = (
 values = {f"{n}": pattern("uint8", (200_000 + n, 3)) for n in range(4)}
 shardkeep.save(root / "x", values)
 shardkeep.set_memory_budget((1 << 20) * (index + 1))
+messages.clear()
 loaded = shardkeep.load(root / "x", broadcast=True)
 shardkeep.set_memory_budget(None)
-say(right=differences(loaded, values), sent=sent)
+say(right=differences(loaded, values), sent=sent, barriers=messages.count(True) - 1)
 """
     + RESTORED
 )
@@ -330,6 +331,7 @@ def test_what_is_sent_at_once_fits_the_least_budget(pair: Kept, tmp_path: Path) 
         assert process["right"] == []
         assert max(process["sent"]) == (1 << 20) // 8
         assert sum(process["sent"]) >= 4 * 600_000
+        assert process["barriers"] == 4, "each leaf is a step of its own, as two do not fit"
 
 
 DEVICES = """

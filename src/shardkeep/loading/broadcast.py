@@ -14,7 +14,7 @@ import numpy as np
 from shardkeep.loading.hostcasts import sent_to_devices
 from shardkeep.loading.owners import OwnedPart, Owners, needed_by, outline_of, plan_owners
 from shardkeep.loading.plan import Destination
-from shardkeep.loading.read import allocate
+from shardkeep.loading.read import STEP, allocate
 from shardkeep.loading.select import LoadRequest, Wanted
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import digest
@@ -70,9 +70,12 @@ def agree(
     if not alike:
         everyones = operation.gather([digest(line.encode())[:16] for line in lines])
         numbers = operation.share(_alike(everyones) if operation.leads else None)
-    chosen = [wanted[n] for n in numbers if outlines[n]]
-    chosen = [w for w in chosen if any(len(group) >= least for _, group in needed_by(w, operation.size) or ())]
-    return Broadcast(operation, {id(w) for w in chosen}, least, limit) if chosen else None
+    chosen: dict[int, int] = {}
+    for number in numbers:
+        w = wanted[number]
+        if any(len(group) >= least for _, group in needed_by(w, operation.size) or ()):
+            chosen[id(w)] = 0 if number in sent else w.stored.nbytes
+    return Broadcast(operation, chosen, least, limit) if chosen else None
 
 
 def _compared(brought: Sequence[tuple[str, int] | Literal[False]]) -> tuple[bool, int] | None:
@@ -97,13 +100,13 @@ class Broadcast:
 
     Attributes:
         operation: The load.
-        leaves: The ids of these leaves, which all processes have.
+        leaves: These leaves, which all processes have: by their ids, the bytes that they take in host memory for good.
         least: A region that fewer processes need is read by each of them.
         budget: The host memory that each process may use.
     """
 
     operation: Operation
-    leaves: set[int]
+    leaves: dict[int, int]
     least: int
     budget: int
 
@@ -115,6 +118,24 @@ class Broadcast:
     @property
     def _limit(self) -> int:
         return max(min(SENT, self.budget // _FRACTION), 1)
+
+    def steps(self, wanted: Sequence[Wanted], at_once: int) -> list[list[Wanted]]:
+        """The leaves in the steps in which they are read, the same on all processes.
+
+        What a process reads for others is there twice until it is sent. So that is not more than a step of any load.
+        Leaves for devices that copy go in groups of their own.
+        """
+        most = max(min(STEP, self.budget // 4), 1) * self.operation.size
+        steps: list[list[Wanted]] = []
+        filled = 0
+        for w in wanted:
+            nbytes = self.leaves.get(id(w), 0)
+            if not steps or len(steps[-1]) == at_once or (filled and filled + nbytes > most):
+                steps.append([])
+                filled = 0
+            steps[-1].append(w)
+            filled += nbytes
+        return steps
 
     def covers(self, w: Wanted) -> bool:
         return id(w) in self.leaves

@@ -9,7 +9,7 @@ from shardkeep.loading.blocks import parts_of
 from shardkeep.loading.broadcast import Broadcast
 from shardkeep.loading.owners import first_place, most_needed
 from shardkeep.loading.plan import plan_overlapping, plan_steps
-from shardkeep.loading.read import needed_blocks
+from shardkeep.loading.read import STEP, needed_blocks
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
 from shardkeep.model.arrays import DType, Region
@@ -19,7 +19,6 @@ from shardkeep.model.leaves import StoredArray
 from shardkeep.remap.expressions import DerivedArray, sources_of
 from shardkeep.remap.regions import regions_read
 
-STEP = 256 << 20  # the most bytes that are read at once, unless one array has more
 _LEAST = 32 << 20  # a group with fewer bytes keeps several threads and devices less busy than it could
 _GROUPS = 16  # the first group is read, and the last one sent, while nothing else happens: 1/16 of the time each
 _AGAIN = 1.25  # a leaf is cut if that reads at most so many times the blocks

@@ -380,8 +380,10 @@ def read_leaves(
         claim = scope.add(Claim(budget, scope))
         crew = scope.add(Crew(store.traits.concurrency))
         means = Means(reader, request, crew, progress, claim, broadcast)
-        for start in range(0, len(wanted), step):
-            some = wanted[start : start + step]
+        steps = (
+            broadcast.steps(wanted, step) if broadcast else [wanted[i : i + step] for i in range(0, len(wanted), step)]
+        )
+        for some in steps:
             placed = _read(some, means)
             # Nothing is claimed here, where functions of the caller's run: they may wait for another load or save.
             values += [adapt(w, value, request) for w, value in zip(some, placed, strict=True)]
