@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep.loading.broadcast import Broadcast, _alike, _compared, fewest_replicas
+from shardkeep.loading.broadcast import Broadcast, _alike, _compared, _receiving, fewest_replicas
 from shardkeep.loading.owners import OwnedPart, Owners
 from shardkeep.loading.plan import Destination
 from shardkeep.loading.select import LoadRequest, Wanted
@@ -79,6 +79,27 @@ def test_parts_become_the_regions_that_are_needed(parts: list[Region]) -> None:
     assert list(destination.regions) == [Region.whole((4, 6))]
     assert np.array_equal(destination.whole, whole)
     assert (destination.whole is read[0]) == (len(parts) == 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 40, 1000])
+@pytest.mark.parametrize(
+    "region", [Region((1, 2, 1), (1, 5, 4)), Region((0, 0, 2), (3, 7, 1)), Region((2, 3, 4), (1, 1, 1))]
+)
+def test_parts_that_are_scattered_in_memory_arrive_a_few_rows_at_once(region: Region, at_once: int) -> None:
+    whole = np.zeros((3, 7, 6), np.float32)
+    leaf = StoredArray(("x",), ArraySpec(whole.shape, whole.dtype), (), NATIVE)
+    destination = Destination(leaf, [Region.whole(whole.shape)], False, [whole])
+    sent = np.arange(1, region.size + 1, dtype=np.float32).tobytes()
+    counted: list[int] = []
+    for memory in _receiving([OwnedPart(0, region, 1)], {0: destination}, at_once, counted.append):
+        memory[...] = np.frombuffer(sent[: memory.size], np.uint8)
+        sent = sent[memory.size :]
+    assert sent == b""
+    assert whole[region.slices].reshape(-1).tolist() == list(range(1, region.size + 1))
+    assert np.count_nonzero(whole) == region.size
+    assert sum(counted) == region.size * 4
+    longest_row = max(region.size // n for n in region.shape if n > 1) * 4 if region.size > 1 else 4
+    assert max(counted) <= max(at_once, longest_row)
 
 
 def test_steps_are_bounded_by_what_is_read_for_others() -> None:

@@ -47,6 +47,7 @@ RESTORED = "\ncollectives._as_row, Operation.gather = as_row, gather\n"
 ALIKE = (
     COUNTED
     + """
+from contextlib import nullcontext
 from shardkeep import remap
 values = values_of(5)
 arrays = arrays_of(values, mesh_over((size, 2)), 1)
@@ -71,6 +72,7 @@ cases = {
     "not mapped": ("files", {"mmap": False, "shardings": everywhere, "include": "wide|long|kernel"}),
     "cast": ("files", {"dtype": "bfloat16", "shardings": everywhere, "include": "wide|kernel|host"}),
     "progress": ("files", {"progress": True, "shardings": everywhere, "include": "wide|long"}),
+    "under a mesh": ("files", {"shardings": everywhere, "include": "wide|long|kernel"}),
     "own devices": ("files", {"shardings": here, "include": "wide|long|kernel"}),
     "exchange file": ("x.safetensors", {"shardings": rows}),
     "other program": ("foreign0.npz", {"shardings": everywhere}),
@@ -83,7 +85,8 @@ wrong, alone = [], []
 for name, (path, how) in cases.items():
     each = shardkeep.load(root / path, broadcast=False, **how)
     quiet = len(sent)
-    once = shardkeep.load(root / path, broadcast=True, **how)
+    with jax.set_mesh(everywhere.mesh) if name == "under a mesh" else nullcontext():
+        once = shardkeep.load(root / path, broadcast=True, **how)
     wrong += [] if same(each, once) else [name]
     alone += [name] if len(sent) == quiet else []
 messages.clear()

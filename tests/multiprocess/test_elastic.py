@@ -49,6 +49,7 @@ with shardkeep.Run(root / "run", keep=None) as run:
     state, step = run.resume(
         new_state, shardings=shardings, iterators={"data": data},
         redistribute=lambda states, count: [{"position": min(state["position"] for state in states)}] * count,
+        broadcast=NOW % 2 == 0,
     )
     if BEFORE is None:
         wrong += [] if step == 0 else [f"begun at {step}"]

@@ -175,12 +175,17 @@ class Broadcast:
                     place[...] = array
         self._wait_for_all()
         for group in sorted(owners.groups):  # in one order on all processes, so none waits for one that waits for it
-            parts = [[part for part in owners.groups[group] if part.owner == process] for process in group]
+            parts: dict[int, list[OwnedPart]] = {process: [] for process in group}
+            for part in owners.groups[group]:
+                parts[part.owner].append(part)
+            at_once = self._limit // len(group)
             streams = [
-                _sending(some, mine) if process == self.operation.index else _receiving(some, destinations, progress)
-                for process, some in zip(group, parts, strict=True)
+                _sending(some, mine)
+                if process == self.operation.index
+                else _receiving(some, destinations, at_once, progress)
+                for process, some in parts.items()
             ]
-            lengths = [sum(_nbytes(part, destinations) for part in some) for some in parts]
+            lengths = [sum(_nbytes(part, destinations) for part in some) for some in parts.values()]
             share_bytes(streams, lengths, group, self._limit)
 
     def _wait_for_all(self) -> None:
@@ -210,13 +215,22 @@ def _sending(parts: Sequence[OwnedPart], read: Mapping[tuple[int, Region], Array
 
 
 def _receiving(
-    parts: Sequence[OwnedPart], destinations: Mapping[int, Destination], progress: Progress
+    parts: Sequence[OwnedPart], destinations: Mapping[int, Destination], at_once: int, progress: Progress
 ) -> Generator[Array]:
-    """Memory for the bytes of parts that another process has read; what has arrived goes where it belongs."""
+    """Memory for the bytes of parts that another process has read: where they belong, or aside, a few rows at once."""
     for part in parts:
         place = _place_in(destinations[part.leaf], part.region)
-        memory = place if place.flags.c_contiguous else np.empty(place.shape, place.dtype)
-        yield memory.reshape(-1).view(np.uint8)
-        if memory is not place:
-            place[...] = memory
-        progress(memory.nbytes)
+        for rows in [place] if place.flags.c_contiguous else _rows_of(place, at_once):
+            memory = rows if rows.flags.c_contiguous else np.empty(rows.shape, rows.dtype)
+            yield memory.reshape(-1).view(np.uint8)
+            if memory is not rows:
+                rows[...] = memory
+            progress(memory.nbytes)
+
+
+def _rows_of(place: Array, nbytes: int) -> Generator[Array]:
+    """Memory of a part, in order, in pieces of about `nbytes` and of whole rows."""
+    axis = next((axis for axis, n in enumerate(place.shape) if n > 1), 0)
+    step = max(nbytes * place.shape[axis] // place.nbytes, 1)
+    for start in range(0, place.shape[axis], step):
+        yield place[(*[slice(None)] * axis, slice(start, start + step))]
