@@ -154,6 +154,13 @@ def jit(function: Callable[_P, _T], out_shardings: "Sharding | Format | list[Any
     return jax.jit(function, out_shardings=out_shardings)  # pyright: ignore[reportUnknownMemberType]  (its parameter)
 
 
+def permute(x: "jax.Array", axis: str, pairs: Sequence[tuple[int, int]]) -> "jax.Array":
+    """`jax.lax.ppermute`: inside `jax.shard_map`, the data of the first of each pair on the second, elsewhere zeros."""
+    import jax
+
+    return jax.lax.ppermute(x, axis, pairs)  # pyright: ignore[reportUnknownMemberType]
+
+
 def eval_shape(function: Callable[[], Any]) -> Any:
     """What a function would return, as abstract arrays. One that is jitted with `out_shardings` gives them those."""
     import jax

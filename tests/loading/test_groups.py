@@ -1,6 +1,7 @@
 """Groups of arrays that go to devices: every region once, in the order of the files, within the memory they may use."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardkeep.loading.groups import STEP, GroupPlan, plan_groups
+from shardkeep.loading.broadcast import Broadcast
+from shardkeep.loading.groups import GroupPlan, plan_groups, plan_groups_of_all
+from shardkeep.loading.read import STEP
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import Place, device_regions
 from shardkeep.model.arrays import ArraySpec, Region
@@ -139,3 +142,19 @@ def test_empty_arrays_and_no_arrays_take_next_to_nothing() -> None:
     assert planned([], 8 * GB).groups == ()
     empty = planned([wanted(leaf_of("w", (0, 64)), P("b")), wanted(leaf_of("v", (0, 64)))], 8 * GB)
     assert (sizes(empty), empty.nbytes) == ([0], 1)
+
+
+def test_processes_that_read_for_each_other_plan_the_same_groups() -> None:
+    """In the order of the files, and within the memory of the process that has least."""
+    leaves = {n: wanted(leaf_of(str(n), (1024, 4096), at=(7 - n) * 16 * MB)) for n in range(8)}
+    seen: list[GroupPlan] = []
+    for index in range(3):
+        view: Any = SimpleNamespace(index=index, size=3)
+        broadcast = Broadcast(view, dict.fromkeys(map(id, leaves.values()), 0), 2, 128 * MB)
+        seen.append(plan_groups_of_all(leaves, {}, broadcast))
+    assert seen[0] == seen[1] == seen[2]
+    plan = seen[0]
+    assert [[part.number for part in group] for group in plan.groups] == [[7, 6], [5, 4], [3, 2], [1, 0]]
+    assert all(part.whole for group in plan.groups for part in group)
+    assert plan.step == 32 * MB
+    assert plan.nbytes <= 128 * MB + 2 * 16 * MB

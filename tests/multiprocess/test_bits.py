@@ -44,7 +44,7 @@ def files():
     tree = {dtype: put(v, NamedSharding(mesh, P("a", "b"))) for dtype, v in values.items()}
     for path, arguments in {"few": {}, "zarr": {"format": "zarr"}, "x.safetensors": {}}.items():
         shardkeep.save(root / path, tree, **arguments)
-        for how in ({}, {"shardings": turned}, {"shardings": everywhere, "read_once": True},
+        for how in ({}, {"shardings": turned}, {"shardings": everywhere, "broadcast": True},
                     {"shardings": {dtype: lambda _: turned for dtype in values}, "mesh": mesh}):
             loaded = shardkeep.load(root / path, **how)
             for dtype in values:

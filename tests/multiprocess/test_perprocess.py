@@ -52,10 +52,10 @@ for kind in KINDS:
     template = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh_over(), P("b", "a")))}
     template["data"] = {"it": [shardkeep.PerProcess(None)], "rank": 0}
     loads = {
-        "plain": ({}, mine), "mesh": ({"mesh": mesh_over()}, mine), "read once": ({"read_once": True}, mine),
+        "plain": ({}, mine), "mesh": ({"mesh": mesh_over()}, mine), "read once": ({"broadcast": True}, mine),
         "no mmap": ({"mmap": False}, mine), "include": ({"include": "rank"}, {"rank": index}),
         "template": ({"template": template}, mine), "all": ({"per_process": "all"}, every),
-        "all, read once": ({"per_process": "all", "read_once": True}, every),
+        "all, read once": ({"per_process": "all", "broadcast": True}, every),
     }
     for name, (arguments, expected) in loads.items():
         loaded = shardkeep.load(path, **arguments)

@@ -19,11 +19,11 @@ rules = [remap.stack("layers/{i}", "x"), remap.copy("x", "y"), remap.split("x", 
 expected = {"q": q.transpose(2, 0, 1), "k": k + 1, "y": stack}
 mesh = mesh_over((len(jax.devices()),), ("a",))
 wrong = []
-for read_once in (False, True):
+for broadcast in (False, True):
     for specs in ((P("a"), P("a"), P("a")), (P(None, "a"), P(None, None, "a"), P())):
         places = {key: NamedSharding(mesh, spec) for key, spec in zip("qky", specs)}
-        loaded = shardkeep.load(root / "saved", remap=rules, shardings=places, read_once=read_once)
-        wrong += [f"{key} {specs} {read_once}" for key in expected if not holds(loaded[key], expected[key])]
+        loaded = shardkeep.load(root / "saved", remap=rules, shardings=places, broadcast=broadcast)
+        wrong += [f"{key} {specs} {broadcast}" for key in expected if not holds(loaded[key], expected[key])]
 say(wrong=wrong)
 """
 

@@ -20,8 +20,6 @@ def test_damage_is_real_only_if_the_manifest_is_the_same(error: Exception) -> No
     assert attempt.replaced
     with pytest.raises(type(error), match=str(error)), Attempt(OLD, lambda: OLD):
         raise error
-    with pytest.raises(type(error), match=str(error)), Attempt(OLD, lambda: NEW, forgives=False):
-        raise error
 
 
 def test_other_errors_have_nothing_to_do_with_writers() -> None:

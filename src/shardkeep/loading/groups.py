@@ -6,8 +6,10 @@ from itertools import groupby
 from jax.sharding import SingleDeviceSharding
 
 from shardkeep.loading.blocks import parts_of
+from shardkeep.loading.broadcast import Broadcast
+from shardkeep.loading.owners import first_place, most_needed
 from shardkeep.loading.plan import plan_overlapping, plan_steps
-from shardkeep.loading.read import needed_blocks
+from shardkeep.loading.read import STEP, needed_blocks
 from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
 from shardkeep.model.arrays import DType, Region
@@ -17,7 +19,6 @@ from shardkeep.model.leaves import StoredArray
 from shardkeep.remap.expressions import DerivedArray, sources_of
 from shardkeep.remap.regions import regions_read
 
-STEP = 256 << 20  # the most bytes that are read at once, unless one array has more
 _LEAST = 32 << 20  # a group with fewer bytes keeps several threads and devices less busy than it could
 _GROUPS = 16  # the first group is read, and the last one sent, while nothing else happens: 1/16 of the time each
 _AGAIN = 1.25  # a leaf is cut if that reads at most so many times the blocks
@@ -99,6 +100,41 @@ def plan_groups(wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None],
     most = max(sizes, default=0)
     sent = max(most, min(max(3 * step, 2 * most), sum(sizes), limit - beside))
     return GroupPlan(groups, step, sent, beside)
+
+
+def plan_groups_of_all(
+    wanted: Mapping[int, Wanted], casts: Mapping[int, DType | None], broadcast: Broadcast
+) -> GroupPlan:
+    """How to load leaves that processes read for each other: all of them plan the same groups, of whole leaves.
+
+    What a leaf takes is what the process needs that needs most of it.
+    """
+    shares = [
+        _Share(_leaf_of(number, w, casts), most_needed(w, broadcast.operation.size)) for number, w in wanted.items()
+    ]
+    shares.sort(key=lambda share: (first_place(share.part.leaf), share.part.number))
+    step = max(min(STEP, broadcast.budget // 4), 1)
+    groups = plan_steps(shares, step)
+    sizes = [sum(share.nbytes for share in group) for group in groups]
+    most = max(sizes, default=0)
+    # Parts of arrays that this process reads, before they are put together, and what sending takes.
+    beside = most + max([step, *(share.part.beside for share in shares)]) + broadcast.nbytes
+    sent = max(most, min(max(3 * step, 2 * most), sum(sizes), broadcast.budget - beside))
+    return GroupPlan(tuple(tuple(share.part for share in group) for group in groups), step, sent, beside)
+
+
+@fast_dataclass
+class _Share:
+    """What a process needs of a leaf, and what the one needs that needs most of it."""
+
+    part: LeafRegions
+    nbytes: int
+
+
+def _leaf_of(number: int, w: Wanted, casts: Mapping[int, DType | None]) -> LeafRegions:
+    leaf = w.stored
+    assert isinstance(leaf, StoredArray)
+    return LeafRegions(number, leaf, tuple(w.regions(leaf)), True, casts.get(number))
 
 
 def _plan_parts(

@@ -3,22 +3,22 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
-import numpy as np
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, open_checkpoint
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.broadcast import Broadcast, StartOver, agree, fewest_replicas
 from shardkeep.loading.derive import read_derived
 from shardkeep.loading.hostcasts import sent_to_devices
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
-from shardkeep.loading.plan import Destination, plan_destinations
+from shardkeep.loading.plan import plan_destinations
 from shardkeep.loading.read import read_into
 from shardkeep.loading.remapping import as_missing, remapped, settle
 from shardkeep.loading.select import Choice, LoadRequest, Wanted, abstract_leaf, choose, choose_places, choose_process
@@ -27,8 +27,7 @@ from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
-from shardkeep.processes.collectives import send_from_leader
-from shardkeep.processes.operation import ALONE, LEADER, Operation, join
+from shardkeep.processes.operation import LEADER, Operation, join
 from shardkeep.remap.expressions import DerivedArray
 from shardkeep.remap.rules import Rule, as_rules
 from shardkeep.runtime.budget import Claim, budget
@@ -55,7 +54,7 @@ def load(
     dtype: Any = None,
     verify: bool = True,
     mmap: bool = True,
-    read_once: bool = False,
+    broadcast: Literal["auto"] | bool = "auto",
     progress: bool = False,
     per_process: Literal["own", "all"] = "own",
     mapped: bool | None = None,
@@ -101,8 +100,11 @@ def load(
         verify: Whether to check the data against the stored digests.
         mmap: Whether arrays may be mapped from local files where that saves a copy. Files of a checkpoint must not be
             changed in place while such arrays are in use; replacing or deleting the checkpoint is safe.
-        read_once: In a job with several processes, whether the first one reads everything and sends it to the others.
-            This pays if many processes share slow storage.
+        broadcast: In a job with several processes, whether a part of an array that several of them need is read by one
+            of them, which sends it to the others with JAX's collectives. Each reads about as much. "auto" does so for
+            parts that at least four processes need, on storage behind a network (buckets, network file systems), in
+            calls of the main thread. Leaves that the processes load differently, `PerProcess` values, and parts that
+            one process needs are read by each process itself.
         progress: Whether to show a progress bar.
         per_process: What a `PerProcess` leaf loads as. "own" is the value that this process saved, which needs as
             many processes as saved it. "all" is the list of the values of all processes.
@@ -147,7 +149,7 @@ def load(
                 dtype=dtype,
                 verify=verify,
                 mmap=mmap if mapped is None else mapped,
-                read_once=read_once,
+                broadcast=broadcast,
                 progress=progress,
                 per_process=per_process,
                 remap=remap,
@@ -169,7 +171,7 @@ def make_request(
     dtype: object,
     verify: bool,
     mmap: bool,
-    read_once: bool,
+    broadcast: Literal["auto"] | bool,
     progress: bool,
     per_process: Literal["own", "all"],
     remap: object,
@@ -179,6 +181,8 @@ def make_request(
     """The arguments of `load`, checked."""
     if not isinstance(mmap, bool):
         raise ValueError(f"mmap must be True or False, not {mmap!r}")
+    if not isinstance(broadcast, bool) and broadcast != "auto":
+        raise ValueError(f'broadcast must be "auto", True or False, not {broadcast!r}')
     if per_process not in ("own", "all"):
         raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
     if extra not in ("ignore", "error"):
@@ -193,7 +197,7 @@ def make_request(
         dtype=None if dtype is None else parse_dtype(dtype),
         verify=verify,
         mmap=mmap,
-        read_once=read_once,
+        broadcast=broadcast,
         verbose=progress,
         per_process=per_process,
         remap=() if remap is None else as_rules(remap),
@@ -273,13 +277,17 @@ def _pattern(include: Any) -> re.Pattern[str] | None:
 def load_request(path: Location, request: LoadRequest, operation: Operation) -> tuple[Skeleton, list[Any], Tree]:
     """The structure, the leaves and the saved tree. Starts over if the checkpoint is replaced meanwhile."""
     operation.what = f"loading {path}"
-    asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"read_once {request.read_once}")
-    asked = (*asked, f"remap {request.remap}", f"extra {request.extra}", f"missing {request.missing}")
-    compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
+    if operation.size > 1:
+        asked = (f"prefix {request.prefix!r}", f"include {request.include}", f"broadcast {request.broadcast}")
+        asked = (*asked, f"remap {request.remap}", f"extra {request.extra}", f"missing {request.missing}")
+        compare(operation, [f"path {path}", *asked, f"per_process {request.per_process}"])
     manifest = None
     for _ in range(TRIES):
-        store, manifest = _open_same(path, operation)
-        loaded = None if manifest is None else _try_load(path, store, manifest, request, operation)
+        store, manifest, replicas = _open_same(path, request, operation)
+        try:
+            loaded = None if manifest is None else _try_load(path, store, manifest, request, operation, replicas)
+        except StartOver:  # it has taken part in the message of all
+            continue
         everyone = operation.gather(loaded is not None)
         if operation.share(all(everyone)) and loaded is not None:
             return loaded
@@ -297,13 +305,17 @@ def load_request(path: Location, request: LoadRequest, operation: Operation) -> 
     )
 
 
-def _open_same(path: Location, operation: Operation) -> tuple[Store, Manifest | None]:
-    """The checkpoint that the leader sees; no manifest if this process sees a different one."""
+def _open_same(path: Location, request: LoadRequest, operation: Operation) -> tuple[Store, Manifest | None, int | None]:
+    """The checkpoint that the leader sees; no manifest if this process sees a different one.
+
+    The number is that of `fewest_replicas`, which the leader decides.
+    """
     if operation.leads:
         store, manifest = open_checkpoint(path)
-        operation.share(manifest.save_id)
-        return store, manifest
-    expected = operation.share()
+        replicas = None if operation.size == 1 else fewest_replicas(request, store, operation.size)
+        operation.share([manifest.save_id, replicas])
+        return store, manifest, replicas
+    expected, replicas = operation.share()
     try:
         store, manifest = open_checkpoint(path)
     except CheckpointNotFoundError as error:
@@ -311,24 +323,29 @@ def _open_same(path: Location, operation: Operation) -> tuple[Store, Manifest | 
             f"{error}. Process {LEADER} sees a checkpoint there: all processes must load from the same shared "
             "directory or bucket"
         ) from error
-    return store, manifest if manifest.save_id == expected else None
+    return store, manifest if manifest.save_id == expected else None, replicas
 
 
 def _try_load(
-    path: Location, store: Store, manifest: Manifest, request: LoadRequest, operation: Operation
+    path: Location,
+    store: Store,
+    manifest: Manifest,
+    request: LoadRequest,
+    operation: Operation,
+    replicas: int | None,
 ) -> tuple[Skeleton, list[Any], Tree] | None:
     """What was asked for, or None if the checkpoint was replaced meanwhile."""
-    # If one process reads for all, the others are waiting for its data and cannot start over.
-    forgives = not request.read_once or operation.size == 1
     loaded = None
     try:
-        with Attempt(manifest, lambda: open_checkpoint(path)[1], forgives=forgives) as attempt:
+        with Attempt(manifest, lambda: open_checkpoint(path)[1]) as attempt:
             tree, choice = _choose(manifest, request)
             choose_process(choice, request, manifest.path, operation.index, operation.size)
             if choice.lacking or choice.keeping:
                 settle(choice, request)
             wanted = [w for w in choice.wanted if w is not None]
-            values = iter(read_leaves(store, tree, wanted, request, operation))
+            at_once = request.policy.in_flight or max(len(wanted), 1)
+            broadcast = None if replicas is None else agree(operation, wanted, request, replicas, at_once)
+            values = iter(read_leaves(store, tree, wanted, request, broadcast))
             leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
             loaded = choice.skeleton, leaves, tree
             attempt.sure = _was_one_state(store, tree, request)
@@ -351,13 +368,10 @@ def _was_one_state(store: Store, tree: Tree, request: LoadRequest) -> bool:
 
 
 def read_leaves(
-    store: Store, tree: Tree, wanted: Sequence[Wanted], request: LoadRequest, operation: Operation = ALONE
+    store: Store, tree: Tree, wanted: Sequence[Wanted], request: LoadRequest, broadcast: Broadcast | None = None
 ) -> list[Any]:
     """The values of the leaves, in order: plan → read → place → adapt. At most `policy.in_flight` are read at once."""
-    read_once = request.read_once and operation.size > 1
-    step = request.policy.in_flight or (1 if read_once else max(len(wanted), 1))
-    if read_once:
-        compare(operation, [f"leaf {w.stored.key}: wanted" for w in wanted])
+    step = request.policy.in_flight or max(len(wanted), 1)
     mapped = store.traits.costly_requests or (request.mmap and store.mappable)
     reader = BlockReader(store, tree.files, tree.compression, request.verify, mapped)
     bar = Bar(f"loading {store.url}", sum(w.stored.nbytes for w in wanted)) if request.verbose else NO_BAR
@@ -365,52 +379,41 @@ def read_leaves(
     with Scope(f"loading {store.url}") as scope, bar as progress:
         claim = scope.add(Claim(budget, scope))
         crew = scope.add(Crew(store.traits.concurrency))
-        means = Means(reader, request, crew, progress, claim)
-        for start in range(0, len(wanted), step):
-            some = wanted[start : start + step]
-            placed = _read(some, means, operation if read_once else None)
+        means = Means(reader, request, crew, progress, claim, broadcast)
+        steps = (
+            broadcast.steps(wanted, step) if broadcast else [wanted[i : i + step] for i in range(0, len(wanted), step)]
+        )
+        for some in steps:
+            placed = _read(some, means)
             # Nothing is claimed here, where functions of the caller's run: they may wait for another load or save.
             values += [adapt(w, value, request) for w, value in zip(some, placed, strict=True)]
     warn_numpy(wanted, values)
     return values
 
 
-def _read(wanted: Sequence[Wanted], means: Means, sender: Operation | None) -> list[Any]:
-    """The leaves, each read by the process that needs it, or all by the leader of `sender`, which sends them to all.
-
-    What a process reads for devices that copy goes through a pipeline.
-    """
-    sent = {} if sender else sent_to_devices(wanted, means.request)
+def _read(wanted: Sequence[Wanted], means: Means) -> list[Any]:
+    """The leaves. Those for devices that copy go through a pipeline."""
+    sent = sent_to_devices(wanted, means.request)
     here = [w for i, w in enumerate(wanted) if i not in sent] if sent else wanted
+    owners = means.broadcast.owners(dict(enumerate(here))) if means.broadcast else None
     with collector.paused():
-        destinations, fetches = plan_destinations(here, whole=sender is not None)
-    if sender is None or sender.leads:
-        # The destinations become the loaded arrays. What is needed beside them is claimed in steps.
-        claim = partial(means.claim.change, what=means.claim.scope.what)
-        if means.request.remap:
-            derived = [(destinations[i], w.own) for i, w in enumerate(here) if isinstance(w.stored, DerivedArray)]
-            read_derived(means.reader, derived, destinations, fetches, budget.limit, means.crew, means.progress, claim)
-        else:
-            read_into(means.reader, destinations, fetches, budget.limit, means.crew, means.progress, claim)
-        means.claim.release()
-    if sender is not None:
-        _send(here, destinations, sender)
+        destinations, fetches = plan_destinations(here, owners.reads if owners else {})
+    # The destinations become the loaded arrays. What is needed beside them is claimed in steps.
+    claim = partial(means.claim.change, what=means.claim.scope.what)
+    if means.request.remap:
+        derived = [(destinations[i], w.own) for i, w in enumerate(here) if isinstance(w.stored, DerivedArray)]
+        read_derived(means.reader, derived, destinations, fetches, budget.limit, means.crew, means.progress, claim)
+    else:
+        read_into(means.reader, destinations, fetches, budget.limit, means.crew, means.progress, claim)
+    if means.broadcast and owners:
+        claim(means.broadcast.nbytes)
+        means.broadcast.complete(owners, destinations, dict(enumerate(here)), means.progress)
+    means.claim.release()
     placed = place(here, destinations)
     if not sent:
         return placed
     arrays, others = load_to_devices(sent, means), iter(placed)
     return [arrays[i] if i in sent else next(others) for i in range(len(wanted))]
-
-
-def _send(wanted: Sequence[Wanted], destinations: Mapping[int, Destination], operation: Operation) -> None:
-    """Send the data that the leader has read to every process. Each keeps the regions it needs."""
-    operation.gather(None)
-    operation.share()  # no process enters a collective before the data is read and all of them are ready
-    for number, destination in destinations.items():
-        spec = destination.leaf.spec
-        array = send_from_leader(destination.whole if operation.leads else np.empty(spec.shape, spec.dtype))
-        destination.regions, destination.own = wanted[number].regions(destination.leaf), True
-        destination.arrays = [array[region.slices] for region in destination.regions]
 
 
 def _choose(manifest: Manifest, request: LoadRequest) -> tuple[Tree, Choice]:

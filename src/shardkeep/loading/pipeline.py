@@ -14,8 +14,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import block_until_ready, device_put, refuse_without_jax, service_error, transfers_allowed
 from shardkeep.loading.blocks import BlockReader
+from shardkeep.loading.broadcast import Broadcast
 from shardkeep.loading.derive import read_derived
-from shardkeep.loading.groups import LeafRegions, plan_groups
+from shardkeep.loading.groups import GroupPlan, LeafRegions, plan_groups, plan_groups_of_all
 from shardkeep.loading.hostcasts import cast_before, cast_destinations
 from shardkeep.loading.place import put_leaves
 from shardkeep.loading.plan import Destination, plan_read
@@ -33,13 +34,23 @@ _LOOKS, _LOOK = 20, 0.0005  # how often, and after how many seconds, to look whe
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a load reads with: the files, what was asked for, threads, the progress bar, its share of the budget."""
+    """What a load reads with.
+
+    Attributes:
+        reader: The files.
+        request: What was asked for.
+        crew: Its threads.
+        progress: The progress bar.
+        claim: Its share of the memory budget.
+        broadcast: What processes read for each other; None if each reads what it needs.
+    """
 
     reader: BlockReader
     request: LoadRequest
     crew: Crew
     progress: Progress
     claim: Claim
+    broadcast: Broadcast | None = None
 
 
 def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:
@@ -51,7 +62,17 @@ def load_to_devices(wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax
     """
     refuse_without_jax()
     casts = {number: cast_before(w, means.request) for number, w in wanted.items()}
-    plan = plan_groups(wanted, casts, budget.limit)
+    if means.broadcast is None:
+        return _load_groups(plan_groups(wanted, casts, budget.limit), wanted, means)
+    shared = {number: w for number, w in wanted.items() if means.broadcast.covers(w)}
+    rest = {number: w for number, w in wanted.items() if number not in shared}
+    arrays = _load_groups(plan_groups(rest, casts, budget.limit), rest, means) if rest else {}
+    if shared:
+        arrays |= _load_groups(plan_groups_of_all(shared, casts, means.broadcast), shared, means)
+    return arrays
+
+
+def _load_groups(plan: GroupPlan, wanted: Mapping[int, Wanted], means: Means) -> dict[int, jax.Array]:
     means.claim.take(plan.nbytes, means.claim.scope.what)
     sent, arrays = _Sent(plan.sent), _Arrays(wanted)
     try:
@@ -75,14 +96,20 @@ def _read(group: Sequence[LeafRegions], wanted: Mapping[int, Wanted], limit: int
     destinations = [
         Destination(part.leaf, part.regions, False, [None] * len(part.regions), part.cast) for part in group
     ]
-    fetches = [fetch for i, part in enumerate(group) for fetch in plan_read(i, part.leaf, part.regions)]
+    numbered = dict(enumerate(destinations))
+    leaves = {i: wanted[part.number] for i, part in enumerate(group)}
+    owners = means.broadcast.owners(leaves) if means.broadcast else None
+    for i, regions in owners.reads.items() if owners else ():
+        destinations[i].regions, destinations[i].arrays = regions, [None] * len(regions)
+    fetches = [fetch for i, each in numbered.items() for fetch in plan_read(i, each.leaf, each.regions)]
     if means.request.remap:
         owns = [(destination, wanted[part.number].own) for destination, part in zip(destinations, group, strict=True)]
         derived = [(destination, own) for destination, own in owns if isinstance(destination.leaf, DerivedArray)]
-        numbered = dict(enumerate(destinations))
         read_derived(means.reader, derived, numbered, fetches, limit, means.crew, means.progress)
     else:
-        read_into(means.reader, dict(enumerate(destinations)), fetches, limit, means.crew, means.progress)
+        read_into(means.reader, numbered, fetches, limit, means.crew, means.progress)
+    if means.broadcast and owners:
+        means.broadcast.complete(owners, numbered, leaves, means.progress)
     cast_destinations(destinations, means.crew)
     return destinations
 

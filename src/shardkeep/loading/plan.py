@@ -1,6 +1,6 @@
 """Plans of what is read: plain values, made before any byte is read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -111,19 +111,21 @@ def plan_overlapping(number: int, leaf: StoredArray, destinations: Sequence[Regi
     return fetches
 
 
-def plan_destinations(wanted: "Sequence[Wanted]", whole: bool = False) -> tuple[dict[int, Destination], list[Fetch]]:
+def plan_destinations(
+    wanted: "Sequence[Wanted]", parts: Mapping[int, Sequence[Region]]
+) -> tuple[dict[int, Destination], list[Fetch]]:
     """Where the data of each array goes, by number of the leaf, and what is read to fill it.
 
     Args:
         wanted: The leaves to load.
-        whole: Whether to read every array completely, and not only what this process needs of it.
+        parts: The regions to read of leaves of which this process does not read all that it needs.
     """
     destinations: dict[int, Destination] = {}
     fetches: list[Fetch] = []
     for number, w in enumerate(wanted):
         leaf = w.stored
         if isinstance(leaf, StoredArray):
-            regions = [Region.whole(leaf.spec.shape)] if whole else w.regions(leaf)
+            regions = parts[number] if number in parts else w.regions(leaf)
             fetches += plan_read(number, leaf, regions)
             destinations[number] = Destination(leaf, regions, w.stays_on_host(leaf), [None] * len(regions))
     return destinations, fetches

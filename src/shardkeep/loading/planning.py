@@ -45,7 +45,7 @@ class PlannedLeaf:
         form: Its dtype and shape; of a plain value, the value.
         sources: The stored leaves that it is made of, each with the ranges that this process needs.
         rules: The rules that made it what it is, in order.
-        nbytes: The bytes that this process reads for it: whole blocks, as they are stored and checked. What several
+        nbytes: The bytes that this process needs for it: whole blocks, as they are stored and checked. What several
             leaves are made of is counted for each.
     """
 
@@ -67,7 +67,8 @@ class LoadPlan:
         extra: The keys of the checkpoint that the template does not have.
         problems: What else does not match the template. If there are any, `load` raises an error.
         suggestions: Rules that would help, as text that can be pasted.
-        nbytes: The bytes that this process reads, each block once.
+        nbytes: The bytes that this process needs, each block once. It reads them, unless `broadcast` has another
+            process read and send them.
 
     >>> import numpy as np, shardkeep
     >>> from shardkeep import remap

@@ -18,7 +18,7 @@ from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import MappedFile, Store
 
 _MAP_FROM = 128 << 10  # mapping a file costs more than reading this much
-_STEP = 256 << 20  # bytes of pieces that are in memory at once, besides the arrays that are made of them
+STEP = 256 << 20  # bytes of pieces that are in memory at once, besides the arrays that are made of them
 _NEAR = 4 << 10  # pieces no further apart are read ahead together
 _REQUEST = 1 << 20  # a request to a bucket takes about as long as reading this
 
@@ -41,9 +41,9 @@ def read_into(
     crew.run(
         partial(_read_foreign, reader.store, destination, progress)
         for destination in destinations.values()
-        if isinstance(destination.leaf.origin, ForeignArray)
+        if isinstance(destination.leaf.origin, ForeignArray) and destination.regions
     )
-    limit = min(budget, _STEP)
+    limit = min(budget, STEP)
     fetches = sorted(fetches, key=lambda fetch: (fetch.piece.file, fetch.piece.offset))
     alone = _fed_by_one(fetches, destinations)
     if not reader.mapped or reader.store.traits.costly_requests:

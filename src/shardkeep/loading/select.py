@@ -88,7 +88,7 @@ class LoadRequest:
     mmap: bool = True
     verbose: bool = False  # show a progress bar
     per_process: str = "own"  # of each PerProcess leaf: this process's value, or "all" in a list
-    read_once: bool = False  # of several processes only the first reads, and sends the data to the others
+    broadcast: Literal["auto"] | bool = False  # whether what several processes need is read by one of them
     policy: Policy = Policy()
     remap: tuple[Rule, ...] = ()  # applied to the tree of the checkpoint
     missing: Literal["error", "keep"] | Filler = "error"  # leaves that the checkpoint does not have
@@ -117,13 +117,16 @@ class Wanted:
         if isinstance(leaf.origin, PerProcessRows) and self.process is not None:
             return [leaf.origin.region(self.process)]
         sharding = self.place.sharding
-        if sharding is None or isinstance(sharding, SingleDeviceSharding) or self.shape is not None:
-            return [Region.whole(leaf.spec.shape)]
-        # A small piece is read and checked as a whole anyway.
-        small = len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL
-        if small or self.stays_on_host(leaf):
+        if sharding is None or self.needs_whole(leaf):
             return [Region.whole(leaf.spec.shape)]
         return needed_regions(sharding, leaf.spec.shape)
+
+    def needs_whole(self, leaf: StoredArray) -> bool:
+        """Whether every process needs the whole array, whatever its devices hold of it."""
+        if isinstance(self.place.sharding, SingleDeviceSharding) or self.shape is not None:
+            return True
+        # A small piece is read and checked as a whole anyway.
+        return (len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL) or self.stays_on_host(leaf)
 
 
 @dataclass(frozen=True, slots=True)

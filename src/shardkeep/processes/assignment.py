@@ -80,7 +80,7 @@ def _holdings(array: Any, size: int) -> Sequence[Holding]:
     shape: tuple[int, ...] = array.shape
     if isinstance(array, np.ndarray) or (array.is_fully_addressable and array.is_fully_replicated) or 0 in shape:
         return [(Region.whole(shape), everyone)]  # an empty array too: there is nothing to hold
-    held = _held_by(array.sharding, shape)
+    held = held_by(array.sharding, shape)
     if array.is_fully_addressable:
         held = [(region, everyone) for region, _ in held]
     complete = set(held[0][1]).intersection(*(holders for _, holders in held))
@@ -90,7 +90,8 @@ def _holdings(array: Any, size: int) -> Sequence[Holding]:
 
 
 @lru_cache(maxsize=1024)  # thousands of leaves share a few layouts, each of which may have thousands of devices
-def _held_by(sharding: "Sharding", shape: tuple[int, ...]) -> Sequence[Holding]:
+def held_by(sharding: "Sharding", shape: tuple[int, ...]) -> Sequence[Holding]:
+    """The distinct regions of an array of this shape, and the processes that hold each."""
     held: dict[Region, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         held.setdefault(Region.from_index(index, shape), set()).add(device.process_index)

@@ -64,7 +64,7 @@ def gather_value(leaf: Leaf, shards: list[AnyShard], index: int) -> StagedArray:
     raw = encode_value(leaf.value.value)
     rows = PerProcessRows.of(gather_lengths(raw.size))
     filled: Array = np.zeros(rows.shape if index == LEADER else (0, 0), np.uint8)
-    for process, value in enumerate(gather_bytes(raw, rows.lengths, keep=index == LEADER)):
+    for process, value in enumerate(gather_bytes(raw, rows.lengths, leader_only=True)):
         filled[rows.region(process).slices].reshape(-1)[: value.size] = value
     whole = Region.whole(rows.shape)
     held: tuple[Region, ...] = ()

@@ -179,7 +179,7 @@ def _stage_shares(
             staged = _stage_moved(leaf, array, form, shards, transfers) if form.copies else None
             yield replace(staged or _stage_jax(leaf, array, form, shards), shares=shares, common=True)
         elif gathered:
-            whole = gather_array(array, keep=index == LEADER)
+            whole = gather_array(array, leader_only=True)
             mine: RegionData = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
             yield replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares)
         else:

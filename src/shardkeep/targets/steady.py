@@ -24,7 +24,6 @@ class Attempt(AbstractContextManager["Attempt", bool]):
     Args:
         before: What was committed when the attempt began.
         look: Reads what is committed now.
-        forgives: Whether errors may be a writer's, so that reading can start over.
 
     Attributes:
         sure: Set this inside if what was read is known to be of one state. Otherwise the manifest is looked at again.
@@ -33,13 +32,12 @@ class Attempt(AbstractContextManager["Attempt", bool]):
 
     before: Manifest
     look: Callable[[], Manifest]
-    forgives: bool = True
     sure: bool = False
     replaced: bool = False
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
         may_be_mixed = not self.sure
         if error is not None:
-            may_be_mixed = self.forgives and isinstance(error, IntegrityError | FileNotFoundError)
+            may_be_mixed = isinstance(error, IntegrityError | FileNotFoundError)
         self.replaced = may_be_mixed and self.look().save_id != self.before.save_id
         return self.replaced
