@@ -22,6 +22,7 @@ from faults.hostile_chunks import chunk_cases
 from faults.hostile_files import file_cases
 from faults.hostile_torch import torch_cases
 from faults.mutate import PICKLED
+from faults.piecetables import changed, put_rows, rows_of
 from shardkeep.foreign import eformer, zarr
 from shardkeep.foreign.pickles import decode_pickle, plain_value
 from shardkeep.foreign.zarr import describe
@@ -104,6 +105,7 @@ def _per_process(room: Path) -> Case:
     manifest = json.loads(files["manifest.json"])
     record = next(file for file in manifest["trees"][""]["files"] if file[0] == "p/0.0")
     (leaf,) = manifest["trees"][""]["leaves"]
+    (row,) = rows_of(manifest["trees"][""])
     data = data[: leaf["lengths"][0] - 8 - length]
 
     def whole(text: bytes) -> bytes:
@@ -112,7 +114,8 @@ def _per_process(room: Path) -> Case:
     def close(text: bytes) -> Files:
         raw = whole(text)
         record[1:] = [len(raw), 0, digest(b"")]
-        leaf["shape"], leaf["lengths"], leaf["pieces"][0]["digests"] = [1, len(raw)], [len(raw)], [digest(raw)]
+        leaf["shape"], leaf["lengths"] = [1, len(raw)], [len(raw)]
+        put_rows(manifest["trees"][""], [changed(row, digests=[digest(raw)])])
         return {"p/0.0": raw, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
 
     def parse(text: bytes) -> None:
@@ -216,11 +219,11 @@ def _with_chunk(files: Files) -> Callable[[bytes], Files]:
     """A manifest that agrees with whatever lies in the chunk."""
     manifest = json.loads(files["manifest.json"])
     record = next(file for file in manifest["trees"][""]["files"] if file[0] == "w/0")
-    (piece,) = manifest["trees"][""]["leaves"][0]["pieces"]
+    (row,) = rows_of(manifest["trees"][""])
 
     def close(text: bytes) -> Files:
         record[1:] = [len(text), len(text), digest(text)]
-        piece["stored"] = len(text)
+        put_rows(manifest["trees"][""], [changed(row, stored=len(text))])
         return {"w/0": text, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
 
     return close

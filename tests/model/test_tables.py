@@ -16,7 +16,7 @@ digests = st.integers(0, (1 << 128) - 1).map("{:032x}".format)
 
 @st.composite
 def tables(draw: Any) -> list[TableRow]:
-    checked, packed = draw(st.booleans()), draw(st.booleans())
+    packed = draw(st.booleans())
     places = draw(st.sets(st.tuples(st.integers(0, 9), st.integers(0, (1 << 32) - 1)), min_size=1, max_size=20))
     return [
         TableRow(
@@ -25,7 +25,7 @@ def tables(draw: Any) -> list[TableRow]:
             draw(st.integers(0, (1 << 32) - 1)),
             draw(st.integers(0, (1 << 64) - 1)),
             draw(st.none() | st.integers(1, (1 << 64) - 1)) if packed else None,
-            tuple(draw(st.lists(digests, max_size=3))) if checked else None,
+            tuple(draw(st.lists(digests, max_size=3))),
         )
         for leaf, cell in places
     ]
@@ -36,7 +36,7 @@ def rows_of(table: PieceTable, leaf: int, lengths: list[int]) -> list[TableRow]:
     run = table.run(leaf)
     found, digest = [], run.first_digest
     for row, length in zip(range(run.first, run.last), lengths, strict=True):
-        known = table.digests(digest, length) if table.checked else None
+        known = table.digests(digest, length)
         stored = table.stored[row] or None if table.packed else None
         found.append(TableRow(leaf, table.cells[row], table.files[row], table.offsets[row], stored, known))
         digest += length
@@ -106,18 +106,17 @@ def test_huge_counts_allocate_nothing(count: int) -> None:
     assert most < 1 << 16
 
 
-@pytest.mark.parametrize(("at", "value"), [(0, b"skpiece3"), (8, b"\4\0\0\0"), (8, b"\0\0\0\x80")])
+@pytest.mark.parametrize(("at", "value"), [(0, b"skpiece3"), (8, b"\2\0\0\0"), (8, b"\0\0\0\x80")])
 def test_an_unknown_magic_or_flag_is_refused(at: int, value: bytes) -> None:
     data = encode_table(ROWS)
     with pytest.raises(ValueError, match="unknown form"):
         PieceTable(data[:at] + value + data[at + len(value) :])
 
 
-@pytest.mark.parametrize("flag", [1, 2, 3])
-def test_a_flag_that_does_not_fit_is_refused(flag: int) -> None:
+def test_a_flag_that_does_not_fit_is_refused() -> None:
     data = encode_table(ROWS)
-    with pytest.raises(ValueError, match=r"counts need|add up"):
-        PieceTable(data[:8] + struct.pack("<I", flag) + data[12:])
+    with pytest.raises(ValueError, match="counts need"):
+        PieceTable(data[:8] + struct.pack("<I", 1) + data[12:])
 
 
 LEAVES = HEADER.size + 8 * 3  # where the columns of the leaves begin, after the offsets

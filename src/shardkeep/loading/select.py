@@ -120,7 +120,7 @@ class Wanted:
         if sharding is None or isinstance(sharding, SingleDeviceSharding) or self.shape is not None:
             return [Region.whole(leaf.spec.shape)]
         # A small piece is read and checked as a whole anyway.
-        small = len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL
+        small = len(leaf.pieces) == 1 and leaf.nbytes <= _SMALL
         if small or self.stays_on_host(leaf):
             return [Region.whole(leaf.spec.shape)]
         return needed_regions(sharding, leaf.spec.shape)

@@ -6,38 +6,39 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
-from shardkeep.errors import IntegrityError
+from shardkeep.errors import IntegrityError, damage_of
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.cells import CellGrid
-from shardkeep.model.digests import BLOCK, block_count, digest
+from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.fastclass import fast_dataclass
-from shardkeep.model.leaves import Piece
-from shardkeep.model.manifest import DataFile
-from shardkeep.model.tables import PieceTable, Run
+from shardkeep.model.leaves import Piece, StoredArray
+from shardkeep.model.manifest import DataFile, Tree
+from shardkeep.model.tables import PieceTable, Run, TableRow, encode_table
 from shardkeep.model.tree import Path, show_key
 
-ReadTable = Callable[[DataFile], bytes]  # the bytes of a file that is a table, which is there and has its size
+ReadTable = Callable[[DataFile], bytes]  # reads a file that is a table, and checks it against its record
 
 
 @fast_dataclass
 class TableSource:
     """Where a table is: in a file, by its number in the tree, or in the manifest, as Base64.
 
-    The number of a file in the table counts from `base` in the tree's files.
+    The numbers of files in the table count from `base` in the tree's files. `checked`: its pieces have digests.
     """
 
     file: int | None = None
     text: str = ""
     base: int = 0
+    checked: bool = True
 
 
-def inline_table(table: bytes, base: int = 0) -> TableSource:
+def inline_table(table: bytes, base: int = 0, checked: bool = True) -> TableSource:
     """A table in the manifest itself."""
-    return TableSource(text=base64.b64encode(table).decode(), base=base)
+    return TableSource(text=base64.b64encode(table).decode(), base=base, checked=checked)
 
 
 class TableSet:
@@ -85,11 +86,7 @@ class TableSet:
             except (binascii.Error, ValueError) as error:
                 raise ValueError(f"a table of pieces is not Base64: {error}") from None
         assert self._read is not None, "tables in files are refused where no files can be read"
-        file = self.files[source.file]
-        data = self._read(file)
-        if len(data) != file.size or digest(data) != file.header_digest:
-            raise ValueError(f"{file.name} does not match its digest")
-        return data
+        return self._read(self.files[source.file])
 
     def name(self, number: int) -> str:
         """The file that a table is in, for messages."""
@@ -175,8 +172,8 @@ class StoredPieces(Sequence[Piece]):
                 if run is None:
                     run = runs[table] = self._decoder(table)
                 found.append(run.piece(cell))
-            except IntegrityError:
-                raise
+            except IntegrityError as error:  # the file of the table is missing or damaged
+                raise damage_of(error, show_key(self.path), error.file or "") from None
             except ValueError as problem:
                 where, key = self.tables.name(table), show_key(self.path)
                 raise IntegrityError(f"{where} is malformed: {problem}", leaf=key, file=where) from None
@@ -191,7 +188,7 @@ class StoredPieces(Sequence[Piece]):
         wanted = self.grid.count if self.pattern is None else self.pattern.counts[number]
         if run.last - run.first != wanted:
             raise ValueError(f"a table has {run.last - run.first:,} instead of {wanted:,} pieces of a leaf")
-        return _Decoder(self, table, run, self.tables.sources[number].base)
+        return _Decoder(self, table, run, self.tables.sources[number])
 
     def meeting(self, regions: Sequence[Region]) -> list[tuple[Piece, list[int]]]:
         """The pieces that have elements of any of some regions, each with the numbers of these regions."""
@@ -206,8 +203,8 @@ class StoredPieces(Sequence[Piece]):
 class _Decoder:
     """Decodes the pieces of one leaf that are in one table."""
 
-    def __init__(self, pieces: StoredPieces, table: PieceTable, run: Run, base: int) -> None:
-        self._pieces, self._table, self._run, self._base = pieces, table, run, base
+    def __init__(self, pieces: StoredPieces, table: PieceTable, run: Run, source: TableSource) -> None:
+        self._pieces, self._table, self._run, self._source = pieces, table, run, source
         self._itemsize = pieces.spec.dtype.itemsize
 
     @cached_property
@@ -229,15 +226,17 @@ class _Decoder:
         region = self._pieces.grid.region(cell)
         length = region.size * self._itemsize
         stored = table.stored[row] or None if table.packed else None
-        file, offset = self._base + table.files[row], table.offsets[row]
+        file, offset = self._source.base + table.files[row], table.offsets[row]
         if file >= len(files) or offset + (length if stored is None else stored) > files[file].size:
             raise ValueError("a piece lies outside its file")
         return Piece(region, file, offset, length, self._digests(row, length), stored)
 
     def _digests(self, row: int, length: int) -> tuple[str, ...] | None:
-        if not self._table.checked:
-            return None
         run = self._run
+        if not self._source.checked:
+            if run.digests:
+                raise ValueError("a piece has digests that should not be there")
+            return None
         if run.last - run.first == 1:
             first = run.first_digest
             last = end = first + block_count(length)
@@ -255,3 +254,61 @@ def pieces_meeting(pieces: Sequence[Piece], regions: Sequence[Region]) -> Iterab
         return pieces.meeting(regions)
     numbers = range(len(regions))
     return [(piece, numbers) for piece in pieces]
+
+
+def regions_in(pieces: Sequence[Piece]) -> list[Region]:
+    """The parts of the array that pieces are. None of them is decoded."""
+    if isinstance(pieces, StoredPieces):
+        return list(map(pieces.grid.region, range(len(pieces))))
+    return [piece.region for piece in pieces]
+
+
+def packed_in(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces that are stored in another form than their raw bytes. In a tree without any, none is decoded."""
+    if isinstance(pieces, StoredPieces) and not pieces.tables.packed:
+        return []
+    return [piece for piece in pieces if piece.stored is not None]
+
+
+def have_digests(pieces: Sequence[Piece]) -> bool:
+    """Whether there are pieces, and each has digests. None of them is decoded."""
+    if isinstance(pieces, StoredPieces):
+        used = {0} if pieces.pattern is None else pieces.pattern.counts
+        return all(source.checked for number, source in enumerate(pieces.tables.sources) if number in used)
+    return bool(pieces) and all(piece.digests is not None for piece in pieces)
+
+
+class InTables(NamedTuple):
+    """The pieces of a tree in tables: where these are, and the arrays by the numbers of their leaves."""
+
+    sources: Sequence[TableSource]
+    pieces: Mapping[int, StoredPieces]
+
+
+def in_tables(tree: Tree) -> InTables:
+    """The pieces of a tree as a manifest has them. Those that are in tables already are not decoded.
+
+    Others come from another program's checkpoint, or from a manifest that had no tables yet.
+    """
+    arrays = [(i, leaf) for i, leaf in enumerate(tree.leaves) if isinstance(leaf, StoredArray) and leaf.pieces]
+    known = {i: leaf.pieces for i, leaf in arrays if isinstance(leaf.pieces, StoredPieces) and leaf.pieces.leaf == i}
+    sets = {id(pieces.tables): pieces.tables for pieces in known.values()}
+    if len(known) == len(arrays) and len(sets) == 1:
+        return InTables(next(iter(sets.values())).sources, known)
+    rows: dict[bool, list[TableRow]] = {True: [], False: []}  # with digests, and without
+    cells: dict[int, tuple[CellGrid, dict[int, bool]]] = {}  # by leaf: whether the cells have digests
+    for i, leaf in arrays:
+        grid, checked = cells[i] = CellGrid.of(leaf.spec.shape, [piece.region for piece in leaf.pieces]), {}
+        for piece in leaf.pieces:
+            cell, digests = grid.number(piece.region), piece.digests
+            checked[cell] = digests is not None
+            rows[digests is not None].append(TableRow(i, cell, piece.file, piece.offset, piece.stored, digests))
+    kinds = [kind for kind, some in rows.items() if some]
+    sources = [inline_table(encode_table(rows[kind]), checked=kind) for kind in kinds]
+    tables = TableSet(sources, tree.files, tree.compression is not None, "", None)
+    pieces: dict[int, StoredPieces] = {}
+    for i, leaf in arrays:
+        grid, checked = cells[i]
+        spread = CellPattern(tuple([kinds.index(checked[cell]) for cell in sorted(checked)]))
+        pieces[i] = StoredPieces(tables, i, leaf.path, leaf.spec, grid, spread if len(kinds) > 1 else None)
+    return InTables(sources, pieces)

@@ -18,35 +18,33 @@ from shardkeep.model.fastclass import fast_dataclass
 
 _MAGIC = b"skpiece2"
 _HEADER = struct.Struct("<8sIIQQ")  # magic, flags, numbers of leaves, of pieces, of digests
-_STORED, _UNCHECKED = 1, 2  # flags: the pieces have stored lengths; they have no digests
+_STORED = 1  # a flag: the pieces have stored lengths
 _DIGEST = 16  # bytes
 
 
 @fast_dataclass
 class TableRow:
-    """A piece in a table: a cell of a leaf, and where it is stored. Without `digests`, those are not known."""
+    """A piece in a table: a cell of a leaf, where it is stored, and its digests, if they are known."""
 
     leaf: int
     cell: int
     file: int
     offset: int
     stored: int | None
-    digests: Sequence[str] | None
+    digests: Sequence[str] | None = None
 
 
 def encode_table(rows: Sequence[TableRow]) -> bytes:
-    """The table of some pieces, in any order. Either all of them have digests or none has."""
+    """The table of some pieces, in any order."""
     rows = sorted(rows, key=attrgetter("leaf", "cell"))
     numbers = np.array([row.leaf for row in rows], np.int64)
     leaves, firsts, counts = np.unique(numbers, return_index=True, return_counts=True)
-    known = [row.digests for row in rows if row.digests is not None]
-    assert len(known) in (0, len(rows)), "a table with digests has those of all its pieces"
-    lengths = list(map(len, known)) or [0] * len(rows)
+    known = [row.digests or () for row in rows]
+    lengths = list(map(len, known))
     digests: Array = np.add.reduceat(np.array(lengths, np.int64), firsts)
     packed = any(row.stored is not None for row in rows)
-    flags = (_STORED if packed else 0) | (0 if known else _UNCHECKED)
     columns = [
-        _HEADER.pack(_MAGIC, flags, len(leaves), len(rows), sum(lengths)),
+        _HEADER.pack(_MAGIC, _STORED if packed else 0, len(leaves), len(rows), sum(lengths)),
         np.array([row.offset for row in rows], "<u8").tobytes(),
         np.array([row.stored or 0 for row in rows] if packed else [], "<u8").tobytes(),
         *(column.astype("<u4").tobytes() for column in (leaves, counts, digests)),
@@ -91,9 +89,9 @@ class PieceTable:
         if len(data) < _HEADER.size:
             raise ValueError("a table of pieces is cut short")
         magic, flags, leaves, pieces, digests = _HEADER.unpack_from(data)
-        if magic != _MAGIC or flags & ~(_STORED | _UNCHECKED):
+        if magic != _MAGIC or flags & ~_STORED:
             raise ValueError("a table of pieces has an unknown form")
-        self.packed, self.checked = bool(flags & _STORED), not flags & _UNCHECKED
+        self.packed = bool(flags & _STORED)
         if table_size(leaves, pieces, digests, self.packed) != len(data):
             raise ValueError("a table of pieces does not have the size that its counts need")
         self._data, self._at = data, len(data) - _DIGEST * digests
@@ -118,7 +116,7 @@ class PieceTable:
         if (self._leaves[1:] <= self._leaves[:-1]).any() or (counts == 0).any():
             raise ValueError("a table of pieces has a leaf twice, or one without pieces")
         ends = [int(column[-1]) if len(column) else 0 for column in (self._ends, self._digest_ends)]
-        if ends != [pieces, digests] or (digests and not self.checked):
+        if ends != [pieces, digests]:
             raise ValueError("the counts of a table of pieces do not add up")
         falls = cells[1:] <= cells[:-1]
         falls[self._ends[:-1].astype(np.int64) - 1] = False  # where another leaf begins
