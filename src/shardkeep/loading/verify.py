@@ -140,7 +140,7 @@ class _Check:
         crew.run(self._tasks())
 
     def _decode(self, keys: dict[int, dict[str, None]]) -> None:
-        """Decode all pieces, once. Leaves whose table is in a file that is damaged are noted in `keys`, by that file."""
+        """Decode all pieces, once. Leaves whose table is in a damaged file are noted in `keys`, by that file."""
         files = {self._reader.where(number): number for number in range(len(self._tree.files))}
         malformed: dict[str, list[IntegrityError]] = {}
         for leaf in self._tree.arrays:

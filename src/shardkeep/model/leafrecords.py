@@ -65,7 +65,7 @@ class LeafRecord(TypedDict):
     shape: list[int]
     pieces: list[_PieceRecord]  # in version 1
     grid: NotRequired[Json]
-    tables: NotRequired[Json]
+    pattern: NotRequired[Json]
     order: NotRequired[ByteOrder]
     impl: NotRequired[str]
     lengths: NotRequired[Json]
@@ -89,7 +89,7 @@ def encode_leaf(leaf: StoredLeaf, pieces: StoredPieces | None, patterns: dict[Ce
     if pieces is not None and pieces.grid.count > 1:
         record["grid"] = pieces.grid.encode()
     if pieces is not None and pieces.pattern is not None:
-        record["tables"] = patterns.setdefault(pieces.pattern, len(patterns))
+        record["pattern"] = patterns.setdefault(pieces.pattern, len(patterns))
     return {**record, **encode_origin(leaf.origin)}
 
 
@@ -140,8 +140,8 @@ def decode_leaf(data: LeafRecord, path: Path, number: int, stored: "Tables | Seq
 def _pieces_in_tables(data: LeafRecord, path: Path, number: int, spec: ArraySpec, tables: "Tables") -> StoredPieces:
     grid = CellGrid.decode(spec.shape, data["grid"]) if "grid" in data else CellGrid.whole(spec.shape)
     pattern = None
-    if "tables" in data:
-        pattern = tables.patterns[at] if (at := integer(data["tables"])) >= 0 else None
+    if "pattern" in data:
+        pattern = tables.patterns[at] if (at := integer(data["pattern"])) >= 0 else None
         if pattern is None or len(pattern.tables) != grid.count:
             raise ValueError(f"leaf {data['key']!r} has no table for each of its pieces")
     return StoredPieces(tables.set, number, path, spec, grid, pattern)
