@@ -17,7 +17,7 @@ from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.model.manifest import DataFile, Tree
-from shardkeep.model.tables import PieceTable, Run, TableRow, encode_table
+from shardkeep.model.tables import LeafRows, PieceTable, TableRow, encode_table
 from shardkeep.model.tree import Path, show_key
 
 ReadTable = Callable[[DataFile], bytes]  # reads a file that is a table, and checks it against its record
@@ -203,7 +203,7 @@ class StoredPieces(Sequence[Piece]):
 class _Decoder:
     """Decodes the pieces of one leaf that are in one table."""
 
-    def __init__(self, pieces: StoredPieces, table: PieceTable, run: Run, source: TableSource) -> None:
+    def __init__(self, pieces: StoredPieces, table: PieceTable, run: LeafRows, source: TableSource) -> None:
         self._pieces, self._table, self._run, self._source = pieces, table, run, source
         self._itemsize = pieces.spec.dtype.itemsize
 

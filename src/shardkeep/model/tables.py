@@ -65,7 +65,7 @@ def table_size(leaves: int, pieces: int, digests: int, packed: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LeafRows:
     """The rows of one leaf in a table, and its digests."""
 
     first: int
@@ -82,7 +82,7 @@ class PieceTable:
 
     >>> table = PieceTable(encode_table([TableRow(3, 0, 1, 4096, None, ["0" * 32])]))
     >>> table.run(3), table.files[0], table.offsets[0], table.digests(0, 1)
-    (Run(first=0, last=1, first_digest=0, digests=1), 1, 4096, ('00000000000000000000000000000000',))
+    (LeafRows(first=0, last=1, first_digest=0, digests=1), 1, 4096, ('00000000000000000000000000000000',))
     """
 
     def __init__(self, data: bytes) -> None:
@@ -127,14 +127,14 @@ class PieceTable:
     def _index(self) -> tuple[memoryview, memoryview, memoryview]:
         return self._leaves.data, self._ends.data, self._digest_ends.data
 
-    def run(self, leaf: int) -> Run:
+    def run(self, leaf: int) -> LeafRows:
         """The rows of a leaf; none if it has no pieces here."""
         leaves, ends, digest_ends = self._index
         at = bisect_left(leaves, leaf)
         if at == len(leaves) or leaves[at] != leaf:
-            return Run(0, 0, 0, 0)
+            return LeafRows(0, 0, 0, 0)
         first, first_digest = (ends[at - 1], digest_ends[at - 1]) if at else (0, 0)
-        return Run(first, ends[at], first_digest, digest_ends[at] - first_digest)
+        return LeafRows(first, ends[at], first_digest, digest_ends[at] - first_digest)
 
     def digests(self, first: int, count: int) -> tuple[str, ...]:
         """Some of the digests, by their numbers in the table."""
