@@ -363,7 +363,7 @@ def run(quick: bool = False) -> list[Result]:
             continue
         points += answer[0]
         violations += answer[1]
-    how = "single bits of every file of eleven checkpoints flipped; pages zeroed, files cut, lengthened, removed, mixed up"
+    how = "bits of every file of eleven checkpoints flipped; pages zeroed, files cut, lengthened, removed, mixed up"
     with tempfile.TemporaryDirectory(dir=_memory()) as room:
         latest = damaged_latest(Path(room))
     return [

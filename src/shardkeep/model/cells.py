@@ -5,6 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise, product
+from typing import cast
 
 import numpy as np
 
@@ -46,11 +47,9 @@ class CellGrid:
         """The grid in a document; `ValueError` if it is malformed or has too many cells."""
         if not isinstance(data, list) or len(data) != len(shape) or 0 in shape:
             raise ValueError("a grid does not have the axes of its array")
-        parts = [_checked(entry, extent) for entry, extent in zip(data, shape, strict=True)]
-        grid = _grid(shape, tuple(parts))
-        if grid.count > MOST_CELLS:
-            raise ValueError(f"a grid has {grid.count:,} cells")
-        return grid
+        if set(map(type, data)) <= {int}:
+            return _even_grid(shape, tuple(cast("list[int]", data)))
+        return _checked_grid(shape, tuple([_checked(entry, extent) for entry, extent in zip(data, shape, strict=True)]))
 
     def encode(self) -> Json:
         return [part if isinstance(part, int) else list(part) for part in self.parts]
@@ -134,6 +133,19 @@ def _whole(shape: tuple[int, ...]) -> CellGrid:
 @lru_cache(maxsize=1024)  # and few different shardings
 def _grid(shape: tuple[int, ...], parts: tuple[int | tuple[int, ...], ...]) -> CellGrid:
     return CellGrid(shape, parts)
+
+
+@lru_cache(maxsize=1024)
+def _even_grid(shape: tuple[int, ...], lengths: tuple[int, ...]) -> CellGrid:
+    """The grid of a document, where each axis has parts of one length: as almost all have."""
+    return _checked_grid(shape, tuple([_checked(part, extent) for part, extent in zip(lengths, shape, strict=True)]))
+
+
+def _checked_grid(shape: tuple[int, ...], parts: tuple[int | tuple[int, ...], ...]) -> CellGrid:
+    grid = _grid(shape, parts)
+    if grid.count > MOST_CELLS:
+        raise ValueError(f"a grid has {grid.count:,} cells")
+    return grid
 
 
 def _parts(starts: list[int], extent: int) -> int | tuple[int, ...]:

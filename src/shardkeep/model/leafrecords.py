@@ -117,7 +117,8 @@ def encode_origin(origin: Origin) -> JsonObject:
 
 def decode_leaf(data: LeafRecord, path: Path, number: int, stored: "Tables | Sequence[DataFile]") -> StoredLeaf:
     """A leaf, the pieces of which are in tables, or before version 2 in the record itself, with the tree's files."""
-    if decode(data["key"]) != join_key(path):
+    key = data["key"]
+    if (key if isinstance(key, str) else decode(key)) != join_key(path):
         raise ValueError(f"leaf {data['key']!r} is not at this place in the structure")
     if data["kind"] == "value":
         return StoredValue(path, decode(data["value"]))
@@ -182,18 +183,19 @@ def _decode_sharding(data: Json) -> JaxArray | None:
     spec = data.get("spec", []) if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(spec, list):
         return None
-    entries = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in spec)
-    for axes in entries:
-        if not (axes is None or all(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))):
-            return None
+    entries = tuple([tuple(axes) if isinstance(axes, list) else axes for axes in spec])
     mesh = data.get("mesh")
     sizes = mesh.items() if isinstance(mesh, dict) else ()
-    return _sharded(cast("tuple[Axes, ...]", entries), tuple((axis, size) for axis, size in sizes if type(size) is int))
+    return _sharded(entries, tuple([(axis, size) for axis, size in sizes if type(size) is int]))
 
 
 @lru_cache(maxsize=1024)
-def _sharded(spec: tuple[Axes, ...], mesh: tuple[tuple[str, int], ...]) -> JaxArray:
+def _sharded(entries: tuple[object, ...], mesh: tuple[tuple[str, int], ...]) -> JaxArray | None:
     """Cached: thousands of arrays share a few shardings."""
+    spec = cast("tuple[Axes, ...]", entries)
+    for axes in spec:
+        if not (axes is None or all(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))):
+            return None
     return JaxArray(SavedSharding(spec, mesh))
 
 
