@@ -258,7 +258,8 @@ class SavePlan:
 
     def final_names(self, writer: int) -> list[str]:
         """What the files that one of the processes writes are called once they are committed."""
-        return [tree.document or file.name for tree in self.trees for file in tree.files if file.writer == writer]
+        final = {name: tree.document for tree in self.trees if tree.document for name in tree.names}
+        return [final.get(name, name) for name in self.names_of(writer)]
 
 
 def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], drafts: Sequence[Draft]) -> SavePlan:
