@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 import zstandard
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardkeep
 from faults.hostile_cases import Case, Files, MemoryStore, files_in
@@ -22,6 +23,7 @@ from faults.hostile_chunks import chunk_cases
 from faults.hostile_files import file_cases
 from faults.hostile_torch import torch_cases
 from faults.mutate import PICKLED
+from faults.piecetables import changed, put_rows, rows_of
 from shardkeep.foreign import eformer, zarr
 from shardkeep.foreign.pickles import decode_pickle, plain_value
 from shardkeep.foreign.zarr import describe
@@ -30,7 +32,14 @@ from shardkeep.model.perprocess import PerProcessRows
 from support import Dense, Keyed, Point
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "eformer"
+GOLDEN = FIXTURES.parents[1] / "golden"
 _ZEROS = b"0" * 32
+# Numbers as they are in a table: of all widths, and those next to a limit.
+_NUMBERS = [
+    number.to_bytes(width, "little")
+    for width in (4, 8)
+    for number in (0, 1, 2, 255, 1 << 12, 1 << 22, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+] + [number.to_bytes(8, "little") for number in (1 << 32, (1 << 62) - 1, 1 << 63, (1 << 64) - 1)]
 
 
 def cases() -> list[Case]:
@@ -59,6 +68,8 @@ def _own(room: Path) -> Iterator[Case]:
         shardkeep.save(room / name, {"w": jnp.ones(3)}, prefix="a.b", **arguments)  # type: ignore[arg-type]
         files = files_in(room / name)
         yield Case(f"manifest, {name}", files, files["manifest.json"], lambda t: {"manifest.json": reseal(t)})
+    yield from _documents_with_pieces()
+    yield from _tables(room)
     shardkeep.save(room / "chunk", {"w": np.arange(500, dtype=np.uint16)}, **zarr)  # type: ignore[arg-type]
     files = files_in(room / "chunk")
     yield Case("zstd chunk", files, files["w/0"], _with_chunk(files), _frames(), is_json=False)
@@ -104,6 +115,7 @@ def _per_process(room: Path) -> Case:
     manifest = json.loads(files["manifest.json"])
     record = next(file for file in manifest["trees"][""]["files"] if file[0] == "p/0.0")
     (leaf,) = manifest["trees"][""]["leaves"]
+    (row,) = rows_of(manifest["trees"][""])
     data = data[: leaf["lengths"][0] - 8 - length]
 
     def whole(text: bytes) -> bytes:
@@ -112,7 +124,8 @@ def _per_process(room: Path) -> Case:
     def close(text: bytes) -> Files:
         raw = whole(text)
         record[1:] = [len(raw), 0, digest(b"")]
-        leaf["shape"], leaf["lengths"], leaf["pieces"][0]["digests"] = [1, len(raw)], [len(raw)], [digest(raw)]
+        leaf["shape"], leaf["lengths"] = [1, len(raw)], [len(raw)]
+        put_rows(manifest["trees"][""], [changed(row, digests=[digest(raw)])])
         return {"p/0.0": raw, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
 
     def parse(text: bytes) -> None:
@@ -212,15 +225,47 @@ def _as_string(text: bytes) -> bytes:
     return json.dumps(text.decode("utf-8", "surrogateescape")).encode()
 
 
+def _documents_with_pieces() -> Iterator[Case]:
+    """Manifests of arrays in several pieces: of version 1, and with tables and patterns in and beside the manifest."""
+    for name in ("v1/safetensors", "v1/zstd", "v2/safetensors", "v2/zstd", "v2/tables/two/zstd"):
+        files = files_in(GOLDEN / name)
+        yield Case(f"manifest, {name}", files, files["manifest.json"], lambda t: {"manifest.json": reseal(t)})
+
+
+def _tables(room: Path) -> Iterator[Case]:
+    """The bytes of tables of pieces, whose digests are right: in a manifest, and in a file."""
+    spread = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec("x"))
+    tree = {"w": jax.device_put(np.arange(1 << 19, dtype=np.float32), spread), "v": np.ones(3), "e": np.zeros((0, 2))}
+    shardkeep.save(room / "table", tree)
+    files = files_in(room / "table")
+    manifest = json.loads(files["manifest.json"])
+    stored = manifest["trees"][""]
+    table = base64.b64decode(stored["tables"][0]["data"])
+
+    def inside(text: bytes) -> Files:
+        stored["tables"] = [{"data": base64.b64encode(text).decode()}]
+        return {"manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
+
+    yield Case("table in a manifest", files, table, inside, _NUMBERS, is_json=False)
+    number = len(stored["files"])
+
+    def beside(text: bytes) -> Files:
+        stored["files"][number:] = [["0.pieces", len(text), len(text), digest(text)]]
+        stored["tables"] = [{"file": number}]
+        return {"0.pieces": text, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
+
+    yield Case("table in a file", {**files, **beside(table)}, table, beside, _NUMBERS, is_json=False)
+
+
 def _with_chunk(files: Files) -> Callable[[bytes], Files]:
     """A manifest that agrees with whatever lies in the chunk."""
     manifest = json.loads(files["manifest.json"])
     record = next(file for file in manifest["trees"][""]["files"] if file[0] == "w/0")
-    (piece,) = manifest["trees"][""]["leaves"][0]["pieces"]
+    (row,) = rows_of(manifest["trees"][""])
 
     def close(text: bytes) -> Files:
         record[1:] = [len(text), len(text), digest(text)]
-        piece["stored"] = len(text)
+        put_rows(manifest["trees"][""], [changed(row, stored=len(text))])
         return {"w/0": text, "manifest.json": reseal(json.dumps(manifest, separators=(",", ":")).encode())}
 
     return close

@@ -141,7 +141,7 @@ def test_json_of_a_directory_is_a_list_even_if_it_has_one_checkpoint(run: Run, t
     assert (one["path"], one["ok"]) == (str(tmp_path / "run/step_1"), True)
     manifest = tmp_path / "run/step_2/manifest.json"
     shardkeep.save(manifest.parent, {"w": np.ones(64)})
-    manifest.write_text(manifest.read_text().replace('"shardkeep":1', '"shardkeep":9'))
+    manifest.write_text(manifest.read_text().replace('"shardkeep":2', '"shardkeep":9'))
     result = run("verify", tmp_path / "run", "--json")
     assert result.code == 2
     assert [document["ok"] for document in result.document] == [True, False]

@@ -70,7 +70,7 @@ def test_unfinished_running_damaged_and_newer_ones_are_shown_as_such(run: Run, t
         shardkeep.save(tmp_path / name, TREE)
     (tmp_path / "torn" / "manifest.json").write_bytes(b'{"shardkeep": 1')
     data_file(tmp_path / "lost").unlink()
-    manifest = (tmp_path / "future" / "manifest.json").read_text().replace('"shardkeep":1', '"shardkeep":9')
+    manifest = (tmp_path / "future" / "manifest.json").read_text().replace('"shardkeep":2', '"shardkeep":9')
     (tmp_path / "future" / "manifest.json").write_text(manifest)
     shown = found(run, tmp_path)
     running.release()

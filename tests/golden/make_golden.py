@@ -11,6 +11,7 @@ encoding so that the test does not trust the code it tests.
 
 import enum
 import json
+import math
 import os
 import shutil
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 if __name__ == "__main__":  # before JAX is imported
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "4"
-    _path = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    _path = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
     sys.path[:0] = _path
     os.environ["PYTHONPATH"] = os.pathsep.join(_path)  # for the programs that it starts
 
@@ -246,7 +247,8 @@ def checkpoints(root: Path) -> dict[str, Any]:
 
     # From which size an array is stored in pieces is the writer's choice; readers take what the manifest says. Here
     # it is small, so that a few KB hold several pieces.
-    planning.SMALL = 64
+    plan_pieces = planning.plan_pieces
+    planning.plan_pieces = lambda arrays, split, whole=64: plan_pieces(arrays, split, 64 if whole < math.inf else whole)
     small, plain = small_tree(), exchange_tree()
     metadata = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
     shardkeep.save(root / "safetensors", small, metadata=metadata)
@@ -274,6 +276,7 @@ def checkpoints(root: Path) -> dict[str, Any]:
         }
         | auxiliary(root)
         | tagged_metadata(root)
+        | tabled(root)
     )
 
 
@@ -340,6 +343,57 @@ for name, more in {kinds!r}.items():
         shardkeep.save(where / "one" / name, {"data": shardkeep.PerProcess(value(1)), "step": 7}, **more)
     trees = {"one": {"data": [value(1)], "step": 7}, "two": {"data": [value(0), value(1)], "step": 7}}
     return {f"per process/{count}/{name}": tree for count, tree in trees.items() for name in kinds}
+
+
+# Arrays of several pieces, in tables that are files.
+SPREAD = """
+from shardkeep.layouts import plan
+from shardkeep.processes import assignment
+
+plan_pieces = plan.plan_pieces
+plan.plan_pieces = lambda arrays, split, whole: plan_pieces(arrays, split, 8)
+plan._INLINE = 0
+assignment.SMALL = 8
+
+def spread():
+    rows = NamedSharding(Mesh(np.array(jax.devices()).reshape(4), ("x",)), PartitionSpec("x"))
+    columns = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y")), PartitionSpec(None, "y"))
+    array = np.arange(48, dtype=np.float32).reshape(8, 6)
+    arrays = {name: jax.make_array_from_callback((8, 6), where, lambda index: array[index])
+              for name, where in {"rows": rows, "columns": columns}.items()}
+    return {**arrays, "none": np.zeros((0, 3)), "whole": np.arange(7), "step": 7}
+"""
+
+
+def tabled(root: Path) -> dict[str, Any]:
+    """A table in a file, and those of two processes, whose cells alternate."""
+    import shardkeep
+    from multiprocess.cluster import all_well, run_cluster
+    from shardkeep.layouts import plan
+
+    where = root / "tables"
+    kinds: dict[str, dict[str, Any]] = {
+        "safetensors": {},
+        "zarr": {"format": "zarr"},
+        "zstd": {"format": "zarr", "compression": "zstd"},
+    }
+    imports = "import numpy as np, jax, shardkeep\nfrom jax.sharding import Mesh, NamedSharding, PartitionSpec\n"
+    script = f"""{imports}{SPREAD}
+for name, more in {kinds!r}.items():
+    shardkeep.save(Path({str(where)!r}) / "two" / name, spread(), **more)
+"""
+    with tempfile.TemporaryDirectory() as room:
+        all_well(run_cluster(script, Path(room) / "room", size=2))
+    names: dict[str, Any] = {}
+    inline, pieces = plan._INLINE, plan.plan_pieces
+    exec(imports + SPREAD, names)
+    tree = names["spread"]()
+    try:
+        for name, more in kinds.items():
+            shardkeep.save(where / "one" / name, tree, **more)
+    finally:
+        plan._INLINE, plan.plan_pieces = inline, pieces
+    return {f"tables/{count}/{name}": tree for count in ("one", "two") for name in kinds}
 
 
 # Every way of storing a tree that has a document of its own.

@@ -16,8 +16,8 @@ from shardkeep.layouts.plan import Draft, FilePlan, Layout, PiecePlan, StagedArr
 from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name, is_partition
-from shardkeep.model.document import check_name
 from shardkeep.model.leaves import UNSHARDED
+from shardkeep.model.naming import check_name
 from shardkeep.model.tree import Skeleton
 
 SAVE_ID = "0123456789abcdef" * 2

@@ -15,6 +15,7 @@ import zstandard
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from faults.piecetables import changed, put_rows, rows_of
 from faults.spawner import Fault, Spawner
 from faults.states import make
 from shardkeep.loading.plan import Fetch
@@ -136,9 +137,7 @@ def _with_chunk(path: Path, data: bytes, length: int, change: dict[str, Any] | N
     for file in tree["files"]:
         if file[0] == "w/0":
             file[1:] = [len(data), len(data), digest(data)]
-    (piece,) = tree["leaves"][0]["pieces"]
-    piece["stored"] = len(data)
-    piece.update(change or {})
+    put_rows(tree, [changed(rows_of(tree)[0], stored=len(data), **(change or {}))])
     text = json.dumps({**body, "digest": "0" * 32}, separators=(",", ":"))
     (path / "manifest.json").write_bytes(seal(text.encode()))
     assert tree["leaves"][0]["shape"] == [length]
@@ -225,25 +224,24 @@ class TestHostilePieces:
         [
             ("stored", 3),
             ("stored", 500),
-            ("stored", 0),
             ("offset", 0),
             ("offset", 2**62),
-            ("offset", -1),
+            ("offset", 2**64 - 1),
             ("file", 1),
-            ("file", -1),
+            ("file", 2**32 - 1),
             ("digests", []),
             ("digests", ["0" * 32] * 2),
-            ("digests", "0" * 32),
-            ("start", [0, 0]),
-            ("start", [5]),
+            ("digests", ["0" * 32]),
+            ("cell", 1),
+            ("cell", 2**32 - 1),
+            ("leaf", 2),
         ],
     )
     def test_give_an_error_of_ours(self, path: Path, field: str, value: Any) -> None:
         body = json.loads((path / "manifest.json").read_bytes())
-        leaf = next(leaf for leaf in body["trees"][""]["leaves"] if leaf["key"] == "w")
-        leaf["pieces"][0][field] = value
-        if field == "start":
-            leaf["pieces"][0]["shape"] = [10] * len(value)
+        tree = body["trees"][""]
+        number = next(i for i, leaf in enumerate(tree["leaves"]) if leaf["key"] == "w")
+        put_rows(tree, [changed(row, **{field: value}) if row.leaf == number else row for row in rows_of(tree)])
         text = json.dumps({**body, "digest": "0" * 32}, separators=(",", ":"))
         (path / "manifest.json").write_bytes(seal(text.encode()))
         for mapping in (True, False):

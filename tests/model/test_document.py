@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from faults.piecetables import changed, put_rows, rows_of
 from faults.spawner import Spawner
 from shardkeep.model.digests import check_seal, seal
-from shardkeep.model.document import check_name, decode_manifest, encode_manifest
+from shardkeep.model.document import decode_manifest, encode_manifest
+from shardkeep.model.naming import check_name
 from support import Keyed, Point, mesh_of
 
 EXAMPLES = int(os.environ.get("SHARDKEEP_EXAMPLES", "150"))
@@ -139,13 +141,14 @@ def test_every_place_bears_every_nasty_value(
     tree = body["trees"][""]
     number = data.draw(st.integers(0, len(tree["leaves"]) - 1))
     leaf = tree["leaves"][number]
-    field = data.draw(st.sampled_from([*leaf, "sharding", "order", "impl", "structure", "files", "metadata"]))
+    field = data.draw(
+        st.sampled_from([*leaf, "sharding", "order", "impl", "grid", "structure", "files", "tables", "patterns"])
+    )
     value = copy.deepcopy(data.draw(st.sampled_from(NASTY)))
     if field in tree:
         tree[field] = value
-    elif field == "pieces" and leaf["pieces"] and data.draw(st.booleans()):
-        piece = data.draw(st.sampled_from(leaf["pieces"]))
-        piece[data.draw(st.sampled_from(["file", "offset", "digests", "start", "shape", "stored"]))] = value
+    elif field == "tables" and data.draw(st.booleans()):
+        tree["tables"][0][data.draw(st.sampled_from(["data", "file", "base", "digests"]))] = value
     else:
         leaf[field] = value
     (path / "manifest.json").write_bytes(_sealed(body))
@@ -327,9 +330,10 @@ def test_a_declared_size_allocates_nothing_by_itself(tmp_path: Path, spawner: Sp
     shardkeep.save(path, {"w": np.ones(100, np.uint8)}, format="zarr", compression="zstd")
     body = json.loads((path / "manifest.json").read_bytes())
     leaf = body["trees"][""]["leaves"][0]
+    tree = body["trees"][""]
+    put_rows(tree, [changed(rows_of(tree)[0], digests=["0" * 32] * (elements >> 22 if elements <= 2**36 else 0))])
     leaf["shape"] = [elements]
-    (piece,) = leaf["pieces"]
-    piece["digests"] = None if elements > 2**36 else ["0" * 32] * (elements >> 22)
+    tree["tables"][0]["digests"] = elements <= 2**36
     (path / "manifest.json").write_bytes(_sealed(body))
     outcome = spawner.start("load_within", path=str(path), gigabytes=6).wait(10)
     assert "ShardkeepError" in outcome.bases, outcome
@@ -359,9 +363,9 @@ def test_a_newer_version_says_upgrade(tmp_path: Path) -> None:
     path = tmp_path / "run"
     shardkeep.save(path, {"w": np.ones(3)})
     body = json.loads((path / "manifest.json").read_bytes())
-    (path / "manifest.json").write_text(json.dumps({"shardkeep": 2, "something": "else"}))
+    (path / "manifest.json").write_text(json.dumps({"shardkeep": 3, "something": "else"}))
     for action in (shardkeep.load, shardkeep.inspect, shardkeep.verify):
-        with pytest.raises(shardkeep.NewerFormatError, match=r"format version 2; .* upgrade"):
+        with pytest.raises(shardkeep.NewerFormatError, match=r"format version 3; .* upgrade"):
             action(path)
     assert shardkeep.exists(path)
     with pytest.raises(shardkeep.NewerFormatError, match="upgrade"):

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
 from shardkeep.model.arrays import ArraySpec
-from shardkeep.model.document import encode_origin
+from shardkeep.model.leafrecords import encode_origin
 from shardkeep.model.leaves import (
     ForeignArray,
     JaxArray,

@@ -103,7 +103,7 @@ def test_marks_of_saves_that_are_gone_are_void_and_those_of_other_names_are_left
 def test_a_step_of_a_later_format_version_is_not_passed_over(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", [1, 2])
     path = tmp_path / "run" / "step_2" / "manifest.json"
-    path.write_text(path.read_text().replace('{"shardkeep":1,', '{"shardkeep":999,'))
+    path.write_text(path.read_text().replace('{"shardkeep":2,', '{"shardkeep":999,'))
     assert [(s.number, s.state) for s in run.steps()] == [(1, "usable"), (2, "usable")]
     with pytest.raises(shardkeep.NewerFormatError, match="format version 999"):
         run.load()

@@ -246,7 +246,7 @@ class TestDocuments:
     def test_a_manifest_of_a_later_version_is_not_damaged(self, tmp_path: Path) -> None:
         shardkeep.save(tmp_path, {"w": np.ones(3)})
         document = tmp_path / "manifest.json"
-        document.write_text(document.read_text().replace('"shardkeep":1', '"shardkeep":9'))
+        document.write_text(document.read_text().replace('"shardkeep":2', '"shardkeep":9'))
         assert shardkeep.exists(tmp_path)
         for overwrite in (True, False):
             with pytest.raises(shardkeep.NewerFormatError, match="format version 9"):

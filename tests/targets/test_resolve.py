@@ -188,7 +188,7 @@ class TestLatest:
         for step in (1, 2):
             shardkeep.save(tmp_path / f"step_{step}", {"x": 1})
         document = tmp_path / "step_2" / "manifest.json"
-        document.write_text(document.read_text().replace('"shardkeep":1', '"shardkeep":9'))
+        document.write_text(document.read_text().replace('"shardkeep":2', '"shardkeep":9'))
         newest = shardkeep.latest(tmp_path)
         assert newest == str(tmp_path / "step_2")
         with pytest.raises(shardkeep.NewerFormatError, match="step_2"):

@@ -35,6 +35,7 @@ from shardkeep.model.arrays import Array, Region
 from shardkeep.model.leaves import ForeignArray, Origin, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.perprocess import PerProcessRows
+from shardkeep.model.pieces import have_digests, packed_in
 from shardkeep.model.tree import name_leaf
 from shardkeep.model.values import encode
 from shardkeep.runtime.crew import Task, run_tasks
@@ -237,7 +238,7 @@ def _lengths(leaf: StoredArray) -> tuple[int, ...]:
 
 def _equal_digests(a: StoredArray, b: StoredArray) -> bool | None:
     """Whether the digests of both are equal; None if they cannot be compared: missing, or of other pieces or dtypes."""
-    if a.spec != b.spec or not a.pieces or any(piece.digests is None for piece in (*a.pieces, *b.pieces)):
+    if a.spec != b.spec or not have_digests(a.pieces) or not have_digests(b.pieces):
         return None
     left = {piece.region: piece.digests for piece in a.pieces}
     right = {piece.region: piece.digests for piece in b.pieces}
@@ -251,7 +252,7 @@ def _tasks(lock: threading.Lock, total: Difference, a: _Side, b: _Side, progress
             total.merge(found)
 
     # Compressed pieces are decompressed as a whole, so the side that has them decides on the regions.
-    packed = any(piece.stored is not None for piece in b.leaf.pieces) or isinstance(b.leaf.origin, ForeignArray)
+    packed = bool(packed_in(b.leaf.pieces)) or isinstance(b.leaf.origin, ForeignArray)
     regions = b.regions() if packed else a.regions()
     return [lambda r=region: compare(r) for region in regions]
 

@@ -8,10 +8,11 @@ from shardkeep.cli.listing import format_of
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_value, layout, name_prefix, plain, short
 from shardkeep.converting.blocks import choose_trees, compile_include, matches, no_match, open_at
 from shardkeep.converting.survey import moment_of, natural
-from shardkeep.model.document import encode_origin
+from shardkeep.model.leafrecords import encode_origin
 from shardkeep.model.leaves import ForeignArray, NumpyArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import OURS, Tree
 from shardkeep.model.metadata import untagged
+from shardkeep.model.pieces import have_digests, regions_in
 from shardkeep.model.tree import name_leaf
 
 
@@ -185,8 +186,8 @@ def describe_leaf(leaf: StoredLeaf) -> dict[str, object]:
     body: dict[str, object] = {"key": leaf.key, "path": list(leaf.path), "kind": leaf.kind}
     if not isinstance(leaf, StoredArray):
         return {**body, "type": type(leaf.value).__name__, "value": json_value(leaf.value)}
-    digests = bool(leaf.pieces) and all(piece.digests is not None for piece in leaf.pieces)
-    body |= {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape), "bytes": leaf.nbytes, "digests": digests}
-    body["pieces"] = [{"start": list(p.region.start), "shape": list(p.region.shape)} for p in leaf.pieces]
+    body |= {"dtype": leaf.logical_dtype, "shape": list(leaf.logical_shape), "bytes": leaf.nbytes}
+    body["digests"] = have_digests(leaf.pieces)
+    body["pieces"] = [{"start": list(r.start), "shape": list(r.shape)} for r in regions_in(leaf.pieces)]
     body["sharding"] = encode_origin(leaf.was).get("sharding")
     return body

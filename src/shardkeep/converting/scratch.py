@@ -25,6 +25,7 @@ from shardkeep.model.arrays import ArraySpec, DType, Region, kind_of
 from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import NATIVE, UNSHARDED, ForeignArray, NumpyArray, Piece, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
+from shardkeep.model.pieces import packed_in, regions_in
 from shardkeep.model.tree import Path
 from shardkeep.remap.expressions import DerivedArray
 from shardkeep.remap.moving import change_into, window_of
@@ -148,16 +149,17 @@ def _allot(made: Made, scratch: Sequence[tuple[int, int]], directory: str) -> di
 
 def _regions(leaf: StoredArray, whole: bool) -> list[Region]:
     """The parts in which a leaf is saved: its pieces, unless they must be assembled."""
-    even = len({piece.region.shape for piece in leaf.pieces}) == 1
+    regions = regions_in(leaf.pieces)
+    even = len({region.shape for region in regions}) == 1
     if whole or isinstance(leaf.origin, ForeignArray) or not even:
         return [Region.whole(leaf.spec.shape)]
-    return [piece.region for piece in leaf.pieces]
+    return regions
 
 
 def _is_stored_so(leaf: StoredArray, regions: Sequence[Region]) -> bool:
     """Whether the stored bytes of each part are the bytes to save."""
     pieces = leaf.pieces
-    return bool(pieces) and [p.region for p in pieces] == regions and all(p.stored is None for p in pieces)
+    return bool(pieces) and regions_in(pieces) == regions and not packed_in(pieces)
 
 
 class _Maker:

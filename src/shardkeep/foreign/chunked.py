@@ -24,9 +24,9 @@ from shardkeep.foreign.ocdbt import MANIFEST, Database, FileSpan, Value, read_da
 from shardkeep.layouts.codecs import RAW, ZSTD
 from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.arrays import NUMPY_NAMES, Array, Region
-from shardkeep.model.document import check_name
 from shardkeep.model.leaves import UNSHARDED, ForeignArray, JaxArray, NumpyArray, Piece, PrngKeys, StoredArray
 from shardkeep.model.manifest import DataFile
+from shardkeep.model.naming import check_name
 from shardkeep.model.tree import Path
 from shardkeep.model.values import JsonObject
 from shardkeep.runtime.crew import run_tasks

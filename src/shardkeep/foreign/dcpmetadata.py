@@ -12,8 +12,8 @@ from shardkeep.foreign.pickles import PickledObject
 from shardkeep.foreign.torchpickles import as_counts, decode_torch, dtype_named
 from shardkeep.model.arrays import ArraySpec, DType, Region, is_partition, is_possible
 from shardkeep.model.digests import digest
-from shardkeep.model.document import check_name
 from shardkeep.model.fastclass import fast_dataclass
+from shardkeep.model.naming import check_name
 
 MODULE = "torch.distributed.checkpoint"
 _MOST_PARTS = 4000  # of a tensor, if they are not the cells of a grid: each is compared with each

@@ -22,11 +22,11 @@ from shardkeep.foreign.pickles import PickledObject, decode_pickle, is_plain_wit
 from shardkeep.foreign.zarr import KIND, ZarrReader, describe, file_names, has_zarr_arrays
 from shardkeep.layouts.zarr import ZARRAY, zarr_dtype
 from shardkeep.model.digests import digest
-from shardkeep.model.document import check_name, no_duplicates
+from shardkeep.model.document import no_duplicates
 from shardkeep.model.leaves import ForeignArray, StoredArray, StoredLeaf, StoredValue
 from shardkeep.model.manifest import MANIFEST, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import untagged
-from shardkeep.model.naming import dotted_names, prefix_directory
+from shardkeep.model.naming import check_name, dotted_names, prefix_directory
 from shardkeep.model.nodes import LEAF, Child, Node, find_class
 from shardkeep.model.tree import Path, Skeleton, flatten, name_children, nest
 from shardkeep.model.values import Json, JsonObject, is_plain

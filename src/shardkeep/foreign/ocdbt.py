@@ -16,7 +16,7 @@ import zstandard
 
 from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.foreign.crc32c import crc32c
-from shardkeep.model.document import check_name
+from shardkeep.model.naming import check_name
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import Store
 

@@ -9,7 +9,7 @@ import datetime
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
@@ -330,7 +330,7 @@ def _flatten(tree: object, where: str) -> tuple[Skeleton, list[Leaf]]:
         raise IntegrityError(f"{where}: {error}", file=where) from error
 
 
-def _pieces(leaf: StoredLeaf) -> tuple[Piece, ...]:
+def _pieces(leaf: StoredLeaf) -> Sequence[Piece]:
     return leaf.pieces if isinstance(leaf, StoredArray) else ()
 
 

@@ -14,9 +14,9 @@ from shardkeep.foreign.flat import ByteSource
 from shardkeep.foreign.windows import opened
 from shardkeep.foreign.zips import DEFLATED, STORED, EntryBytes, ZipEntry
 from shardkeep.model.arrays import Array, DType, Region
-from shardkeep.model.document import check_name
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import ForeignArray, StoredArray
+from shardkeep.model.naming import check_name
 from shardkeep.stores.base import Store
 
 _AT_ONCE = 4 << 20  # bytes that are read at once although not all of them are needed

@@ -20,9 +20,10 @@ from shardkeep.foreign.windows import FileWindow, requests_of
 from shardkeep.foreign.zips import STORED, EntryBytes, ZipEntry
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import digest
-from shardkeep.model.document import check_name, no_duplicates
+from shardkeep.model.document import no_duplicates
 from shardkeep.model.leaves import UNSHARDED, ForeignArray, Piece, StoredArray, StoredLeaf, StoredValue
 from shardkeep.model.manifest import DataFile, Manifest, Tree
+from shardkeep.model.naming import check_name
 from shardkeep.model.tree import Path
 from shardkeep.runtime.progress import Progress
 from shardkeep.stores.base import Store

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardkeep.errors import KeyCollisionError, TreeError
+from shardkeep.layouts.assembly import assemble, part_of
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.layouts.safetensors import group_by_size, pack, safe_text
@@ -20,6 +21,7 @@ from shardkeep.model.document import encode_manifest
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.naming import shard_filename
 from shardkeep.model.tree import Path
+from shardkeep.processes.operation import LEADER
 
 # Always two marks, so that damage to one of them cannot make our file look like another program's.
 MARK, SEAL, SAVE = "shardkeep", "shardkeep_digest", "shardkeep_save"
@@ -27,7 +29,7 @@ OVER = "shardkeep_over"  # in addition, in a bucket
 SINGLE_END = ".tmp"  # what the name of a single file ends in until it is committed
 DEFAULT_SHARD_SIZE = 5_000_000_000  # bytes: the default of Hugging Face
 _SPARE = 200  # bytes of a header beside the manifest and the tensors
-_BIG = 10**17  # stands for any offset or size while the space for the manifest is measured
+_BIG = 10**17  # stands for any size while the space for the manifest is measured
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,10 @@ class ExchangeLayout:
         return [pack(shard_filename("", i + 1, len(groups)), arrays, group, mark) for i, group in enumerate(groups)]
 
     def _longest(self, file: FilePlan, leaves: Sequence[StagedLeaf], draft: Draft) -> bytes:
-        """The longest possible manifest: every number and digest at full length."""
-        wide = replace(file, pieces=tuple(replace(p, offset=_BIG) for p in file.pieces), header=b"")
+        """The longest possible manifest: every number at full length. What is in the table has a fixed width."""
         written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
         aside = f".{os.path.basename(self.where)}.shardkeep/{draft.save_id}{SINGLE_END}"  # longer than the final name
-        return _manifest_of(TreePlan(draft, self, tuple(leaves), (wide.named(aside),)), written)
+        return _manifest_of(TreePlan.of(draft, self, leaves, [file.named(aside)]), written)
 
     def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         """The header of a single file with its manifest in it, made from its digests."""
@@ -103,4 +104,5 @@ class ExchangeLayout:
 
 
 def _manifest_of(plan: TreePlan, written: WrittenFile) -> bytes:
-    return encode_manifest(Manifest("", plan.draft.save_id, {plan.draft.prefix: plan.tree([written])}))
+    tree = assemble(plan, {LEADER: part_of(plan, LEADER, [written])})
+    return encode_manifest(Manifest("", plan.draft.save_id, {plan.draft.prefix: tree}))

@@ -4,18 +4,26 @@ A plan is a value, made before anything is written and without looking at the pl
 only the ends of names: what they begin with is chosen when they are reserved (`TreePlan.named`).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 from shardkeep.layouts.codecs import RAW, Codec
 from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.cells import CellGrid
+from shardkeep.model.digests import block_count
 from shardkeep.model.fastclass import fast_dataclass
-from shardkeep.model.leaves import Origin, Piece, StoredArray, StoredValue
-from shardkeep.model.manifest import DataFile, Tree
+from shardkeep.model.leaves import Origin
+from shardkeep.model.naming import table_name
+from shardkeep.model.tables import table_size
 from shardkeep.model.tree import Path, Skeleton
 from shardkeep.processes.assignment import SMALL, Share
 from shardkeep.processes.operation import LEADER
+
+# Bytes of the tables of a tree in its manifest. To read so much more of it takes less time than to open one more file,
+# or a tenth of a request to a bucket. It is some 6,000 pieces.
+_INLINE = 256 << 10
 
 
 @fast_dataclass
@@ -84,6 +92,15 @@ class FilePlan:
         return FilePlan(name, self.header, self.pieces, self.size, self.writer, self.codec)
 
 
+@fast_dataclass
+class TablePlan:
+    """The table of the pieces that one process writes. Without a name it goes into the manifest."""
+
+    writer: int
+    size: int
+    name: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """What is known about a tree when its save begins.
@@ -108,6 +125,18 @@ class WrittenFile:
     size: int
     header_digest: str
     digests: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What one process has written of a tree: its files, and the table of its pieces.
+
+    Of the table of another process, which is in a file, only the digest is known.
+    """
+
+    files: tuple[WrittenFile, ...]
+    table: bytes = b""
+    table_digest: str = ""
 
 
 class Layout(Protocol):
@@ -160,7 +189,8 @@ class TreePlan:
 
     `start` is what all names begin with, once they are reserved. `document` is the name that the only file gets in the
     end, if its header holds the manifest and it so commits itself. `notes` go into that header: they depend on what
-    is committed when the names are reserved.
+    is committed when the names are reserved. `grids` are the cells of the arrays that the pieces are, and `tables` say
+    where they are, one table for each process that writes some.
     """
 
     draft: Draft
@@ -170,47 +200,35 @@ class TreePlan:
     start: str = ""
     document: str = ""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
+    grids: tuple[CellGrid, ...] = ()
+    tables: tuple[TablePlan, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        draft: Draft,
+        layout: Layout,
+        leaves: Sequence[StagedLeaf],
+        files: Sequence[FilePlan],
+        number: int = 0,
+    ) -> "TreePlan":
+        """The plan of a tree with these files. `number` is its number among the trees of the save."""
+        limit = math.inf if layout.gathers else _INLINE  # there are no files with tables beside exchange files
+        tables = _plan_tables(files, f"{draft.save_id}-{number}", limit)
+        return cls(draft, layout, tuple(leaves), tuple(files), grids=_grids(leaves, files), tables=tables)
 
     @property
     def names(self) -> list[str]:
+        """The names of its files with data."""
         return [file.name for file in self.files]
 
     def named(self, start: str) -> "TreePlan":
         """The plan with complete names."""
         return replace(self, files=tuple([file.named(start + file.name) for file in self.files]), start=start)
 
-    def tree(self, written: Sequence[WrittenFile]) -> Tree:
-        """The Tree to commit, once sizes and digests are known."""
-        draft = self.draft
-        pieces: list[list[Piece]] = [[] for leaf in self.leaves if isinstance(leaf, StagedArray)]
-        files: list[DataFile] = []
-        for number, (plan, done) in enumerate(zip(self.files, written, strict=True)):
-            loose = done.size if plan.size is None else len(plan.header)
-            files.append(DataFile(plan.name, done.size, loose, done.header_digest))
-            for piece, digests in zip(plan.pieces, done.digests, strict=True):
-                stored = done.size if plan.size is None else None
-                pieces[piece.array].append(Piece(piece.region, number, piece.offset, piece.nbytes, digests, stored))
-        if self.document:  # no digest can be in the header that it covers
-            files = [DataFile(self.document, files[0].size, len(self.files[0].header))]
-        found = iter(pieces)
-        leaves = tuple(
-            StoredArray(leaf.path, leaf.spec, tuple(next(found)), leaf.origin)
-            if isinstance(leaf, StagedArray)
-            else StoredValue(leaf.path, leaf.value)
-            for leaf in self.leaves
-        )
-        return Tree(
-            save_id=draft.save_id,
-            format=self.layout.name,
-            skeleton=draft.skeleton,
-            leaves=leaves,
-            files=tuple(files),
-            metadata=draft.metadata,
-            created=draft.created,
-            compression=self.layout.codec.name,
-            indexed=draft.indexed,
-            step=draft.step,
-        )
+    def files_of(self, writer: int) -> list[FilePlan]:
+        """The files that one of the processes writes."""
+        return [file for file in self.files if file.writer == writer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,24 +247,28 @@ class SavePlan:
     def nbytes(self) -> int:
         """An upper bound on the bytes that will be written."""
         files = (file for tree in self.trees for file in tree.files)
-        return sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in files)
+        tables = sum(table.size for tree in self.trees for table in tree.tables)
+        return tables + sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in files)
 
-    def files_of(self, writer: int) -> list[FilePlan]:
-        """The files that one of the processes writes."""
-        return [file for tree in self.trees for file in tree.files if file.writer == writer]
+    def names_of(self, writer: int) -> list[str]:
+        """The names of the files that one of the processes writes."""
+        names = [file.name for tree in self.trees for file in tree.files_of(writer)]
+        tables = [table for tree in self.trees for table in tree.tables if table.writer == writer]
+        return [*names, *(table.name for table in tables if table.name)]
 
     def final_names(self, writer: int) -> list[str]:
         """What the files that one of the processes writes are called once they are committed."""
-        return [tree.document or file.name for tree in self.trees for file in tree.files if file.writer == writer]
+        final = {name: tree.document for tree in self.trees if tree.document for name in tree.names}
+        return [final.get(name, name) for name in self.names_of(writer)]
 
 
 def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], drafts: Sequence[Draft]) -> SavePlan:
     """What a save of these leaves writes, wherever it goes: each tree in files of its own."""
     trees: list[TreePlan] = []
-    for draft in drafts:
+    for number, draft in enumerate(drafts):
         own = leaves[draft.leaves]
         pieces = plan_pieces(arrays_of(own), layout.split, layout.whole)
-        trees.append(TreePlan(draft, layout, tuple(own), tuple(layout.lay_out(own, pieces, draft))))
+        trees.append(TreePlan.of(draft, layout, own, layout.lay_out(own, pieces, draft), number))
     return SavePlan(drafts[0].save_id, drafts[0].created, tuple(trees))
 
 
@@ -272,3 +294,29 @@ def plan_pieces(
                 for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, ((shard, region),)))
     return pieces
+
+
+def _grids(leaves: Sequence[StagedLeaf], files: Sequence[FilePlan]) -> tuple[CellGrid, ...]:
+    """The grid of each array, whose cells are its pieces."""
+    arrays = arrays_of(leaves)
+    regions: list[list[Region]] = [[] for _ in arrays]
+    for file in files:
+        for piece in file.pieces:
+            regions[piece.array].append(piece.region)
+    return tuple([CellGrid.of(array.spec.shape, some) for array, some in zip(arrays, regions, strict=True)])
+
+
+def _plan_tables(files: Sequence[FilePlan], name: str, limit: float) -> tuple[TablePlan, ...]:
+    """A table for each process that writes pieces: in the manifest if all tables of this size are within the limit."""
+    by_writer: dict[int, list[FilePlan]] = {}
+    for file in files:
+        if file.pieces:
+            by_writer.setdefault(file.writer, []).append(file)
+    tables: list[TablePlan] = []
+    for writer, own in sorted(by_writer.items()):
+        pieces = [piece for file in own for piece in file.pieces]
+        digests = sum([block_count(piece.nbytes) for piece in pieces])
+        packed = any(file.size is None for file in own)
+        size = table_size(len({piece.array for piece in pieces}), len(pieces), digests, packed)
+        tables.append(TablePlan(writer, size, "" if size * len(by_writer) <= limit else table_name(name, writer)))
+    return tuple(tables)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardkeep.errors import IntegrityError, MissingDataError, damage_of
+from shardkeep.errors import IntegrityError, damage_of
 from shardkeep.layouts.codecs import codec_of_encoded
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.model.leaves import Piece
 from shardkeep.model.manifest import DataFile
 from shardkeep.stores.base import MappedFile, Store, StoredFile
+from shardkeep.targets.recorded import open_file
 
 PART = 16 << 20  # bytes of a piece that one task reads
 
@@ -39,22 +40,7 @@ class BlockReader:
 
     def open(self, number: int, key: str | None = None) -> StoredFile:
         """A file of the tree, which is there and has its size. `key` is the leaf that it is opened for."""
-        record = self.files[number]
-        try:
-            file = self.store.open(record.name)
-        except (FileNotFoundError, NotADirectoryError):
-            where = self.where(number)
-            raise MissingDataError(f"{where} is missing", leaf=key, file=where) from None
-        except IntegrityError as error:
-            raise damage_of(error, key, self.where(number)) from None
-        if file.size == record.size:
-            return file
-        file.close()
-        where = self.where(number)
-        problem = f"{where} has {file.size:,} bytes instead of {record.size:,}"
-        if file.size < record.size:
-            problem = f"{where} is truncated: it has {file.size:,} of {record.size:,} bytes"
-        raise IntegrityError(problem, leaf=key, file=where)
+        return open_file(self.store, self.files[number], key)
 
     def map(self, number: int, start: int, end: int, key: str, needed: Sequence[Range] = ()) -> MappedFile | None:
         """Bytes of a file as memory, which `needed` (offset, length) are read of; None if it can map no more."""

@@ -16,6 +16,7 @@ from shardkeep.model.arrays import DType, Region
 from shardkeep.model.digests import BLOCK
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import StoredArray
+from shardkeep.model.pieces import packed_in, pieces_meeting
 from shardkeep.remap.expressions import DerivedArray, sources_of
 from shardkeep.remap.regions import regions_read
 
@@ -59,7 +60,7 @@ class LeafRegions:
         """The host memory that it takes beside that while it is read: for a cast, or for an encoded piece."""
         cast = 0 if self.cast is None else self._sizes[0]
         stored = sources_of(self.leaf.expression) if isinstance(self.leaf, DerivedArray) else [self.leaf]
-        return max([cast, *(piece.length for leaf in stored for piece in leaf.pieces if piece.stored is not None)])
+        return max([cast, *(piece.length for leaf in stored for piece in packed_in(leaf.pieces))])
 
 
 @fast_dataclass
@@ -203,7 +204,7 @@ def _position(part: LeafRegions) -> tuple[int, int]:
     if not pieces:
         return -1, 0
     # A process whose devices hold nothing of the array has no regions.
-    met = (piece for piece in pieces if regions and piece.region.intersect(regions[0]) is not None)
+    met = (piece for piece, _ in pieces_meeting(pieces, regions[:1]) if piece.region.intersect(regions[0]) is not None)
     first = next(met, pieces[0])
     return first.file, first.offset
 

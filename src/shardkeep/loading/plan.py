@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from shardkeep.model.arrays import Array, DType, Region
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Piece, StoredArray
+from shardkeep.model.pieces import pieces_meeting
 from shardkeep.remap.expressions import Function
 
 if TYPE_CHECKING:
@@ -81,17 +82,17 @@ def plan_read(number: int, leaf: StoredArray, regions: Sequence[Region]) -> list
 
     The regions are equal or disjoint, as the shards of an array are.
     """
-    if len(leaf.pieces) == len(regions) == 1 and leaf.pieces[0].region == regions[0] and leaf.pieces[0].length:
+    if len(leaf.pieces) == len(regions) == 1 and regions[0].shape == leaf.spec.shape and leaf.spec.nbytes:
         return [Fetch(number, leaf.pieces[0], ((0, regions[0]),))]
     fetches: list[Fetch] = []
     known = {region: i for i, region in enumerate(regions)}
     known = known if len(known) == len(regions) else {}
-    for piece in leaf.pieces:
+    for piece, met in pieces_meeting(leaf.pieces, regions):
         same = known.get(piece.region) if piece.length else None
         if same is not None:
             hits = [(same, piece.region)]
         else:
-            hits = [(i, c) for i, region in enumerate(regions) if (c := piece.region.intersect(region)) is not None]
+            hits = [(i, c) for i in met if (c := piece.region.intersect(regions[i])) is not None]
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches
@@ -100,12 +101,8 @@ def plan_read(number: int, leaf: StoredArray, regions: Sequence[Region]) -> list
 def plan_overlapping(number: int, leaf: StoredArray, destinations: Sequence[Region]) -> list[Fetch]:
     """`plan_read` for destination regions that may overlap. Each piece is still read once."""
     fetches: list[Fetch] = []
-    for piece in leaf.pieces:
-        hits = [
-            (i, c)
-            for i, destination in enumerate(destinations)
-            if (c := piece.region.intersect(destination)) is not None
-        ]
+    for piece, met in pieces_meeting(leaf.pieces, destinations):
+        hits = [(i, c) for i in met if (c := piece.region.intersect(destinations[i])) is not None]
         if hits:
             fetches.append(Fetch(number, piece, tuple(hits)))
     return fetches

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shardkeep.catalog import open_checkpoint
-from shardkeep.errors import counted
+from shardkeep.errors import IntegrityError, counted
 from shardkeep.jaxapi import process_count, process_index
 from shardkeep.loading.blocks import parts_of
 from shardkeep.loading.leftovers import not_named
@@ -31,6 +31,7 @@ from shardkeep.remap.inverse import inverse_of
 from shardkeep.remap.regions import regions_read
 from shardkeep.remap.rules import Rule
 from shardkeep.stores.location import location, path_text
+from shardkeep.targets.steady import TRIES, Attempt
 
 _SHOWN = 40  # leaves in a table, unless all are asked for
 _WIDEST = 60  # characters of a column
@@ -171,8 +172,16 @@ def plan_load(path: object, **arguments: Any) -> LoadPlan:
     known = {name: arguments.get(name, parameter.default) for name, parameter in parameters.items()}
     mapped = known.pop("mapped")
     request = make_request(**known if mapped is None else {**known, "mmap": mapped})
-    _, manifest = open_checkpoint(location(path, "plan_load(path)"))
-    return _plan(path_text(path), manifest, request, partial(load, path, **arguments))
+    place = location(path, "plan_load(path)")
+    for _ in range(TRIES):
+        _, manifest = open_checkpoint(place)
+        plan = None
+        with Attempt(manifest, lambda: open_checkpoint(place)[1]) as attempt:
+            plan = _plan(path_text(path), manifest, request, partial(load, path, **arguments))
+            attempt.sure = True  # what it reads beside the manifest has digests there
+        if plan is not None:
+            return plan
+    raise IntegrityError(f"{place} was replaced {TRIES} times while the load was planned; try when nothing is saving")
 
 
 def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable[[], object]) -> LoadPlan:

@@ -126,7 +126,7 @@ class Wanted:
         if isinstance(self.place.sharding, SingleDeviceSharding) or self.shape is not None:
             return True
         # A small piece is read and checked as a whole anyway.
-        return (len(leaf.pieces) == 1 and leaf.pieces[0].length <= _SMALL) or self.stays_on_host(leaf)
+        return (len(leaf.pieces) == 1 and leaf.nbytes <= _SMALL) or self.stays_on_host(leaf)
 
 
 @dataclass(frozen=True, slots=True)

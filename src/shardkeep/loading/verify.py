@@ -1,7 +1,7 @@
 """Checking every stored byte without loading it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -14,6 +14,8 @@ from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.model.digests import BLOCK, block_count, digest
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
 from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.model.naming import is_table
+from shardkeep.model.pieces import have_digests
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import aligned_empty
@@ -104,7 +106,7 @@ def _document_of(target: ReadTarget) -> str | None:
 
 
 def _carries_no_digests(leaf: StoredArray) -> bool:
-    return isinstance(leaf.origin, ForeignArray) or any(piece.digests is None for piece in leaf.pieces)
+    return not have_digests(leaf.pieces)
 
 
 def _look(place: Location, before: Manifest) -> Manifest:
@@ -122,18 +124,37 @@ class _Check:
         self._reader = BlockReader(store, tree.files, tree.compression)
         self._tree, self._progress = tree, progress
         self._incomplete: set[int] = set()
+        self._pieces: list[tuple[StoredArray, Sequence[Piece]]] = []
         self.problems: list[Problem] = []
 
     def run(self, crew: Crew) -> None:
         """Check all files, then the pieces in those that are complete."""
         keys: dict[int, dict[str, None]] = {}
-        for leaf in self._tree.arrays:
-            for piece in leaf.pieces:
+        self._decode(keys)
+        for leaf, pieces in self._pieces:
+            for piece in pieces:
                 keys.setdefault(piece.file, {})[leaf.key] = None
         crew.run(
             partial(self._check_file, number, list(keys.get(number, ()))) for number in range(len(self._tree.files))
         )
         crew.run(self._tasks())
+
+    def _decode(self, keys: dict[int, dict[str, None]]) -> None:
+        """Decode all pieces, once. Leaves whose table is in a damaged file are noted in `keys`, by that file."""
+        files = {self._reader.where(number): number for number in range(len(self._tree.files))}
+        malformed: dict[str, list[IntegrityError]] = {}
+        for leaf in self._tree.arrays:
+            try:
+                self._pieces.append((leaf, tuple(leaf.pieces)))
+            except IntegrityError as error:
+                if error.file in files:
+                    keys.setdefault(files[error.file], {})[leaf.key] = None
+                else:
+                    malformed.setdefault(error.problem, []).append(error)
+        for problem, errors in malformed.items():
+            names = [error.leaf or "" for error in errors]
+            key, affected = (names[0], "") if len(names) == 1 else (None, _affected(names))
+            self.problems.append(Problem(key, errors[0].file or self._reader.store.url, f"{problem}{affected}"))
 
     def _tasks(self) -> list[Task]:
         checks = checks_of(self._reader.store, self._tree) if not self._incomplete else None
@@ -141,10 +162,10 @@ class _Check:
             return [partial(self._check_own, check) for check in checks]
         tasks: list[Task] = []
         small: list[tuple[StoredArray, Piece]] = []
-        for leaf in self._tree.arrays:
+        for leaf, pieces in self._pieces:
             if isinstance(leaf.origin, ForeignArray):
                 tasks.append(partial(self._check_foreign, leaf, leaf.origin.directory))
-            for piece in leaf.pieces:
+            for piece in pieces:
                 if piece.file in self._incomplete:
                     continue
                 if piece.stored is None and piece.length < BLOCK:
@@ -170,6 +191,8 @@ class _Check:
             self._progress(header.size)
             if record.header_digest is not None and digest(header.data) != record.header_digest:
                 problem = f"{where} is damaged in its first {header.size:,} bytes"
+                if is_table(record.name):
+                    problem = f"{where} is damaged{affected}"
                 raise IntegrityError(problem, file=where, span=(0, header.size))
         except (IntegrityError, OSError, EOFError) as error:
             self._report(None, where, error)

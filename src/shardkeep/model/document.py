@@ -6,79 +6,37 @@ opened because of it: names stay inside the checkpoint, pieces fill their arrays
 
 import json
 import operator
-import os
 import re
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import NotRequired, SupportsIndex, TypedDict, TypeGuard, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NotRequired, SupportsIndex, TypedDict, cast
 
 from shardkeep.errors import IntegrityError, NewerFormatError, an
-from shardkeep.model.arrays import ArraySpec, Region, dtype_from_name, dtype_name, is_partition, is_possible
-from shardkeep.model.digests import ALGORITHM, BLOCK, block_count, check_seal, seal
-from shardkeep.model.leaves import (
-    NATIVE,
-    UNSHARDED,
-    Axes,
-    ByteOrder,
-    ForeignArray,
-    JaxArray,
-    NumpyArray,
-    Origin,
-    Piece,
-    PrngKeys,
-    SavedSharding,
-    StoredArray,
-    StoredLeaf,
-    StoredValue,
-)
+from shardkeep.model.digests import ALGORITHM, BLOCK, check_seal, seal
+from shardkeep.model.leafrecords import HEX32, LeafRecord, Tables, decode_leaf, encode_leaf, integer, is_digest
+from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import OURS, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import decode_metadata, encode_metadata
-from shardkeep.model.naming import clean_name
-from shardkeep.model.perprocess import PerProcessRows
-from shardkeep.model.tree import Path, Skeleton, join_key, to_json
-from shardkeep.model.values import Json, JsonObject, decode, encode
+from shardkeep.model.naming import check_name, clean_name, is_table
+from shardkeep.model.pieces import CellPattern, ReadTable, TableSet, TableSource, in_tables
+from shardkeep.model.tree import Skeleton, to_json
+from shardkeep.model.values import Json, JsonObject
 
-VERSION = 1  # of the format: raised when an older reader would misread a document
+VERSION = 2  # of the format: raised when an older reader would misread a document
 _STEPS = 1 << 63  # recorded steps are below
 
 _FORMATS = {"safetensors": "safetensors", "tensorstore": "zarr", "foreign": "foreign"}  # on disk → for people
 _NAMES_ON_DISK = {name: on_disk for on_disk, name in _FORMATS.items()}
-_ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
 _START = b'{"shardkeep":'
 _ROOT_FIELDS = {"digest", "algorithm", "block", "save", "trees"}
-_MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[')
-_HEX32 = re.compile(r"[0-9a-f]{32}")
+_MARKS = (b"shardkeep", b"xxh3-128", b'"digests":', b'"leaves":[', b'"tables":[')
 _SOURCE = re.compile(r"[a-z0-9][a-z0-9 ._-]{0,39}")  # a word or two for a table
 _FIRST_SOURCE = "eformer"  # of a foreign tree without a source: documents had none while no other kind could be read
 
 
 # What the parts of a document hold. Those of a file are taken to be like this, and checked field by field: whatever is
-# not, raises an error that `decode_manifest` reports. A leaf has the fields of an array, or a value.
+# not, raises an error that `decode_manifest` reports.
 _FileRecord = list[Json]  # name, size, length and digest of the header
-
-
-class _PieceRecord(TypedDict):
-    file: int
-    offset: int
-    digests: Sequence[str] | None
-    start: NotRequired[list[int]]
-    shape: NotRequired[list[int]]
-    stored: NotRequired[int | None]
-
-
-class _LeafRecord(TypedDict):
-    key: Json
-    kind: str
-    value: Json
-    dtype: str
-    shape: list[int]
-    pieces: list[_PieceRecord]
-    order: NotRequired[ByteOrder]
-    impl: NotRequired[str]
-    lengths: NotRequired[Json]
-    sharding: NotRequired[Json]
-    directory: NotRequired[str]
-    was: NotRequired["_LeafRecord"]
 
 
 class _TreeRecord(TypedDict):
@@ -93,7 +51,9 @@ class _TreeRecord(TypedDict):
     metadata: Json
     structure: Json
     files: list[_FileRecord]
-    leaves: list[_LeafRecord]
+    tables: list[dict[str, Json]]  # not in version 1
+    patterns: NotRequired[list[list[int]]]
+    leaves: list[LeafRecord]
 
 
 def add_format(name: str) -> None:
@@ -110,25 +70,36 @@ def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
         "block": BLOCK,
         "save": manifest.save_id,
         **({} if nonce is None else {"nonce": nonce}),
-        "trees": {
-            prefix: {
-                "save": tree.save_id,
-                "format": _NAMES_ON_DISK.get(tree.format, tree.format),
-                "compression": tree.compression,
-                "created": tree.created,
-                "indexed": tree.indexed,
-                **({"published": True} if tree.published else {}),
-                **({} if tree.step is None else {"step": tree.step}),
-                **({} if tree.source == OURS else {"source": tree.source}),
-                "metadata": encode_metadata(dict(tree.metadata)) if tree.metadata else {},
-                "structure": to_json(tree.skeleton.root),
-                "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
-                "leaves": [_encode_leaf(leaf) for leaf in tree.leaves],
-            }
-            for prefix, tree in manifest.trees.items()
-        },
+        "trees": {prefix: _encode_tree(tree) for prefix, tree in manifest.trees.items()},
     }
     return seal(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
+
+
+def _encode_tree(tree: Tree) -> Json:
+    found = in_tables(tree)
+    patterns: dict[CellPattern, int] = {}
+    leaves = [encode_leaf(leaf, found.pieces.get(number), patterns) for number, leaf in enumerate(tree.leaves)]
+    return {
+        "save": tree.save_id,
+        "format": _NAMES_ON_DISK.get(tree.format, tree.format),
+        "compression": tree.compression,
+        "created": tree.created,
+        "indexed": tree.indexed,
+        **({"published": True} if tree.published else {}),
+        **({} if tree.step is None else {"step": tree.step}),
+        **({} if tree.source == OURS else {"source": tree.source}),
+        "metadata": encode_metadata(dict(tree.metadata)) if tree.metadata else {},
+        "structure": to_json(tree.skeleton.root),
+        "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
+        "tables": [_encode_source(source) for source in found.sources],
+        **({"patterns": [list(pattern.tables) for pattern in patterns]} if patterns else {}),
+        "leaves": leaves,
+    }
+
+
+def _encode_source(source: TableSource) -> Json:
+    where: JsonObject = {"data": source.text} if source.file is None else {"file": source.file}
+    return {**where, **({"base": source.base} if source.base else {}), **({} if source.checked else {"digests": False})}
 
 
 def is_foreign_manifest(document: bytes) -> bool:
@@ -150,8 +121,15 @@ def is_foreign_manifest(document: bytes) -> bool:
     return "shardkeep" not in body and len(_ROOT_FIELDS & body.keys()) < 2
 
 
-def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
-    """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for one that is not known."""
+def decode_manifest(document: bytes, path: str, where: str, read: ReadTable | None = None) -> Manifest:
+    """The Manifest in a document; `IntegrityError` for a damaged one, `NewerFormatError` for one that is not known.
+
+    Args:
+        document: The document.
+        path: Where the checkpoint is.
+        where: Where the document is, for messages.
+        read: Reads a file with a table of pieces, when a piece in it is needed. None: there can be no such files.
+    """
     try:
         body: Json = json.loads(document, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -164,11 +142,12 @@ def decode_manifest(document: bytes, path: str, where: str) -> Manifest:
             f"{where} has format version {version}; this shardkeep reads up to {VERSION}: upgrade shardkeep to read it"
         )
     check_seal(document, where)
-    if version != VERSION or body.get("block") != BLOCK or body.get("algorithm") != ALGORITHM:
+    if type(version) is not int or version < 1 or body.get("block") != BLOCK or body.get("algorithm") != ALGORITHM:
         raise IntegrityError(f"{where} has an unknown version, digest algorithm or block size", file=where)
     try:
         records = cast("dict[str, _TreeRecord]", body["trees"])
-        trees = {check_prefix(prefix): _decode_tree(tree) for prefix, tree in records.items()}
+        tabled = _Tabled(where, read) if version > 1 else None
+        trees = {check_prefix(prefix): _decode_tree(tree, tabled) for prefix, tree in records.items()}
         return Manifest(path, _checked_id(body["save"]), trees)
     except NewerFormatError as error:
         raise NewerFormatError(f"{where} {error}") from None
@@ -203,71 +182,46 @@ def no_duplicates(pairs: list[tuple[str, Json]]) -> JsonObject:
     return found
 
 
-def check_name(name: object) -> str:
-    """A file name from a document: relative, inside the checkpoint, without odd characters."""
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name or len(name) > 4000:
-        raise IntegrityError(f"not a file name: {str(name)[:80]!r}")
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise IntegrityError(f"the file name {name!r} points outside the checkpoint")
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:  # a lone surrogate, which no file system accepts
-        raise IntegrityError(f"not a file name: {name[:80]!r}") from None
-    return name
-
-
 def _checked_id(value: object) -> str:
-    if not isinstance(value, str) or not _HEX32.fullmatch(value):
+    if not isinstance(value, str) or not HEX32.fullmatch(value):
         raise ValueError(f"not a save id: {value!r}")
     return value
 
 
-def _encode_leaf(leaf: StoredLeaf) -> Json:
-    key = join_key(leaf.path)
-    written = key if key.isascii() else encode(key)
-    if not isinstance(leaf, StoredArray):
-        return {"key": written, "kind": leaf.kind, "value": encode(leaf.value)}
-    pieces: list[_PieceRecord] = []
-    for piece in leaf.pieces:
-        record: _PieceRecord = {"file": piece.file, "offset": piece.offset, "digests": piece.digests}
-        if piece.region.shape != leaf.spec.shape:
-            record["start"], record["shape"] = list(piece.region.start), list(piece.region.shape)
-        if piece.stored is not None:
-            record["stored"] = piece.stored
-        pieces.append(record)
-    return {
-        "key": written,
-        "kind": leaf.origin.kind,
-        "dtype": dtype_name(leaf.spec.dtype),
-        "shape": list(leaf.spec.shape),
-        "pieces": cast("list[Json]", pieces),
-        **encode_origin(leaf.origin),
-    }
+@dataclass(frozen=True)
+class _Tabled:
+    """How the tables of a document with tables are read."""
+
+    where: str
+    read: ReadTable | None
+
+    def tables_of(self, data: _TreeRecord, files: Sequence[DataFile]) -> Tables:
+        sources = [self._source(record, files) for record in data["tables"]]
+        patterns = [CellPattern(tuple(map(integer, pattern))) for pattern in data.get("patterns", ())]
+        if any(not 0 <= table < len(sources) for pattern in patterns for table in pattern.counts):
+            raise ValueError("a pattern has a table that is not there")
+        found = TableSet(sources, files, data["compression"] is not None, self.where, self.read)
+        return Tables(found, patterns)
+
+    def _source(self, record: Mapping[str, Json], files: Sequence[DataFile]) -> TableSource:
+        base, checked = integer(record.get("base", 0)), record.get("digests", True)
+        if base < 0 or not isinstance(checked, bool) or ("file" in record) == ("data" in record):
+            raise ValueError("a table is neither in the manifest nor in a file")
+        if "data" in record:
+            if not isinstance(text := record["data"], str):
+                raise ValueError("a table is not text")
+            return TableSource(None, text, base, checked)
+        number = integer(record["file"])
+        if not 0 <= number < len(files) or self.read is None:
+            raise ValueError("a table is in a file that is not there")
+        file = files[number]
+        if file.header_digest is None or file.header_length != file.size:
+            raise ValueError(f"the table in {file.name} has no digest")
+        return TableSource(number, "", base, checked)
 
 
-def encode_origin(origin: Origin) -> JsonObject:
-    """What a manifest says about the origin of an array, besides its kind."""
-    match origin:
-        case JaxArray(SavedSharding(spec, mesh)):
-            axes: list[Json] = [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
-            sizes: JsonObject = dict(mesh)
-            return {"sharding": {"spec": axes, "mesh": sizes}}
-        case NumpyArray(order) if order is not None:
-            return {"order": order}
-        case PrngKeys(impl):
-            return {"impl": impl}
-        case PerProcessRows(lengths):
-            return {"lengths": list(lengths)}
-        case ForeignArray(directory, _, was):
-            return {
-                "directory": directory,
-                **({} if was is None else {"was": {"kind": was.kind, **encode_origin(was)}}),
-            }
-        case _:
-            return {}
-
-
-def _decode_tree(data: _TreeRecord) -> Tree:
+def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
+    """A tree, the pieces of which are in tables, or before version 2 in the records of its leaves."""
     if not isinstance(data["format"], str) or not isinstance(data["compression"], str | None):
         raise TypeError("the format or the compression of a tree is not text")
     if data["format"] not in _FORMATS or data["compression"] not in (None, "zstd"):
@@ -280,10 +234,14 @@ def _decode_tree(data: _TreeRecord) -> Tree:
     paths = skeleton.paths()
     if len(paths) != len(data["leaves"]):
         raise ValueError("the structure and the list of leaves do not match")
-    leaves = tuple(_decode_leaf(leaf, path, files) for leaf, path in zip(data["leaves"], paths, strict=True))
-    arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
-    if data["compression"] is None and any(p.stored is not None for array in arrays for p in array.pieces):
-        raise ValueError("a tree without compression has a compressed piece")
+    stored = files if tabled is None else tabled.tables_of(data, files)
+    leaves = tuple(
+        [decode_leaf(leaf, path, i, stored) for i, (leaf, path) in enumerate(zip(data["leaves"], paths, strict=True))]
+    )
+    if tabled is None and data["compression"] is None:
+        arrays = (leaf for leaf in leaves if isinstance(leaf, StoredArray))
+        if any(piece.stored is not None for array in arrays for piece in array.pieces):
+            raise ValueError("a tree without compression has a compressed piece")
     metadata: Json = {} if data["metadata"] == {} else decode_metadata(data["metadata"])
     if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool):
         raise ValueError("metadata is not an object, or indexed is not a boolean")
@@ -291,8 +249,9 @@ def _decode_tree(data: _TreeRecord) -> Tree:
     if not isinstance(published, bool):
         raise ValueError("published is not a boolean")
     for file in files if published else ():
-        check_name(clean_name(file.name, _checked_id(data["save"])))
-    if "step" in data and not 0 <= _integer(data["step"]) < _STEPS:
+        if not is_table(file.name):
+            check_name(clean_name(file.name, _checked_id(data["save"])))
+    if "step" in data and not 0 <= integer(data["step"]) < _STEPS:
         raise ValueError(f"impossible step {data['step']}")
     source = data.get("source", OURS if data["format"] != "foreign" else _FIRST_SOURCE)
     if not isinstance(source, str) or not _SOURCE.fullmatch(source):
@@ -315,115 +274,7 @@ def _decode_tree(data: _TreeRecord) -> Tree:
 
 def _decode_file(data: _FileRecord) -> DataFile:
     name, size, header_length, header_digest = data
-    size, header_length = _integer(size), _integer(header_length)
-    if not 0 <= header_length <= size or not (header_digest is None or _is_digest(header_digest)):
+    size, header_length = integer(size), integer(header_length)
+    if not 0 <= header_length <= size or not (header_digest is None or is_digest(header_digest)):
         raise ValueError(f"invalid file record for {name!r}")
     return DataFile(check_name(name), size, header_length, header_digest)
-
-
-def _decode_leaf(data: _LeafRecord, path: Path, files: Sequence[DataFile]) -> StoredLeaf:
-    if decode(data["key"]) != join_key(path):
-        raise ValueError(f"leaf {data['key']!r} is not at this place in the structure")
-    if data["kind"] == "value":
-        return StoredValue(path, decode(data["value"]))
-    is_foreign = data["kind"] not in _ARRAYS
-    if is_foreign and not (isinstance(data["kind"], str) and "directory" in data):
-        raise ValueError(f"unknown kind of leaf {data['kind']!r}")
-    shape = tuple(map(_integer, data["shape"]))
-    spec = _spec(shape, data["dtype"])
-    pieces = tuple(_decode_piece(piece, spec, files) for piece in data["pieces"])
-    if is_foreign:
-        return StoredArray(path, spec, (), _decode_foreign(data, spec))
-    if not is_partition(shape, [piece.region for piece in pieces]):
-        raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
-    return StoredArray(path, spec, pieces, _decode_origin(data, spec))
-
-
-def _decode_foreign(data: _LeafRecord, spec: ArraySpec) -> ForeignArray:
-    """An array that another program wrote, and what it was for that program."""
-    was = data.get("was")
-    origin = None
-    if was is not None:
-        if was["kind"] not in (JaxArray.kind, NumpyArray.kind, PrngKeys.kind):
-            raise ValueError(f"leaf {data['key']!r} was of an unknown kind")
-        origin = _decode_origin({**was, "key": data["key"]}, spec)
-        assert not isinstance(origin, ForeignArray | PerProcessRows)
-    return ForeignArray(check_name(data.get("directory")), data["kind"], origin)
-
-
-def _decode_origin(data: _LeafRecord, spec: ArraySpec) -> Origin:
-    """What an array was, from what is recorded besides its kind. Malformed records are refused for every kind."""
-    kind = data["kind"]
-    rows = PerProcessRows.stored(data.get("lengths"), spec) if kind == PerProcessRows.kind else None
-    sharded = _decode_sharding(data["sharding"]) if "sharding" in data else UNSHARDED
-    if data.get("order", "<") not in ("<", ">") or sharded is None:
-        raise ValueError(f"leaf {data['key']!r} has an unknown byte order or sharding")
-    if rows is not None:
-        return rows
-    if kind == PrngKeys.kind:
-        if not isinstance(impl := data.get("impl"), str):
-            raise ValueError(f"leaf {data['key']!r} has no PRNG implementation")
-        return PrngKeys(impl)
-    if kind == NumpyArray.kind:
-        return NumpyArray(data["order"]) if "order" in data else NATIVE
-    return sharded
-
-
-def _decode_sharding(data: Json) -> JaxArray | None:
-    """A `jax.Array` with this sharding; None if its spec is malformed. The mesh is only shown: it may be missing."""
-    spec = data.get("spec", []) if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(spec, list):
-        return None
-    entries = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in spec)
-    for axes in entries:
-        if not (axes is None or all(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))):
-            return None
-    mesh = data.get("mesh")
-    sizes = mesh.items() if isinstance(mesh, dict) else ()
-    return _sharded(cast("tuple[Axes, ...]", entries), tuple((axis, size) for axis, size in sizes if type(size) is int))
-
-
-@lru_cache(maxsize=1024)
-def _sharded(spec: tuple[Axes, ...], mesh: tuple[tuple[str, int], ...]) -> JaxArray:
-    """Cached: thousands of arrays share a few shardings."""
-    return JaxArray(SavedSharding(spec, mesh))
-
-
-@lru_cache(maxsize=1024)
-def _spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
-    """Cached: thousands of arrays share a few specs."""
-    spec = ArraySpec(shape, dtype_from_name(dtype))
-    if not is_possible(shape, spec.dtype.itemsize):
-        raise ValueError(f"invalid shape {shape}")
-    return spec
-
-
-def _decode_piece(data: _PieceRecord, spec: ArraySpec, files: Sequence[DataFile]) -> Piece:
-    region = Region.whole(spec.shape)
-    if "start" in data:
-        region = Region(tuple(map(_integer, data["start"])), tuple(map(_integer, cast(list[int], data.get("shape")))))
-        if len(region.start) != len(spec.shape) or min((*region.start, *region.shape), default=0) < 0:
-            raise ValueError("invalid region")
-    length = region.size * spec.dtype.itemsize
-    stored = data.get("stored")
-    stored = None if stored is None else _integer(stored)
-    file, offset, digests = _integer(data["file"]), _integer(data["offset"]), data["digests"]
-    if stored is not None and stored < 1:
-        raise ValueError("a compressed piece has no bytes")
-    if not 0 <= file < len(files) or offset < 0 or offset + (length if stored is None else stored) > files[file].size:
-        raise ValueError("a piece lies outside its file")
-    if digests is not None:
-        if len(digests) != block_count(length) or not all(_is_digest(d) for d in digests):
-            raise ValueError("a piece has missing or invalid digests")
-        digests = tuple(digests)
-    return Piece(region, file, offset, length, digests, stored)
-
-
-def _is_digest(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and _HEX32.fullmatch(value) is not None
-
-
-def _integer(value: object) -> int:
-    if type(value) is not int:
-        raise ValueError(f"not an integer: {value!r}")
-    return value

@@ -3,6 +3,7 @@
 A manifest has thousands of them, and a few shardings and origins that they share.
 """
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
@@ -179,7 +180,7 @@ class StoredArray(StoredLeaf):
     """A saved array: a `StoredLeaf`, with its attributes."""
 
     spec: ArraySpec
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]  # a tuple, or `StoredPieces`, which are decoded when they are needed
     origin: Origin
 
     @property

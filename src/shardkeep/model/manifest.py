@@ -11,7 +11,7 @@ from shardkeep.errors import PrefixError, counted
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.keys import KeyTable
 from shardkeep.model.leaves import StoredArray, StoredLeaf
-from shardkeep.model.naming import clean_name
+from shardkeep.model.naming import clean_name, is_table
 from shardkeep.model.summaries import MOST_SHOWN, cut, rows_of
 from shardkeep.model.tree import Skeleton, flatten, nest
 from shardkeep.model.values import is_unicode
@@ -79,8 +79,9 @@ class Tree:
 
     @cached_property
     def clean_names(self) -> dict[str, str]:
-        """The clean names of its files, each with the name that the manifest has."""
-        return {clean_name(file.name, self.save_id): file.name for file in self.files} if self.published else {}
+        """The clean names of its files with data, each with the name that the manifest has."""
+        names = [file.name for file in self.files if not is_table(file.name)] if self.published else []
+        return {clean_name(name, self.save_id): name for name in names}
 
     @cached_property
     def names(self) -> set[str]:

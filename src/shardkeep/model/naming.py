@@ -6,10 +6,12 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from shardkeep.errors import IntegrityError
 from shardkeep.model.tree import Path, join_key
 
 SAFETENSORS = ".safetensors"
 SAFETENSORS_INDEX = ".safetensors.index.json"
+TABLE = ".pieces"
 SHARD_END = re.compile(r"(-[0-9a-f]{32})?-\d{5}-of-\d{5}\Z")
 
 _MAX_NAME = 200  # bytes; file systems allow 255, and a suffix may be appended
@@ -18,6 +20,19 @@ _PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,]
 _CHUNK = re.compile(r"[0-9]+(\.[0-9]+)+")
 _RESERVED = frozenset((".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json", ".shardkeep", "manifest.json"))
 _RESERVED_TOP = frozenset(("tensorstore_index.json", "checkpoint_metadata.json", "config.json"))
+
+
+def check_name(name: object) -> str:
+    """A file name from a document: relative, inside the checkpoint, without odd characters."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name or len(name) > 4000:
+        raise IntegrityError(f"not a file name: {str(name)[:80]!r}")
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise IntegrityError(f"the file name {name!r} points outside the checkpoint")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # a lone surrogate, which no file system accepts
+        raise IntegrityError(f"not a file name: {name[:80]!r}") from None
+    return name
 
 
 def prefix_directory(prefix: str) -> str:
@@ -50,6 +65,20 @@ def clean_name(name: str, save_id: str) -> str:
     if not mark or top in _RESERVED or top in _RESERVED_TOP:
         raise ValueError(f"{name!r} has no clean name")
     return clean
+
+
+def table_name(base: str, writer: int) -> str:
+    """The name of a table of pieces, in the directory of the manifest whatever the prefix of its tree.
+
+    >>> table_name("5555-0", 3)
+    '5555-0-00003.pieces'
+    """
+    return f"{base}-{writer:05d}{TABLE}"
+
+
+def is_table(name: str) -> bool:
+    """Whether a file of a tree is a table of pieces, by its name."""
+    return name.endswith(TABLE) and "/" not in name
 
 
 def shard_filename(base_prefix: object, idx: int, total: int) -> str:

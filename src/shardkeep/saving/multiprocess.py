@@ -4,6 +4,7 @@ Each process notes what it has written in its own record in the store, and the l
 also finds out whether it sees the files of the others: a checkpoint is never committed with holes.
 """
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +14,12 @@ import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, WrittenFile
+from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, TreePlan, WrittenFile, WrittenPart
 from shardkeep.model.digests import digest
-from shardkeep.model.document import encode_origin
+from shardkeep.model.leafrecords import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
 from shardkeep.model.tree import Leaf, name_leaf
-from shardkeep.model.values import encode
+from shardkeep.model.values import Json, JsonObject, encode
 from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
 from shardkeep.saving.rows import settle_rows, unsettled_lengths
@@ -97,42 +98,64 @@ def settle(operation: Operation, snapshot: Snapshot) -> Snapshot:
 
 
 def hand_in(
-    operation: Operation, transaction: Transaction, written: Sequence[WrittenFile], checksums: Mapping[str, str]
-) -> tuple[list[WrittenFile], dict[str, str]]:
-    """The written files of all processes, in the order of the plan, and checksums: for the leader, else nothing."""
+    operation: Operation, transaction: Transaction, parts: Sequence[WrittenPart], checksums: Mapping[str, str]
+) -> tuple[dict[int, Sequence[WrittenPart]], dict[str, str]]:
+    """What each process has written, with a part of each tree, and checksums: for the leader, else nothing."""
     if operation.size == 1:
-        return list(written), dict(checksums)
+        return {LEADER: parts}, dict(checksums)
     if not operation.leads:
-        told = [[file.size, file.header_digest, file.digests] for file in written]
+        told = [
+            _encode_part(part, tree, operation.index) for part, tree in zip(parts, transaction.plan.trees, strict=True)
+        ]
         transaction.note({"written": told, "checksums": dict(checksums)})
         transaction.attempted = True  # from here on the leader may commit
-    operation.gather(len(written))
+    operation.gather(None)
     if not operation.leads:
-        return [], {}
-    parts = {LEADER: iter(written)}
+        return {}, {}
+    everyones: dict[int, Sequence[WrittenPart]] = {LEADER: parts}
     all_checksums = dict(checksums)
     for process in range(operation.size):
         if process != LEADER:
-            part, more = _read_part(transaction.target.store, transaction.plan, process, transaction.name)
-            parts[process] = iter(part)
+            everyones[process], more = _read_parts(
+                transaction.target.store, transaction.plan, process, transaction.name
+            )
             all_checksums.update(more)
-    return [next(parts[file.writer]) for file in transaction.plan.files], all_checksums
+    return everyones, all_checksums
 
 
-def _read_part(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenFile], Mapping[str, str]]:
+def _encode_part(part: WrittenPart, tree: TreePlan, process: int) -> JsonObject:
+    """What a process notes of its part of a tree. A table that goes into the manifest is noted as it is."""
+    inside = any(table.writer == process and not table.name for table in tree.tables)
+    table = base64.b64encode(part.table).decode() if inside else ""
+    files: list[Json] = [[file.size, file.header_digest] for file in part.files]
+    return {"files": files, "table": table, "table_digest": part.table_digest}
+
+
+def _read_parts(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenPart], Mapping[str, str]]:
     """What a process noted in its record, once all its files are found with their recorded sizes."""
-    files = plan.files_of(process)
     try:
         document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
         told: dict[str, Any] = json.loads(document[-1])
-        part = [WrittenFile(size, header, tuple(map(tuple, digests))) for size, header, digests in told["written"]]
-        there = store.sizes(file.name for file in files)
-        lost = next((f.name for f, w in zip(files, part, strict=True) if there[f.name] != w.size), None)
+        parts = [
+            WrittenPart(
+                tuple([WrittenFile(size, header, ()) for size, header in part["files"]]),
+                base64.b64decode(part["table"], validate=True),
+                part["table_digest"],
+            )
+            for part in told["written"]
+        ]
+        sizes: dict[str, int] = {}
+        for tree, part in zip(plan.trees, parts, strict=True):
+            files = zip(tree.files_of(process), part.files, strict=True)
+            sizes |= {planned.name: file.size for planned, file in files}
+            sizes |= {table.name: table.size for table in tree.tables if table.name and table.writer == process}
+        there = store.sizes(sizes)
+        lost = next((each for each, size in sizes.items() if there[each] != size), None)
     except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
         raise unshared(name, process, str(error)) from error
     if lost is not None:
         raise unshared(name, process, f"{store.locate(lost)} is missing or truncated")
-    return part, told["checksums"]
+    return parts, told["checksums"]
 
 
 def unshared(name: str, process: int, what: str) -> StorageError:

@@ -14,8 +14,9 @@ from typing import Any
 
 from shardkeep.config import WARM, read
 from shardkeep.errors import AccessError, ProcessError, ShardkeepError, storage_error
+from shardkeep.layouts.assembly import assemble
 from shardkeep.layouts.plan import Draft, SavePlan, plan_save
-from shardkeep.model.manifest import Tree
+from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.metadata import check_metadata, encode_metadata
 from shardkeep.model.reports import SaveReport, with_warmth
 from shardkeep.model.tree import to_json
@@ -31,7 +32,7 @@ from shardkeep.saving.multiprocess import agreement_lines, hand_in, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
 from shardkeep.saving.warming import LEAST_WARMED, keep_warm
-from shardkeep.saving.write import NewFiles, write_files
+from shardkeep.saving.write import NewFiles, write_files, write_tables
 from shardkeep.stores.location import Location
 from shardkeep.targets.base import Target
 from shardkeep.targets.cleanup import leave
@@ -164,21 +165,27 @@ class SaveJob:
             written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
             clock.append(time.perf_counter())
             priority.yield_to_training()
-            target.store.sync([file.name for file in plan.files_of(operation.index)])
+            with collector.paused():
+                parts = write_tables(target.store, plan, operation.index, written, self.opened)
+            target.store.sync(plan.names_of(operation.index))
             clock.append(time.perf_counter())
             gathered = target.layout.gathers  # then the checksums are in the metadata already
-            everyones, checksums = hand_in(operation, transaction, written, {} if gathered else self.checksums)
+            everyones, checksums = hand_in(operation, transaction, parts, {} if gathered else self.checksums)
             if checksums:
                 self.drafts[0].metadata["checksum"].update(checksums)
+            files: list[DataFile] = []
             if operation.leads:
-                files = iter(everyones)
                 with collector.paused():
-                    trees = {each.draft.prefix: each.tree([next(files) for _ in each.files]) for each in plan.trees}
+                    trees = {
+                        each.draft.prefix: assemble(each, {writer: own[number] for writer, own in everyones.items()})
+                        for number, each in enumerate(plan.trees)
+                    }
+                files = [file for tree in trees.values() for file in tree.files]
                 for tree in trees.values():
                     self.check(tree)
                 transaction.commit(trees)
             # Now all processes know that it is committed, and how many bytes and files it has.
-            total = operation.share([sum(file.size for file in everyones), len(everyones)])
+            total = operation.share([sum(file.size for file in files), len(files)])
             if not operation.leads:
                 transaction.close()
             if not target.keeps_control:

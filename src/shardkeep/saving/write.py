@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from shardkeep.errors import TreeError
-from shardkeep.layouts.plan import FilePlan, PiecePlan, SavePlan, TreePlan, WrittenFile
+from shardkeep.layouts.assembly import part_of
+from shardkeep.layouts.plan import FilePlan, PiecePlan, SavePlan, TreePlan, WrittenFile, WrittenPart
 from shardkeep.model.arrays import Array, common_slices, rows_of
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
 from shardkeep.runtime.crew import Crew, Task
@@ -78,6 +79,24 @@ def write_files(
         opened.sync()
     opened.release()
     return [writer.result() for writer in writers]
+
+
+def write_tables(
+    store: Store, plan: SavePlan, process: int, written: Sequence[WrittenFile], opened: "NewFiles"
+) -> list[WrittenPart]:
+    """What one process has written of each tree, once its pieces are in tables. They are not synced yet."""
+    parts: list[WrittenPart] = []
+    rest = iter(written)
+    for tree in plan.trees:
+        part = part_of(tree, process, [next(rest) for _ in tree.files_of(process)])
+        parts.append(part)
+        for table in tree.tables:
+            if table.name and table.writer == process:
+                file = store.write_new(table.name, table.size, [memoryview(part.table)])
+                if file is not None:
+                    opened.add(file)
+    opened.release()
+    return parts
 
 
 def _write_all(batch: "list[_FileWriter]") -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardkeep.errors import (
     CheckpointExistsError,
@@ -27,6 +28,7 @@ from shardkeep.stores.base import Store, children_inside
 from shardkeep.targets import publishing
 from shardkeep.targets.base import name_tree
 from shardkeep.targets.publishing import parents
+from shardkeep.targets.recorded import read_table
 from shardkeep.targets.running import explain_unfinished, recorded_names
 
 log = logging.getLogger("shardkeep")
@@ -71,7 +73,8 @@ class Directory:
         if is_foreign_manifest(document) and not self._is_ours(self.store.children("")):
             return None
         with collector.paused():
-            return decode_manifest(document, self.where, self.store.locate(MANIFEST))
+            read = partial(read_table, self.store)
+            return decode_manifest(document, self.where, self.store.locate(MANIFEST), read)
 
     def _is_ours(self, inside: Collection[str]) -> bool:
         """Whether the names show that shardkeep was at work, even if the manifest does not."""

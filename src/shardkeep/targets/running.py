@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from shardkeep.model.document import check_name
+from shardkeep.model.naming import check_name
 from shardkeep.model.values import Json, JsonObject
 from shardkeep.stores.base import Store
 

@@ -12,9 +12,9 @@ from shardkeep.foreign.safetensors import tree_of_safetensors
 from shardkeep.layouts.exchange import MARK, OVER, SAVE, SEAL
 from shardkeep.layouts.safetensors import TensorEntry, decode_header, header_length
 from shardkeep.model.digests import check_seal, digest
-from shardkeep.model.document import check_name, decode_manifest, no_duplicates
+from shardkeep.model.document import decode_manifest, no_duplicates
 from shardkeep.model.manifest import DataFile, Manifest
-from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX
+from shardkeep.model.naming import SAFETENSORS, SAFETENSORS_INDEX, check_name
 from shardkeep.stores.base import Store
 
 

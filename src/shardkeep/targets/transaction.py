@@ -110,7 +110,7 @@ class Transaction:
         store, plan = self.target.store, self.plan
         suffix = "" if self.writer == LEADER else f".{self.writer}"
         self._held = store.hold(f"{store.saves}/{plan.save_id}{suffix}")
-        self._held.take(record_lines([file.name for file in plan.files_of(self.writer)], plan.created))
+        self._held.take(record_lines(plan.names_of(self.writer), plan.created))
 
     def note(self, told: object) -> None:
         """Add a line to the record."""
@@ -138,7 +138,7 @@ class Transaction:
                 if self.attempted and self._is_committed():
                     self._held.release()
                 else:
-                    store.remove(file.name for file in self.plan.files_of(self.writer))
+                    store.remove(self.plan.names_of(self.writer))
                     self._held.remove()
         except (ShardkeepError, OSError) as error:
             log.warning("files of a failed save may remain at %s (%s)", self.target.where, error)
@@ -207,12 +207,9 @@ class Transaction:
 
     def _find_again(self, trees: Mapping[str, Tree]) -> None:
         """Check that files of other processes are still there: a process that died may have been cleaned up after."""
-        others = {
-            file.name: (file.size, plan.writer)
-            for planned in self.plan.trees
-            for file, plan in zip(trees[planned.draft.prefix].files, planned.files, strict=True)
-            if plan.writer != LEADER
-        }
+        sizes = {file.name: file.size for tree in trees.values() for file in tree.files}
+        writers = {file.writer for tree in self.plan.trees for file in tree.files} - {LEADER}
+        others = {name: (sizes[name], writer) for writer in writers for name in self.plan.names_of(writer)}
         found = self.target.store.sizes(others)
         for name, (size, writer) in others.items():
             if found[name] != size:
