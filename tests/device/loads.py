@@ -96,6 +96,11 @@ class HostMemory:
         self.live -= nbytes
 
 
+def is_of_a_call(thread: str) -> bool:
+    """Whether a thread belongs to a save or load, which ends it. What it saved stays warm without it."""
+    return thread.startswith("shardkeep") and thread != "shardkeep-warm"
+
+
 def left_behind(memory: HostMemory) -> dict[str, int]:
     """What exists of loads that are over, and should not."""
     device.wait_for("finished", device.counters()["enqueued"])
@@ -108,7 +113,7 @@ def left_behind(memory: HostMemory) -> dict[str, int]:
     counted = device.counters()
     return {
         "claimed": budget.used,
-        "threads": sum(thread.name.startswith("shardkeep") for thread in threading.enumerate()),
+        "threads": sum(is_of_a_call(thread.name) for thread in threading.enumerate()),
         "host": memory.live,
         "device": counted["device_live_bytes"] + counted["pinned_live_bytes"],
         "views": counted["views"],
