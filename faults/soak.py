@@ -121,7 +121,11 @@ class Saves:
     @property
     def newest(self) -> int:
         """The newest step that is committed and not damaged: the least that the training may be resumed from."""
-        return max((step for step in self._committed if step not in self.damaged), default=0)
+        return self.newest_without(self.damaged)
+
+    def newest_without(self, damaged: set[int]) -> int:
+        """The newest step that was committed, apart from some."""
+        return max((step for step in self._committed if step not in damaged), default=0)
 
     @property
     def missing(self) -> set[int]:
@@ -244,6 +248,9 @@ class Soak:
         damaged = self._saves.damaged
         usable = [step for step in ReadableRun(self._run).steps() if step.is_usable and step.number not in damaged]
         if len(usable) < 2 or len(damaged) >= (KEEP.last or 0) - 1:
+            return
+        # After a fall-back only one of the last steps is left, until others are saved: the next older one may be far.
+        if usable[-2].number < self._saves.newest_without({*damaged, usable[-1].number}):
             return
         path = Path(usable[-1].path)
         victim = self._dice.choice([*path.glob("*.safetensors"), *path.glob("*/*.safetensors"), path / "manifest.json"])
