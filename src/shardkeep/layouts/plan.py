@@ -16,9 +16,10 @@ from shardkeep.model.digests import block_count
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Origin
 from shardkeep.model.naming import table_name
+from shardkeep.model.shares import Shares
 from shardkeep.model.tables import table_size
 from shardkeep.model.tree import Path, Skeleton
-from shardkeep.processes.assignment import SMALL, Share
+from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
 
 # Bytes of the tables of a tree in its manifest. To read so much more of it takes less time than to open one more file,
@@ -47,7 +48,7 @@ class StagedArray:
     origin: Origin
     held: tuple[Region, ...] = ()
     first_held: int = 0
-    shares: tuple[Share, ...] = ()
+    shares: Shares | None = None
     common: bool = False
 
 
@@ -281,7 +282,7 @@ def plan_pieces(
         held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
         itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
-        if array.shares:
+        if array.shares is not None:
             for region, writer in array.shares:
                 sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
                 for part in split(array.spec, region):

@@ -42,9 +42,9 @@ def agreement_lines(snapshot: Snapshot, prefix: str = "", leaves: slice = _ALL) 
     """
     lines = [_agreement_line(leaf, snapshot, name_leaf(leaf.path, prefix)) for leaf in snapshot.leaves[leaves]]
     for leaf in snapshot.leaves[leaves]:
-        if isinstance(leaf, StagedArray) and not leaf.common:  # who writes it depends on all other leaves too
-            writers = "".join(f"{writer} " for _, writer in leaf.shares)
-            lines.append(f"writers of {name_leaf(leaf.path, prefix)}: {writers}")
+        if isinstance(leaf, StagedArray) and leaf.shares and not leaf.common:
+            # Who writes it depends on all other leaves too. Of all its pieces, there is only a digest.
+            lines.append(f"writers of {name_leaf(leaf.path, prefix)}: digest {leaf.shares.writers.digest}")
     return lines
 
 
@@ -71,10 +71,9 @@ def _agreement_line(leaf: StagedLeaf, snapshot: Snapshot, name: str) -> str:
     what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.origin.kind}"
     if more := encode_origin(leaf.origin):
         what += f" {json.dumps(more, sort_keys=True)}"
-    regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
-    layout = repr([(region.start, region.shape) for region in regions])
-    if not leaf.common:
-        return f"{name}{what}; sharded over processes (layout {digest(layout.encode())[:12]})"
+    if leaf.shares and not leaf.common:
+        return f"{name}{what}; sharded over processes (layout {'×'.join(map(str, leaf.shares.counts)) or 1})"
+    layout = repr([(region.start, region.shape) for region in leaf.held])
     held = range(leaf.first_held, leaf.first_held + len(leaf.held))
     contents = [_digest(snapshot.shards[number]) for number in held]
     both = layout + "".join(contents)  # different arrays, cut in different ways, can have the same bytes
