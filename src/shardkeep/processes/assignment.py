@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SMALL = 1 << 20  # an array up to this size that one process holds completely is stored as one piece
 _EVEN = 1.125  # the load is unbalanced if a process has more than this times its fair share
 _FINENESS = (1, 2, 4)  # then arrays larger than this fraction of a fair share are cut, tried in this order
+_BUNDLE = 32  # small arrays go to one process up to this part of a fair share: a load then needs few tables and files
 _TREES = 8  # assignments that are kept: a program saves the same few trees again and again
 _PATTERNS = 1024  # thousands of leaves share a few, each of which may have thousands of devices
 
@@ -180,6 +181,7 @@ def _assign(held: Sequence[_Held], size: int) -> tuple[list[Writers], Numbers]:
         alike[each.nbytes, each.pattern].append(i)
     for (nbytes, pattern), numbers in alike.items():
         load += np.bincount(pattern.alone[pattern.alone >= 0], minlength=size) * (nbytes * len(numbers))
+    bundle = sum(each.nbytes * each.pattern.alone.size for each in held) // (size * _BUNDLE)
     writers: dict[int, Writers] = {}
     known: dict[bytes, Writers] = {}
     dealt: dict[_Pattern, int] = defaultdict(int)
@@ -187,10 +189,15 @@ def _assign(held: Sequence[_Held], size: int) -> tuple[list[Writers], Numbers]:
         if not pattern.groups:
             writers |= dict.fromkeys(numbers, pattern.own)
             continue
-        found = np.repeat(pattern.alone[None], len(numbers), axis=0)
+        together = min(max(bundle // max(nbytes, 1), 1), len(numbers)) if pattern.alone.size == 1 else 1
+        bundles = -(-len(numbers) // together)
+        found = np.repeat(pattern.alone[None], bundles, axis=0)
         for layer in pattern.layers:
-            found[:, layer.cells] = _deal(layer, nbytes, len(numbers), dealt[pattern], load)
-        dealt[pattern] += len(numbers)
+            found[:, layer.cells] = _deal(layer, nbytes * together, bundles, dealt[pattern], load)
+        dealt[pattern] += bundles
+        found = np.repeat(found, together, axis=0)[: len(numbers)]
+        if missing := bundles * together - len(numbers):  # the last bundle is not full
+            load[found[-1]] -= missing * nbytes
         for i, own in zip(numbers, found, strict=True):
             if (content := own.tobytes()) not in known:
                 known[content] = Writers(own.copy())

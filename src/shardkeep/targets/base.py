@@ -63,6 +63,10 @@ class Target(ReadTarget, Protocol):
         """What is committed, for the commit of a save that began with `read_to_replace`."""
         ...
 
+    def read_own(self) -> Manifest | None:
+        """The same, if there is no other program's checkpoint: finding one in a bucket lists every object there."""
+        ...
+
     def foreign_document(self, inside: Collection[str]) -> str | None:
         """The path of another program's file that has the name of one of the documents; None if there is none.
 

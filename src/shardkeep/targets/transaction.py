@@ -58,6 +58,7 @@ class Transaction:
     attempted: bool = False  # the commit may have started: only reading back shows whether it happened
     _held: Held | None = None
     _replaced: Mapping[str, str] = field(default_factory=dict[str, str])  # by prefix, what was there when it began
+    _looks_for_others: bool = True  # for another program's checkpoint, just before the commit
     _closed: bool = False
 
     @property
@@ -75,6 +76,8 @@ class Transaction:
                 damage = _damage_or_refuse(target, prefix, tree)
                 log.warning("%s is damaged: %s. This save replaces it", name_tree(target.where, prefix), damage)
             self._replaced = {prefix: tree.save_id for prefix, tree in existing.items()}
+            foreign = any(tree.format == "foreign" for tree in existing.values())
+            self._looks_for_others = foreign or not target.store.traits.costly_requests
             self.plan = target.reserve(plan, current)
             free = target.store.free_bytes()
             if free is not None and plan.nbytes + _SLACK > free:
@@ -162,7 +165,7 @@ class Transaction:
         with target.store.lock():
             old: list[str] = []
             for left in reversed(range(TRIES)):
-                current = target.read_again()
+                current = target.read_again() if self._looks_for_others else target.read_own()
                 if self.attempted and current is not None and self._is_in(current):
                     return self._retire(current, current, old)  # only the answer was lost, and then another one fenced
                 if any(tree.start for tree in self.plan.trees):
