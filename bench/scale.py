@@ -84,6 +84,7 @@ class Row:
     """What one job costs. Seconds are of one process; the leader's are of process 0."""
 
     processes: int
+    replicas: int
     parameters: int
     pieces: int  # of all processes
     own: int  # of one
@@ -95,12 +96,25 @@ class Row:
     records: float  # seconds: reading what the others handed in
     commit: float  # seconds: from then to the end
     requests: Counter[str]  # to the bucket, by the leader, from the moment that all have handed in
-    root: int  # bytes of manifest.json
-    tables: int  # bytes of all tables
+    sent: float  # of `coordination`: what a process sets, without the waits
+    files: int
+    document: bytes  # manifest.json
+    tables: int  # bytes of all tables in files
     decode: float  # seconds: manifest.json
     load: float  # seconds: planning a load onto the same mesh, with the tables
-    read: int  # bytes that one process reads for it: manifest, tables, pieces
+    tables_read: Counter[str]  # bytes of tables that one process reads for it, by file
+    pieces_read: int  # bytes of pieces
     share: int  # bytes that its devices hold
+
+    @property
+    def root(self) -> int:
+        """The bytes of manifest.json."""
+        return len(self.document)
+
+    @property
+    def read(self) -> int:
+        """The bytes that one process reads: manifest, tables, pieces."""
+        return self.root + self.tables_read.total() + self.pieces_read
 
 
 def timed(work: Callable[[], T], rounds: int = 1) -> tuple[float, T]:
@@ -179,7 +193,9 @@ def count_coordination(processes: int, lines: list[str]) -> Counter[str]:
     return service.requests
 
 
-def commit(job: Job, plan: SavePlan, parts: dict[int, WrittenPart], cloud: Cloud, bucket: CloudBucket) -> list[Any]:
+def commit(
+    job: Job, plan: SavePlan, parts: dict[int, WrittenPart], cloud: Cloud, bucket: CloudBucket, latency: float
+) -> tuple[float, float, bytes]:
     """The leader's part of a commit, as all have handed in: seconds for the records, for the rest, and the manifest."""
     store = BucketStore(bucket, "run/step_1", ".shardkeep")
     target = Directory(store, SafetensorsLayout(OBJECT_LIMIT))
@@ -203,7 +219,7 @@ def commit(job: Job, plan: SavePlan, parts: dict[int, WrittenPart], cloud: Cloud
     operation = Operation("saving")  # alone: what it sends is counted elsewhere
     operation.size = job.processes
     cloud.requests.clear()
-    cloud.seconds = LATENCY
+    cloud.seconds = latency
     records, (everyones, _) = timed(lambda: hand_in(operation, transaction, [parts[LEADER]], {}))
 
     def finish() -> None:
@@ -212,15 +228,17 @@ def commit(job: Job, plan: SavePlan, parts: dict[int, WrittenPart], cloud: Cloud
 
     seconds, _ = timed(finish)
     cloud.seconds = 0.0
-    return [records, seconds, cloud.objects[f"{start}manifest.json"].data]
+    return records, seconds, cloud.objects[f"{start}manifest.json"].data
 
 
 def json_line(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def plan_load(arrays: dict[str, Array], document: bytes, tables: dict[str, bytes], process: int) -> list[Any]:
-    """Seconds to decode the manifest and to plan the load of what a process holds; bytes it reads, and holds."""
+def plan_load(
+    arrays: dict[str, Array], document: bytes, tables: dict[str, bytes], process: int
+) -> tuple[float, float, Counter[str], int, int]:
+    """Seconds to decode the manifest and to plan the load of what a process holds; tables and bytes it reads, holds."""
     read: Counter[str] = Counter()
 
     def read_table(file: DataFile) -> bytes:
@@ -244,10 +262,11 @@ def plan_load(arrays: dict[str, Array], document: bytes, tables: dict[str, bytes
     seconds, pieces = timed(plan)
     sizes = zip(arrays.values(), regions, strict=True)
     share = sum(region.size * array.dtype.itemsize for array, own in sizes for region in own)
-    return [decode, seconds, len(document) + sum(read.values()) + pieces, share, read]
+    return decode, seconds, read, pieces, share
 
 
-def measure(job: Job) -> Row:
+def measure(job: Job, seconds: float = LATENCY) -> Row:
+    """One row. `seconds`: of a request to the bucket."""
     arrays = job.arrays()
     example = 1
 
@@ -275,11 +294,12 @@ def measure(job: Job) -> Row:
     tables = {part.table_file.name: part.table for part in parts.values() if part.table_file}
     cloud = Cloud()
     with cloud.in_place() as bucket:
-        records, seconds, document = commit(job, leads, parts, cloud, bucket)
-    decode, load, read, share, _ = plan_load(arrays, document, tables, example)
+        records, rest, document = commit(job, leads, parts, cloud, bucket, seconds)
+    decode, load, read, pieces_read, share = plan_load(arrays, document, tables, example)
     requests = count_coordination(min(job.processes, MOST_THREADS), lines)
     return Row(
         processes=job.processes,
+        replicas=job.replicas,
         parameters=sum(math.prod(array.shape) for array in arrays.values()) // 3,
         pieces=sum(map(len, shares)),
         own=sum(len(file.pieces) for file in plan.files),
@@ -289,13 +309,16 @@ def measure(job: Job) -> Row:
         lines=lines_seconds,
         coordination=requests.total() / min(job.processes, MOST_THREADS),
         records=records,
-        commit=seconds,
+        commit=rest,
         requests=cloud.requests,
-        root=len(document),
+        sent=requests["set"] / min(job.processes, MOST_THREADS),
+        files=sum(len(part.files) + bool(part.table_file) for part in parts.values()),
+        document=document,
         tables=sum(len(part.table) for part in parts.values() if part.table_file),
         decode=decode,
         load=load,
-        read=read,
+        tables_read=read,
+        pieces_read=pieces_read,
         share=share,
     )
 
