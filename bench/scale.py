@@ -136,11 +136,13 @@ def staged(arrays: dict[str, Array], shares: Sequence[Any], process: int) -> lis
     return leaves
 
 
-def planned(job: Job, arrays: dict[str, Array], shares: Sequence[Any], process: int) -> SavePlan:
-    """What a process plans to write."""
+def planned(
+    job: Job, arrays: dict[str, Array], shares: Sequence[Any], process: int, limit: int | None = OBJECT_LIMIT
+) -> SavePlan:
+    """What a process plans to write, in files of this size. None: those of a disk."""
     skeleton, _ = flatten(tree_of(arrays))
     draft = Draft(SAVE_ID, "", skeleton, {}, now(), process=process, processes=job.processes)
-    return plan_save(SafetensorsLayout(OBJECT_LIMIT), staged(arrays, shares, process), [draft])
+    return plan_save(SafetensorsLayout(limit), staged(arrays, shares, process), [draft])
 
 
 def written(plan: SavePlan) -> WrittenPart:
