@@ -142,6 +142,19 @@ def test_groups_of_replicas_write_alike() -> None:
     assert len({own.digest for own in writers}) == 2
 
 
+def test_small_arrays_that_all_hold_go_to_few_processes() -> None:
+    """So a load, which needs all of them, needs few tables and files. It is as even as before."""
+    size, everyone = 64, tuple(range(64))
+    small = [held((1000 + i % 3,), (1,), [everyone]) for i in range(300)]
+    large = [held((64 * 100_000,), (64,), [(i,) for i in range(64)])]
+    writers, load = _assign([*small, *large], size)
+    assert len({int(own.numbers[0]) for own in writers[:-1]}) <= 100
+    assert len({int(own.numbers[0]) for own in _assign(small, size)[0]}) == size, "there is nothing else to write"
+    few, load = _assign([*small, *large * 40], size)
+    assert len({int(own.numbers[0]) for own in few[:300]}) <= 6
+    assert load.max() <= 1.125 * load.mean()
+
+
 @given(st.permutations("abc"), st.lists(st.sampled_from(["a", "b", "c", "ab", "ca", "bc", "bca", None]), max_size=3))
 def test_a_mesh_is_read_as_jax_reads_it(order: list[str], axes: list[str | None]) -> None:
     used = "".join(filter(None, axes))

@@ -73,7 +73,8 @@ def _leaves(plan: TreePlan, tables: TableSet, writers: Sequence[int]) -> tuple[S
     arrays = arrays_of(plan.leaves)
     numbers = np.full(plan.draft.processes, -1)
     numbers[list(writers)] = np.arange(len(writers))
-    patterns = _patterns([array.shares for array in arrays], plan.grids, numbers)
+    several = len(writers) > 1
+    patterns = _patterns([array.shares for array in arrays], plan.grids, numbers) if several else [None] * len(arrays)
     stored = zip(plan.grids, patterns, strict=True)
     leaves: list[StoredLeaf] = []
     for number, leaf in enumerate(plan.leaves):

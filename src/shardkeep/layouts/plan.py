@@ -224,7 +224,7 @@ class TreePlan:
     ) -> "TreePlan":
         """The plan of a tree with these files. `number` is its number among the trees of the save."""
         limit = math.inf if layout.gathers else _INLINE  # there are no files with tables beside exchange files
-        table = _plan_table(files, table_name(f"{draft.save_id}-{number}", draft.process), limit / draft.processes)
+        table = _plan_table(files, draft, number, limit / draft.processes)
         claimed = layout.claimed(leaves) if draft.processes > 1 and draft.process == LEADER else ()
         grids = _grids(layout, leaves, files)
         return cls(draft, layout, tuple(leaves), tuple(files), grids=grids, table=table, claimed=tuple(claimed))
@@ -238,13 +238,6 @@ class TreePlan:
         """The plan with complete names."""
         files = tuple([file.named(start + file.name) for file in self.files])
         return replace(self, files=files, start=start, claimed=tuple([start + name for name in self.claimed]))
-
-    @property
-    def nbytes(self) -> int:
-        """An upper bound on the bytes that will be written, by all processes."""
-        table = self.table.size if self.table else 0
-        written = sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in self.files)
-        return table + max(written, sum(array.spec.nbytes for array in arrays_of(self.leaves)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +255,18 @@ class SavePlan:
     @property
     def nbytes(self) -> int:
         """An upper bound on the bytes that will be written, by all processes."""
-        return sum(tree.nbytes for tree in self.trees)
+        total = 0
+        for tree in self.trees:
+            written = sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in tree.files)
+            total += max(written, sum(array.spec.nbytes for array in arrays_of(tree.leaves)))
+            total += tree.table.size if tree.table else 0
+        return total
 
     @property
     def names(self) -> list[str]:
         """The names of the files, tables included."""
         tables = [tree.table.name for tree in self.trees if tree.table and tree.table.name]
-        return [*(file.name for file in self.files), *tables]
+        return [*(file.name for tree in self.trees for file in tree.files), *tables]
 
     def final_names(self, writer: int) -> list[str]:
         """What the files that one of the processes writes are called once they are committed."""
@@ -341,12 +339,12 @@ def grid_of(layout: Layout, spec: ArraySpec, shares: Shares) -> CellGrid:
     return CellGrid.even(spec.shape, layout.split(spec, shares.region(0))[0].shape)
 
 
-def _plan_table(files: Sequence[FilePlan], name: str, limit: float) -> TablePlan | None:
-    """The table of the pieces in some files: in the manifest up to this size."""
+def _plan_table(files: Sequence[FilePlan], draft: Draft, number: int, limit: float) -> TablePlan | None:
+    """The table of the pieces in the files of a tree of this number in its save; up to a limit without a name."""
     pieces = [piece for file in files for piece in file.pieces]
     if not pieces:
         return None
     digests = sum([block_count(piece.nbytes) for piece in pieces])
     packed = any(file.size is None for file in files if file.pieces)
     size = table_size(len({piece.array for piece in pieces}), len(pieces), digests, packed)
-    return TablePlan(size, "" if size <= limit else name)
+    return TablePlan(size, "" if size <= limit else table_name(f"{draft.save_id}-{number}", draft.process))

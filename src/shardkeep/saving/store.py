@@ -183,7 +183,7 @@ class SaveJob:
                 files = [file for tree in trees.values() for file in tree.files]
                 for tree in trees.values():
                     self.check(tree)
-                transaction.commit(trees, names_of_others(everyones))
+                transaction.commit(trees, names_of_others(everyones) if operation.size > 1 else {})
             # Now all processes know that it is committed, and how many bytes and files it has.
             total = operation.share([sum(file.size for file in files), len(files)])
             if not operation.leads:

@@ -156,7 +156,7 @@ class Transaction:
         """Whether a manifest has a tree of this save. Trees are committed together, so one of them shows it."""
         return any(tree.save_id == self.plan.save_id for tree in self._concerned(manifest).values())
 
-    def commit(self, trees: Mapping[str, Tree], others: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def commit(self, trees: Mapping[str, Tree], others: Mapping[str, tuple[int, int]]) -> None:
         """Make the trees, given by prefix, part of the checkpoint. An error says whether they were committed.
 
         `others` are the files that other processes have written: the size of each, and the process.
@@ -171,7 +171,7 @@ class Transaction:
                 if any(tree.start for tree in self.plan.trees):
                     trees = target.adopt(trees, current)
                 replaced = self._concerned(current)
-                old = self._prepare(trees, replaced, others or {})
+                old = self._prepare(trees, replaced, others)
                 there: Mapping[str, Tree] = current.trees if current else {}
                 stays = {prefix: tree for prefix, tree in there.items() if prefix in trees or prefix not in replaced}
                 after = Manifest(target.where, self.plan.save_id, {**stays, **trees})
