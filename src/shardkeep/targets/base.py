@@ -64,7 +64,10 @@ class Target(ReadTarget, Protocol):
         ...
 
     def read_own(self) -> Manifest | None:
-        """The same, if there is no other program's checkpoint: finding one in a bucket lists every object there."""
+        """The same, if there was no other program's checkpoint when the save began.
+
+        One that appears during the save is not looked for: in a bucket that lists every object that the save wrote.
+        """
         ...
 
     def foreign_document(self, inside: Collection[str]) -> str | None:

@@ -76,7 +76,7 @@ class Transaction:
                 damage = _damage_or_refuse(target, prefix, tree)
                 log.warning("%s is damaged: %s. This save replaces it", name_tree(target.where, prefix), damage)
             self._replaced = {prefix: tree.save_id for prefix, tree in existing.items()}
-            foreign = any(tree.format == "foreign" for tree in existing.values())
+            foreign = current is not None and any(tree.format == "foreign" for tree in current.trees.values())
             self._looks_for_others = foreign or not target.store.traits.costly_requests
             self.plan = target.reserve(plan, current)
             free = target.store.free_bytes()
