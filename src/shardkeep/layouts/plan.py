@@ -268,10 +268,11 @@ class SavePlan:
         tables = [tree.table.name for tree in self.trees if tree.table and tree.table.name]
         return [*(file.name for tree in self.trees for file in tree.files), *tables]
 
-    def final_names(self, writer: int) -> list[str]:
-        """What the files that one of the processes writes are called once they are committed."""
+    @property
+    def final_names(self) -> list[str]:
+        """What the files are called once they are committed."""
         final = {name: tree.document for tree in self.trees if tree.document for name in tree.names}
-        return [final.get(name, name) for name in self.names_of(writer)]
+        return [final.get(name, name) for name in self.names]
 
 
 def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], drafts: Sequence[Draft]) -> SavePlan:

@@ -282,10 +282,12 @@ def _has_axes(sharding: "Sharding") -> "TypeGuard[NamedSharding]":
 def held_by(sharding: "Sharding", shape: tuple[int, ...]) -> Sequence[Holding]:
     """The distinct regions of an array of this shape, and the processes that hold each."""
     pattern, _ = _held_on_mesh(sharding, len(shape)) if _has_axes(sharding) else _held_by(sharding, shape)
-    cells = zip(pattern.alone.tolist(), pattern.group.tolist(), strict=True)
-    holders = ((alone,) if alone >= 0 else tuple(pattern.groups[group].tolist()) for alone, group in cells)
     grid = Shares(shape, pattern.counts, pattern.own)
-    return [(grid.region(number), found) for number, found in enumerate(holders)]
+    found: list[Holding] = []
+    for number, (alone, group) in enumerate(zip(pattern.alone, pattern.group, strict=True)):
+        holders = (int(alone),) if alone >= 0 else tuple(int(process) for process in pattern.groups[int(group)])
+        found.append((grid.region(number), holders))
+    return found
 
 
 @lru_cache(maxsize=_PATTERNS)

@@ -207,7 +207,7 @@ class SaveJob:
         report = SaveReport(target.where, total[0], total[1], seconds, phases, share)
         if share < LEAST_WARMED or not warms:
             return report
-        return with_warmth(report, keep_warm(target.where, target.store, plan.final_names(operation.index), total[0]))
+        return with_warmth(report, keep_warm(target.where, target.store, plan.final_names, total[0]))
 
     def _await_transfers(self, transfers: Transfers) -> float:
         """Wait for the data from accelerators if the call does not; returns for how many seconds.
