@@ -202,7 +202,7 @@ def plans_of(layout: Layout, processes: int, rows: int, leaves: int) -> list[Tre
     return plans
 
 
-@pytest.mark.parametrize("processes", [1, 7, 1000])
+@pytest.mark.parametrize("processes", [1, 7, 100])
 def test_a_piece_takes_less_than_60_bytes_however_many_processes_save(processes: int) -> None:
     """Tables, patterns and grids; the names of files are for each process, not for each piece."""
     rows, leaves = 2000, 20
