@@ -304,8 +304,10 @@ def plan_pieces(
         itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
         if array.shares is not None:
+            known = {region: i for i, region in held}
             for region in array.shares.of(process):
-                sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
+                same = [(known[region], region)] if region in known else held
+                sources = tuple((i, r) for i, r in same if r == region or r.intersect(region) is not None)
                 for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, sources))
         elif uneven or array.spec.nbytes <= whole:
