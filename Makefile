@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
-.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax faults faults-peers fuzz-parsers soak fixtures-torch format clean
+.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
@@ -164,6 +164,10 @@ bench-buckets: setup
 # A load of a sharded Orbax checkpoint beside Orbax's own restore.
 bench-orbax: $(BENCH_STAMP)
 	$(BENCH)/bin/python bench/orbax_loads.py
+
+# What one checkpoint of 16 to 10,000 processes costs: the real functions, without the data. About ten minutes.
+bench-scale: $(BENCH_STAMP)
+	$(BENCH)/bin/python bench/scale.py
 
 # What saves and loads cost on accelerators, on a simulated one.
 bench-devices: setup

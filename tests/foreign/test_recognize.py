@@ -193,7 +193,7 @@ def test_our_own_checkpoints_have_no_other_name(kind: str, tmp_path: Path) -> No
 
 
 def test_data_of_ours_is_told_from_what_other_programs_write() -> None:
-    ours = [f"{'0' * 32}-00000.safetensors", f"{'f' * 32}-00012.safetensors"]
+    ours = [f"{'0' * 32}-00000.safetensors", f"{'a' * 32}-00003-00000.safetensors", f"{'f' * 32}-00012.safetensors"]
     assert has_our_data([*ours, "model.safetensors"])
     assert not has_our_data(["model.safetensors", "w"])
     assert are_our_data(ours)

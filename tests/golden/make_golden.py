@@ -248,7 +248,9 @@ def checkpoints(root: Path) -> dict[str, Any]:
     # From which size an array is stored in pieces is the writer's choice; readers take what the manifest says. Here
     # it is small, so that a few KB hold several pieces.
     plan_pieces = planning.plan_pieces
-    planning.plan_pieces = lambda arrays, split, whole=64: plan_pieces(arrays, split, 64 if whole < math.inf else whole)
+    planning.plan_pieces = lambda arrays, split, whole, process: plan_pieces(
+        arrays, split, 64 if whole < math.inf else whole, process
+    )
     small, plain = small_tree(), exchange_tree()
     metadata = {"step": 100, "note": "golden", "nested": {"list": [1, 2.5, None, True]}}
     shardkeep.save(root / "safetensors", small, metadata=metadata)
@@ -351,7 +353,7 @@ from shardkeep.layouts import plan
 from shardkeep.processes import assignment
 
 plan_pieces = plan.plan_pieces
-plan.plan_pieces = lambda arrays, split, whole: plan_pieces(arrays, split, 8)
+plan.plan_pieces = lambda arrays, split, whole, process: plan_pieces(arrays, split, 8, process)
 plan._INLINE = 0
 assignment.SMALL = 8
 

@@ -15,14 +15,26 @@ import shardkeep
 from shardkeep.cli.main import main
 from shardkeep.layouts import plan as planning
 from shardkeep.layouts.assembly import assemble, part_of
-from shardkeep.layouts.plan import Draft, StagedArray, WrittenFile, plan_save
+from shardkeep.layouts.codecs import ZSTD
+from shardkeep.layouts.plan import (
+    Draft,
+    Layout,
+    SavePlan,
+    StagedArray,
+    TreePlan,
+    WrittenFile,
+    WrittenPart,
+    plan_save,
+)
 from shardkeep.layouts.safetensors import SafetensorsLayout
+from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model import pieces as lazy
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.digests import block_count
 from shardkeep.model.document import decode_manifest, encode_manifest
 from shardkeep.model.leaves import UNSHARDED
 from shardkeep.model.manifest import Manifest
+from shardkeep.model.shares import Shares, Writers
 from shardkeep.model.tables import PieceTable
 from shardkeep.model.tree import flatten
 from support import FORMATS, assert_same, mesh_of, save_as
@@ -164,39 +176,84 @@ def test_a_save_of_another_prefix_decodes_no_table_of_this_one(counted: Counted,
     assert (counted.tables, counted.pieces) == (0, 0)
 
 
-def part_for(plan: Any, writer: int) -> Any:
-    files = [
-        WrittenFile(1 << 40, "0" * 32, tuple(("0" * 32,) * block_count(piece.nbytes) for piece in file.pieces))
-        for file in plan.files_of(writer)
-    ]
-    return part_of(plan, writer, files)
+def part_for(plan: TreePlan) -> WrittenPart:
+    """What a process has written, with digests of nothing."""
+    return part_of(
+        plan,
+        [
+            WrittenFile(1 << 40, "0" * 32, tuple(("0" * 32,) * block_count(piece.nbytes) for piece in file.pieces))
+            for file in plan.files
+        ],
+    )
 
 
-@pytest.mark.parametrize("processes", [1, 7, 1000])
+def plans_of(layout: Layout, processes: int, rows: int, leaves: int) -> list[TreePlan]:
+    """What each process plans for arrays whose rows the processes write in turns."""
+    shape = (rows, 1 << 10)
+    shares = Shares(shape, (rows, 1), Writers(np.arange(rows) % processes))
+    spec = ArraySpec(shape, np.dtype(np.float32))
+    skeleton, _ = flatten([0] * leaves)
+    plans: list[TreePlan] = []
+    for process in range(processes):
+        own = shares.of(process)
+        staged = [StagedArray(path, spec, UNSHARDED, own, shares=shares) for path in skeleton.paths()]
+        draft = Draft("0" * 32, "", skeleton, {}, "", process=process, processes=processes)
+        plans += plan_save(layout, staged, [draft]).trees
+    return plans
+
+
+@pytest.mark.parametrize("processes", [1, 7, 100])
 def test_a_piece_takes_less_than_60_bytes_however_many_processes_save(processes: int) -> None:
     """Tables, patterns and grids; the names of files are for each process, not for each piece."""
     rows, leaves = 2000, 20
-    shape = (rows, 1 << 10)
-    shares = tuple((Region((i, 0), (1, 1 << 10)), i % processes) for i in range(rows))
-    spec = ArraySpec(shape, np.dtype(np.float32))
-    skeleton, _ = flatten([0] * leaves)
-    staged = [StagedArray(path, spec, UNSHARDED, shares=shares) for path in skeleton.paths()]
-    draft = Draft("0" * 32, "", skeleton, {}, "")
-    (plan,) = plan_save(SafetensorsLayout(), staged, [draft]).trees
-    parts = {writer: part_for(plan, writer) for writer in range(processes)}
+    plans = plans_of(SafetensorsLayout(), processes, rows, leaves)
+    parts = {process: part_for(plan) for process, plan in enumerate(plans)}
     sent = {  # a table in a file is not sent to the leader
-        writer: part if writer == 0 or not plan.tables[writer].name else replace(part, table=b"")
-        for writer, part in parts.items()
+        process: part if process == 0 or not part.table_file else replace(part, table=b"")
+        for process, part in parts.items()
     }
-    tree = assemble(plan, sent)
+    tree = assemble(plans[0], sent)
     document = encode_manifest(Manifest("", "0" * 32, {"": tree}))
     body = json.loads(document)["trees"][""]
     del body["files"]
-    tables = sum(table.size for table in plan.tables if table.name)
-    assert tables + len(json.dumps(body)) < 60 * rows * leaves
-    data = {table.name: parts[table.writer].table for table in plan.tables}
-    again = decode_manifest(document, "", "x", lambda file: data[file.name]).tree()
+    in_files = {part.table_file.name: part.table for part in parts.values() if part.table_file}
+    assert sum(map(len, in_files.values())) + len(json.dumps(body)) < 60 * rows * leaves
+    again = decode_manifest(document, "", "x", lambda file: in_files[file.name]).tree()
     found = again.arrays[3].pieces.meeting([Region((5, 0), (3, 7))])  # type: ignore[attr-defined]
+    numbers = [f"-{i % processes:05d}" if processes > 1 else "" for i in (5, 6, 7)]
     assert [(piece.region.start, again.files[piece.file].name) for piece, _ in found] == [
-        ((i, 0), f"{'0' * 32}-{i % processes:05d}.safetensors") for i in (5, 6, 7)
+        ((i, 0), f"{'0' * 32}{number}-00000.safetensors") for i, number in zip((5, 6, 7), numbers, strict=True)
     ]
+
+
+@pytest.mark.parametrize("layout", [SafetensorsLayout(), SafetensorsLayout(1 << 20), ZarrLayout(), ZarrLayout(ZSTD)])
+@pytest.mark.parametrize("processes", [2, 3, 16])
+def test_each_process_plans_its_own_files_under_names_of_its_own(layout: Layout, processes: int) -> None:
+    """Without a look at the others: together they are every piece, once, and no name is used twice."""
+    rows, leaves = 48, 3
+    plans = plans_of(layout, processes, rows, leaves)
+    names = [name for plan in plans for name in SavePlan("0" * 32, "", (plan,)).names]
+    assert len(set(names)) == len(names)
+    for process, plan in enumerate(plans):
+        assert {piece.region.start[0] % processes for file in plan.files for piece in file.pieces} == {process}
+    placed = [(piece.array, piece.region.start) for plan in plans for file in plan.files for piece in file.pieces]
+    assert sorted(placed) == sorted((i, (row, 0)) for i in range(leaves) for row in range(rows))
+    tree = assemble(plans[0], {process: part_for(plan) for process, plan in enumerate(plans)})
+    for leaf in tree.arrays:
+        pieces = list(leaf.pieces)
+        assert [piece.region.start for piece in pieces] == [(row, 0) for row in range(rows)]
+        found = {
+            (file.name, piece.region, piece.offset) for plan in plans for file in plan.files for piece in file.pieces
+        }
+        assert {(tree.files[piece.file].name, piece.region, piece.offset) for piece in pieces} <= found
+
+
+def test_the_leader_claims_the_names_of_all_arrays() -> None:
+    """It does not know the chunks of the others, so it claims the directories of the arrays; for packed files none."""
+    leader, other = plans_of(ZarrLayout(), 2, 4, 2)
+    assert set(leader.names) >= {"0", "0/.zarray", "1", "1/.zarray"}
+    assert set(other.names) == {"0/1.0", "0/3.0", "1/1.0", "1/3.0"}
+    assert [name.startswith("m/") for name in leader.named("m/").names] == [True] * len(leader.names)
+    leader, _ = plans_of(SafetensorsLayout(), 2, 4, 2)
+    assert leader.names == [f"{'0' * 32}-00000-00000.safetensors"]
+    assert SavePlan("0" * 32, "", (leader,)).nbytes >= 2 * 4 * (1 << 10) * 4, "it checks the free space for all"

@@ -26,7 +26,7 @@ class BareLayout(SafetensorsLayout):
     name: str = "bare"
 
     def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
-        return [FilePlan(f"{draft.save_id}-{i}.bin", b"", (p,), p.nbytes, p.writer) for i, p in enumerate(pieces)]
+        return [FilePlan(f"{draft.save_id}-{i}.bin", b"", (p,), p.nbytes) for i, p in enumerate(pieces)]
 
 
 @pytest.fixture

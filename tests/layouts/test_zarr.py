@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardkeep
 from dtypes import EXTENDED, NO_ZARR_NAME, NUMPY, SIX_BITS, TIMES, WIDE, dtype_of
 from shardkeep.layouts.codecs import CODECS
-from shardkeep.layouts.plan import Draft, PiecePlan, StagedArray
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, plan_save
 from shardkeep.layouts.zarr import ZarrLayout
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition, split_counts
 from shardkeep.model.leaves import UNSHARDED
+from shardkeep.model.shares import Shares, Writers
 from shardkeep.model.tree import Skeleton
 from shardkeep.stores.local.mapping import Pages
 from support import assert_same, bits, mesh_of, pattern
@@ -161,27 +163,42 @@ def test_how_many_shards_make_a_chunk(shape: Any, shard: Any, expected: Any) -> 
     assert {piece.region for file in files for piece in file.pieces} == {*regions}
 
 
-def test_an_empty_array_of_several_processes_has_chunks() -> None:
-    """Each writes a part of it, and all of them are empty."""
-    regions = [Region((0, 0), (0, 4)), Region((0, 4), (0, 4))]
-    leaf = StagedArray(("w",), ArraySpec((0, 8), np.dtype("f4")), UNSHARDED, tuple(regions))
-    pieces = [PiecePlan(0, region, 0, ((i, region),), writer=i) for i, region in enumerate(regions)]
-    description, *_ = ZarrLayout().lay_out([leaf], pieces, DRAFT)
-    assert json.loads(description.header)["chunks"] == [1, 4]
+def shared(shape: tuple[int, ...], counts: tuple[int, ...], writers: list[int], process: int) -> list[FilePlan]:
+    """The files of one of several processes, for one array of bytes: each holds what it writes."""
+    shares = Shares(shape, counts, Writers(np.array(writers)))
+    spec = ArraySpec(shape, np.dtype("u1"))
+    leaf = StagedArray(("w",), spec, UNSHARDED, shares.of(process), shares=shares)
+    (tree,) = plan_save(ZarrLayout(), [leaf], [replace(DRAFT, process=process, processes=max(writers) + 1)]).trees
+    return list(tree.files)
 
 
-def test_a_chunk_is_written_by_one_process() -> None:
-    """Four processes with two of eight shards each, in rows or in columns; or one by one, in turns."""
-    regions = cut(Region.whole((8, 1 << 20)), (8, 1))
-    leaf = StagedArray(("w",), ArraySpec((8, 1 << 20), np.dtype("u1")), UNSHARDED, tuple(regions))
-    for writers, expected in (([0, 0, 1, 1, 2, 2, 3, 3], 2), ([0, 1, 2, 3] * 2, 1), ([0] * 8, 8), ([0] * 7 + [1], 1)):
-        pieces = [
-            PiecePlan(0, r, 1 << 20, ((i, r),), writer=w) for i, (r, w) in enumerate(zip(regions, writers, strict=True))
-        ]
-        description, *files = ZarrLayout().lay_out([leaf], pieces, DRAFT)
-        assert json.loads(description.header)["chunks"] == [expected, 1 << 20]
+def test_an_empty_array_of_several_processes_is_written_by_one() -> None:
+    (description,) = shared((0, 8), (1, 1), [1], 1)
+    assert json.loads(description.header)["chunks"] == [1, 8]
+    assert len(description.pieces) == 1
+    assert shared((0, 8), (1, 1), [1], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("writers", "expected"),
+    [([0, 0, 1, 1, 2, 2, 3, 3], 2), ([0, 1, 2, 3] * 2, 1), ([0] * 8, 8), ([0] * 7 + [1], 1), ([1, 0, 0, 1] * 2, 1)],
+)
+def test_each_process_plans_its_own_chunks(writers: list[int], expected: int) -> None:
+    """Without a look at those of the others. Together they are all; one process describes the array."""
+    names: list[str] = []
+    placed: list[Region] = []
+    for process in range(max(writers) + 1):
+        files = shared((8, 1 << 20), (8, 1), writers, process)
+        names += [file.name for file in files]
+        placed += [piece.region for file in files for piece in file.pieces]
         for file in files:
-            assert {piece.writer for piece in file.pieces} == {file.writer}
+            if file.name.endswith(".zarray"):
+                assert json.loads(file.header)["chunks"] == [expected, 1 << 20]
+                assert process == writers[0]
+            for piece in file.pieces:
+                assert writers[piece.region.start[0]] == process
+    assert sorted(names) == sorted(["w/.zarray", *(f"w/{i}.0" for i in range(8 // expected))])
+    assert sorted(region.start for region in placed) == [(i, 0) for i in range(8)]
 
 
 @COMPRESSIONS

@@ -50,7 +50,7 @@ def _write(
     snapshot = Snapshot((), tuple(Shard(array, stable) for array in arrays), memory)
     with Scope("a test") as scope:
         opened, crew = scope.add(NewFiles()), scope.add(Crew())
-        return write_files(LocalStore(str(root)), _plan(*plans), 0, snapshot, crew, opened, progress)
+        return write_files(LocalStore(str(root)), _plan(*plans), snapshot, crew, opened, progress)
 
 
 def _plan(*files: FilePlan) -> SavePlan:
@@ -189,7 +189,7 @@ def test_what_is_put_together_is_written_and_hashed_as_a_whole(tmp_path: Path, r
     with crew_of() as crew:
         store = LocalStore(str(tmp_path))
         snapshot = Snapshot((), (*shards, Shard(last, True)))
-        (written,) = write_files(store, _plan(plan), 0, snapshot, crew, NewFiles(), told.append)
+        (written,) = write_files(store, _plan(plan), snapshot, crew, NewFiles(), told.append)
     assert (tmp_path / "file").read_bytes() == b"h" * offset + bits(host) + bits(last)
     raw = bits(host)
     assert written.digests[0] == tuple(digest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK))

@@ -20,6 +20,16 @@ import shardkeep
 from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import SCENARIOS, left_overs, sweep
+from shardkeep.layouts.assembly import assemble, part_of
+from shardkeep.layouts.plan import Draft, StagedArray, WrittenFile, plan_save
+from shardkeep.model.arrays import ArraySpec
+from shardkeep.model.leaves import UNSHARDED
+from shardkeep.model.shares import Shares, Writers
+from shardkeep.model.tree import flatten
+from shardkeep.runtime.scopes import Scope
+from shardkeep.stores.local.store import LocalStore
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.transaction import Transaction
 from support import assert_same, mesh_of
 
 # `SHARDKEEP_SWEEP=1 make test` disturbs every call; by default a sample, another one for each scenario.
@@ -432,3 +442,26 @@ def test_a_directory_that_vanishes_during_a_save_is_an_error(tmp_path: Path, spa
             assert same(shardkeep.load(place / target), make("plain", 1)), at
         place.mkdir(exist_ok=True)
     assert refused
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_files_of_other_processes_are_looked_for_just_before_the_commit(tmp_path: Path, found: int | None) -> None:
+    """One that is missing, or shorter than its process said, prevents the commit."""
+    shardkeep.save(tmp_path, {"w": np.zeros(3)})
+    target = Directory(LocalStore(str(tmp_path)))
+    skeleton, _ = flatten({"w": 0})
+    shares = Shares((4,), (2,), Writers(np.array([0, 1])))
+    spec = ArraySpec((4,), np.dtype(np.uint8))
+    leaf = StagedArray(("w",), spec, UNSHARDED, shares.of(0), shares=shares)
+    draft = Draft("5" * 32, "", skeleton, {}, "", process=0, processes=2)
+    with Scope("a save") as scope:
+        transaction = scope.add(Transaction(target))
+        plan = transaction.begin(plan_save(target.layout, [leaf], [draft]), overwrite=True)
+        if found is not None:
+            (tmp_path / "theirs").write_bytes(b"1" * found)
+        part = part_of(plan.trees[0], [WrittenFile(4098, "0" * 32, (("0" * 32,),))])
+        tree = assemble(plan.trees[0], {0: part, 1: part})
+        with pytest.raises(shardkeep.StorageError, match=r"theirs, written by process 1, is missing or truncated"):
+            transaction.commit({"": tree}, {"theirs": (4, 1)})
+    assert_same(shardkeep.load(tmp_path), {"w": np.zeros(3)})
+    assert left_overs(tmp_path) == ({"theirs"} if found is not None else set())

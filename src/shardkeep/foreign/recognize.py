@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-_DATA_FILE = re.compile(r"[0-9a-f]{32}-([0-9]{5}\.safetensors|[0-9]+-[0-9]{5}\.pieces)")
+_DATA_FILE = re.compile(r"[0-9a-f]{32}-(([0-9]{5,}-)?[0-9]{5}\.safetensors|[0-9]+-[0-9]{5}\.pieces)")
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _ORBAX_ROOT = "metadata/_ROOT_METADATA"
 

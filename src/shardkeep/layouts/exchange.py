@@ -86,6 +86,9 @@ class ExchangeLayout:
         mark = {"format": "pt", MARK: "1", SAVE: draft.save_id}
         return [pack(shard_filename("", i + 1, len(groups)), arrays, group, mark) for i, group in enumerate(groups)]
 
+    def claimed(self, leaves: Sequence[StagedLeaf]) -> list[str]:
+        return []
+
     def _longest(self, file: FilePlan, leaves: Sequence[StagedLeaf], draft: Draft) -> bytes:
         """The longest possible manifest: every number at full length. What is in the table has a fixed width."""
         written = WrittenFile(_BIG, "0" * 32, tuple(("0" * 32,) * block_count(p.nbytes) for p in file.pieces))
@@ -104,5 +107,5 @@ class ExchangeLayout:
 
 
 def _manifest_of(plan: TreePlan, written: WrittenFile) -> bytes:
-    tree = assemble(plan, {LEADER: part_of(plan, LEADER, [written])})
+    tree = assemble(plan, {LEADER: part_of(plan, [written])})
     return encode_manifest(Manifest("", plan.draft.save_id, {plan.draft.prefix: tree}))

@@ -15,10 +15,12 @@ from shardkeep.model.cells import CellGrid
 from shardkeep.model.digests import block_count
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import Origin
+from shardkeep.model.manifest import DataFile
 from shardkeep.model.naming import table_name
+from shardkeep.model.shares import Shares
 from shardkeep.model.tables import table_size
 from shardkeep.model.tree import Path, Skeleton
-from shardkeep.processes.assignment import SMALL, Share
+from shardkeep.processes.assignment import SMALL
 from shardkeep.processes.operation import LEADER
 
 # Bytes of the tables of a tree in its manifest. To read so much more of it takes less time than to open one more file,
@@ -47,7 +49,7 @@ class StagedArray:
     origin: Origin
     held: tuple[Region, ...] = ()
     first_held: int = 0
-    shares: tuple[Share, ...] = ()
+    shares: Shares | None = None
     common: bool = False
 
 
@@ -69,11 +71,10 @@ class PiecePlan:
     sources: tuple[tuple[int, Region], ...]
     name: str = ""
     offset: int = 0
-    writer: int = LEADER
 
     def placed(self, offset: int, name: str) -> "PiecePlan":
         """The same piece with its offset and name. (`dataclasses.replace` takes three times as long.)"""
-        return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset, self.writer)
+        return PiecePlan(self.array, self.region, self.nbytes, self.sources, name, offset)
 
 
 @fast_dataclass
@@ -84,19 +85,17 @@ class FilePlan:
     header: bytes
     pieces: tuple[PiecePlan, ...]
     size: int | None
-    writer: int = LEADER
     codec: Codec = RAW
 
     def named(self, name: str) -> "FilePlan":
         """The same file under another name."""
-        return FilePlan(name, self.header, self.pieces, self.size, self.writer, self.codec)
+        return FilePlan(name, self.header, self.pieces, self.size, self.codec)
 
 
 @fast_dataclass
 class TablePlan:
-    """The table of the pieces that one process writes. Without a name it goes into the manifest."""
+    """The table of the pieces that this process writes. Without a name it goes into the manifest."""
 
-    writer: int
     size: int
     name: str = ""
 
@@ -105,7 +104,8 @@ class TablePlan:
 class Draft:
     """What is known about a tree when its save begins.
 
-    The trees of one save have the same `save_id` and `created`. `leaves` are those of this tree in the snapshot.
+    The trees of one save have the same `save_id` and `created`. `leaves` are those of this tree in the snapshot. Of
+    several `processes`, each plans what `process`, its index, writes.
     """
 
     save_id: str
@@ -116,6 +116,8 @@ class Draft:
     indexed: bool = True
     step: int | None = None
     leaves: slice = field(default_factory=lambda: slice(None))
+    process: int = LEADER
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +131,14 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """What one process has written of a tree: its files, and the table of its pieces.
+    """What one process has written of a tree: its files, and the table of its pieces, if it has any.
 
-    Of the table of another process, which is in a file, only the digest is known.
+    Of the table of another process that is in a file, only this file is known.
     """
 
-    files: tuple[WrittenFile, ...]
+    files: tuple[DataFile, ...]
     table: bytes = b""
-    table_digest: str = ""
+    table_file: DataFile | None = None
 
 
 class Layout(Protocol):
@@ -175,7 +177,14 @@ class Layout(Protocol):
         ...
 
     def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
-        """The files to write, each with its pieces and their offsets."""
+        """The files that this process writes, each with its pieces and their offsets.
+
+        No other process may write a file of the same name. None of them knows how many files the others have.
+        """
+        ...
+
+    def claimed(self, leaves: Sequence[StagedLeaf]) -> list[str]:
+        """Names that must be free for the files of other processes, unless these have the save's id in their names."""
         ...
 
     def complete(self, plan: "TreePlan", file: FilePlan, written: WrittenFile) -> bytes:
@@ -185,12 +194,12 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """Everything a save will write of one tree.
+    """Everything that this process will write of one tree.
 
     `start` is what all names begin with, once they are reserved. `document` is the name that the only file gets in the
     end, if its header holds the manifest and it so commits itself. `notes` go into that header: they depend on what
-    is committed when the names are reserved. `grids` are the cells of the arrays that the pieces are, and `tables` say
-    where they are, one table for each process that writes some.
+    is committed when the names are reserved. `grids` are the cells of the arrays, and `table` says where those are that
+    this process writes, if it writes any. `claimed`: see `Layout`.
     """
 
     draft: Draft
@@ -201,7 +210,8 @@ class TreePlan:
     document: str = ""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
     grids: tuple[CellGrid, ...] = ()
-    tables: tuple[TablePlan, ...] = ()
+    table: TablePlan | None = None
+    claimed: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -214,26 +224,25 @@ class TreePlan:
     ) -> "TreePlan":
         """The plan of a tree with these files. `number` is its number among the trees of the save."""
         limit = math.inf if layout.gathers else _INLINE  # there are no files with tables beside exchange files
-        tables = _plan_tables(files, f"{draft.save_id}-{number}", limit)
-        return cls(draft, layout, tuple(leaves), tuple(files), grids=_grids(leaves, files), tables=tables)
+        table = _plan_table(files, draft, number, limit / draft.processes)
+        claimed = layout.claimed(leaves) if draft.processes > 1 and draft.process == LEADER else ()
+        grids = _grids(layout, leaves, files)
+        return cls(draft, layout, tuple(leaves), tuple(files), grids=grids, table=table, claimed=tuple(claimed))
 
     @property
     def names(self) -> list[str]:
-        """The names of its files with data."""
-        return [file.name for file in self.files]
+        """The names of its files with data, and those that are claimed for files of other processes."""
+        return [*(file.name for file in self.files), *self.claimed]
 
     def named(self, start: str) -> "TreePlan":
         """The plan with complete names."""
-        return replace(self, files=tuple([file.named(start + file.name) for file in self.files]), start=start)
-
-    def files_of(self, writer: int) -> list[FilePlan]:
-        """The files that one of the processes writes."""
-        return [file for file in self.files if file.writer == writer]
+        files = tuple([file.named(start + file.name) for file in self.files])
+        return replace(self, files=files, start=start, claimed=tuple([start + name for name in self.claimed]))
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Everything a save will write: one or more trees, which are committed together."""
+    """Everything that this process will write in a save: one or more trees, which are committed together."""
 
     save_id: str
     created: str
@@ -245,47 +254,62 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """An upper bound on the bytes that will be written."""
-        files = (file for tree in self.trees for file in tree.files)
-        tables = sum(table.size for tree in self.trees for table in tree.tables)
-        return tables + sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in files)
+        """An upper bound on the bytes that will be written, by all processes."""
+        total = 0
+        for tree in self.trees:
+            written = sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in tree.files)
+            total += max(written, sum(array.spec.nbytes for array in arrays_of(tree.leaves)))
+            total += tree.table.size if tree.table else 0
+        return total
 
-    def names_of(self, writer: int) -> list[str]:
-        """The names of the files that one of the processes writes."""
-        names = [file.name for tree in self.trees for file in tree.files_of(writer)]
-        tables = [table for tree in self.trees for table in tree.tables if table.writer == writer]
-        return [*names, *(table.name for table in tables if table.name)]
+    @property
+    def names(self) -> list[str]:
+        """The names of the files, tables included."""
+        tables = [tree.table.name for tree in self.trees if tree.table and tree.table.name]
+        return [*(file.name for tree in self.trees for file in tree.files), *tables]
 
-    def final_names(self, writer: int) -> list[str]:
-        """What the files that one of the processes writes are called once they are committed."""
+    @property
+    def final_names(self) -> list[str]:
+        """What the files are called once they are committed."""
         final = {name: tree.document for tree in self.trees if tree.document for name in tree.names}
-        return [final.get(name, name) for name in self.names_of(writer)]
+        return [final.get(name, name) for name in self.names]
 
 
 def plan_save(layout: Layout, leaves: Sequence[StagedLeaf], drafts: Sequence[Draft]) -> SavePlan:
-    """What a save of these leaves writes, wherever it goes: each tree in files of its own."""
+    """What this process writes in a save of these leaves, wherever it goes: each tree in files of its own."""
     trees: list[TreePlan] = []
     for number, draft in enumerate(drafts):
         own = leaves[draft.leaves]
-        pieces = plan_pieces(arrays_of(own), layout.split, layout.whole)
+        if layout.gathers and draft.process != LEADER:  # it writes nothing
+            trees.append(TreePlan(draft, layout, (), ()))
+            continue
+        pieces = plan_pieces(arrays_of(own), layout.split, layout.whole, draft.process)
         trees.append(TreePlan.of(draft, layout, own, layout.lay_out(own, pieces, draft), number))
     return SavePlan(drafts[0].save_id, drafts[0].created, tuple(trees))
 
 
 def plan_pieces(
-    arrays: Sequence[StagedArray], split: Callable[[ArraySpec, Region], list[Region]], whole: float = SMALL
+    arrays: Sequence[StagedArray],
+    split: Callable[[ArraySpec, Region], list[Region]],
+    whole: float = SMALL,
+    process: int = LEADER,
 ) -> list[PiecePlan]:
-    """The pieces to store: the staged shards, split as the format requires. Arrays up to `whole` bytes stay whole."""
+    """The pieces that a process stores: the staged shards, split as the format requires.
+
+    Arrays up to `whole` bytes stay whole, if there are no others that save together with this process.
+    """
     pieces: list[PiecePlan] = []
     for number, array in enumerate(arrays):
         held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
         itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it
-        if array.shares:
-            for region, writer in array.shares:
-                sources = tuple((i, r) for i, r in held if r == region or r.intersect(region) is not None)
+        if array.shares is not None:
+            known = {region: i for i, region in held}
+            for region in array.shares.of(process):
+                same = [(known[region], region)] if region in known else held
+                sources = tuple((i, r) for i, r in same if r == region or r.intersect(region) is not None)
                 for part in split(array.spec, region):
-                    pieces.append(PiecePlan(number, part, part.size * itemsize, sources, writer=writer))
+                    pieces.append(PiecePlan(number, part, part.size * itemsize, sources))
         elif uneven or array.spec.nbytes <= whole:
             region = Region.whole(array.spec.shape)
             pieces.append(PiecePlan(number, region, array.spec.nbytes, tuple(held)))
@@ -296,27 +320,34 @@ def plan_pieces(
     return pieces
 
 
-def _grids(leaves: Sequence[StagedLeaf], files: Sequence[FilePlan]) -> tuple[CellGrid, ...]:
+def _grids(layout: Layout, leaves: Sequence[StagedLeaf], files: Sequence[FilePlan]) -> tuple[CellGrid, ...]:
     """The grid of each array, whose cells are its pieces."""
     arrays = arrays_of(leaves)
     regions: list[list[Region]] = [[] for _ in arrays]
     for file in files:
         for piece in file.pieces:
             regions[piece.array].append(piece.region)
-    return tuple([CellGrid.of(array.spec.shape, some) for array, some in zip(arrays, regions, strict=True)])
+    return tuple(
+        [
+            CellGrid.of(array.spec.shape, some) if array.shares is None else grid_of(layout, array.spec, array.shares)
+            for array, some in zip(arrays, regions, strict=True)
+        ]
+    )
 
 
-def _plan_tables(files: Sequence[FilePlan], name: str, limit: float) -> tuple[TablePlan, ...]:
-    """A table for each process that writes pieces: in the manifest if all tables of this size are within the limit."""
-    by_writer: dict[int, list[FilePlan]] = {}
-    for file in files:
-        if file.pieces:
-            by_writer.setdefault(file.writer, []).append(file)
-    tables: list[TablePlan] = []
-    for writer, own in sorted(by_writer.items()):
-        pieces = [piece for file in own for piece in file.pieces]
-        digests = sum([block_count(piece.nbytes) for piece in pieces])
-        packed = any(file.size is None for file in own)
-        size = table_size(len({piece.array for piece in pieces}), len(pieces), digests, packed)
-        tables.append(TablePlan(writer, size, "" if size * len(by_writer) <= limit else table_name(name, writer)))
-    return tuple(tables)
+def grid_of(layout: Layout, spec: ArraySpec, shares: Shares) -> CellGrid:
+    """The grid of an array that several processes write: their shares, split as the format requires."""
+    if len(shares) == 1 and spec.nbytes == 0:
+        return CellGrid.whole(spec.shape)
+    return CellGrid.even(spec.shape, layout.split(spec, shares.region(0))[0].shape)
+
+
+def _plan_table(files: Sequence[FilePlan], draft: Draft, number: int, limit: float) -> TablePlan | None:
+    """The table of the pieces in the files of a tree of this number in its save; up to a limit without a name."""
+    pieces = [piece for file in files for piece in file.pieces]
+    if not pieces:
+        return None
+    digests = sum([block_count(piece.nbytes) for piece in pieces])
+    packed = any(file.size is None for file in files if file.pieces)
+    size = table_size(len({piece.array for piece in pieces}), len(pieces), digests, packed)
+    return TablePlan(size, "" if size <= limit else table_name(f"{draft.save_id}-{number}", draft.process))

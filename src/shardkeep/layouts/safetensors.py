@@ -18,7 +18,6 @@ from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key
 from shardkeep.model.values import Json
 from shardkeep.processes.assignment import SMALL
-from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import PAGE, file_order
 
 HEADER_LIMIT = 100_000_000  # the most that readers of the format accept
@@ -76,17 +75,17 @@ class SafetensorsLayout:
     def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         arrays = arrays_of(leaves)
         keys = [join_key(array.path) for array in arrays]
-        ordered = sorted(pieces, key=lambda p: p.writer)
-        named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in ordered]
+        named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in pieces]
         lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
         metadata = {"shardkeep": "1", "shardkeep_save": draft.save_id}
-        groups = group_by_size(
-            [p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths, [p.writer for p in named]
-        )
+        groups = group_by_size([p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths)
+        start = draft.save_id if draft.processes == 1 else f"{draft.save_id}-{draft.process:05d}"
         return [
-            pack(f"{draft.save_id}-{number:05d}.safetensors", arrays, group, metadata)
-            for number, group in enumerate(groups)
+            pack(f"{start}-{number:05d}.safetensors", arrays, group, metadata) for number, group in enumerate(groups)
         ]
+
+    def claimed(self, leaves: Sequence[StagedLeaf]) -> list[str]:
+        return []
 
     def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         return file.header
@@ -122,7 +121,6 @@ def group_by_size(
     items: Sequence[_T],
     limit: int,
     lengths: Sequence[int] | None = None,
-    writers: Sequence[int] | None = None,
 ) -> list[list[_T]]:
     """Group consecutive items so that no group exceeds `limit`, except for single items that do by themselves.
 
@@ -131,19 +129,16 @@ def group_by_size(
         items: The items.
         limit: The size limit of a group in bytes.
         lengths: How many bytes each item takes in the header, which has its own limit.
-        writers: The process that writes each item; a group has only one.
 
     >>> group_by_size([4, 4, 9, 1], "abcd", 8)
     [['a', 'b'], ['c'], ['d']]
     """
     groups: list[list[_T]] = []
-    filled = header = last = 0
-    nothing = [0] * len(sizes)
-    for size, item, length, writer in zip(sizes, items, lengths or nothing, writers or nothing, strict=True):
-        if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2 or writer != last:
+    filled = header = 0
+    for size, item, length in zip(sizes, items, lengths or [0] * len(sizes), strict=True):
+        if not groups or filled + size > limit or header + length > HEADER_LIMIT // 2:
             groups.append([])
             filled = header = 0
-        last = writer
         groups[-1].append(item)
         filled += size
         header += length
@@ -178,7 +173,7 @@ def pack(
     }
     header = encode_header(metadata, tensors, room)
     placed = tuple(piece.placed(len(header) + at, piece.name) for piece, _, _, at in entries)
-    return FilePlan(name, header, placed, len(header) + end, placed[0].writer if placed else LEADER)
+    return FilePlan(name, header, placed, len(header) + end)
 
 
 def encode_header(metadata: dict[str, str], tensors: Mapping[str, TensorEntry], room: int = 0) -> bytes:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardkeep.layouts.codecs import RAW, Codec
-from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedLeaf, TreePlan, WrittenFile, arrays_of
+from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, StagedLeaf, TreePlan, WrittenFile, arrays_of
 from shardkeep.model.arrays import NUMPY_NAMES, ArraySpec, DType, Region, cut, split_counts
 from shardkeep.model.naming import leaf_directories
+from shardkeep.model.shares import Shares
 from shardkeep.model.tree import Path
 from shardkeep.model.values import JsonObject
 from shardkeep.processes.operation import LEADER
@@ -87,40 +88,52 @@ class ZarrLayout:
         for piece in pieces:
             inside[piece.array].append(piece)
         each = zip(arrays, inside, places, strict=True)
-        files = [file for array, some, place in each for file in self._array(array.spec, some, place)]
-        groups = groups_above(file.name for file in files) if self.groups else set[str]()
-        return files + [FilePlan(name, ZGROUP_BYTES, (), len(ZGROUP_BYTES), LEADER) for name in sorted(groups)]
+        files = [file for array, some, place in each if some for file in self._array(array, some, place)]
+        groups = groups_above(f"{place}/{ZARRAY}" for place in places) if self.groups else set[str]()
+        if draft.process == LEADER:
+            files += [FilePlan(name, ZGROUP_BYTES, (), len(ZGROUP_BYTES)) for name in sorted(groups)]
+        return files
+
+    def claimed(self, leaves: Sequence[StagedLeaf]) -> list[str]:
+        """The directories of all arrays, and the files in them that there always are."""
+        places = leaf_directories([array.path for array in arrays_of(leaves)])
+        return [name for place in places for name in (place, f"{place}/{ZARRAY}")]
 
     def complete(self, plan: TreePlan, file: FilePlan, written: WrittenFile) -> bytes:
         return file.header
 
-    def _array(self, spec: ArraySpec, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
-        chunk = self._chunk(spec, pieces)
+    def _array(self, array: StagedArray, pieces: list[PiecePlan], place: str) -> list[FilePlan]:
+        """The files of an array that this process writes. Its description is written by who writes the first chunk."""
+        spec = array.spec
+        chunk = self._chunk(spec, pieces[0], array.shares)
         document = json.dumps(zarray(spec, chunk, self.codec)).encode()
         if spec.nbytes == 0:  # there is no chunk: the empty piece is recorded at the end of .zarray
             empty = replace(pieces[0], offset=len(document))
-            return [FilePlan(f"{place}/{ZARRAY}", document, (empty,), len(document), empty.writer)]
-        files = [FilePlan(f"{place}/{ZARRAY}", document, (), len(document), pieces[0].writer)]
+            return [FilePlan(f"{place}/{ZARRAY}", document, (empty,), len(document))]
+        files: list[FilePlan] = []
+        if not any(pieces[0].region.start):
+            files.append(FilePlan(f"{place}/{ZARRAY}", document, (), len(document)))
         for index, inside in _by_chunk(pieces, chunk).items():
             offsets = itertools.accumulate((piece.nbytes for piece in inside), initial=0)
             placed = tuple(piece.placed(at, "") for piece, at in zip(inside, offsets, strict=False))
             size = sum(piece.nbytes for piece in inside) if self.codec is RAW else None
             name = f"{place}/{'.'.join(map(str, index)) or '0'}"
-            files.append(FilePlan(name, b"", placed, size, inside[0].writer, self.codec))
+            files.append(FilePlan(name, b"", placed, size, self.codec))
         return files
 
-    def _chunk(self, spec: ArraySpec, pieces: Sequence[PiecePlan]) -> tuple[int, ...]:
+    def _chunk(self, spec: ArraySpec, piece: PiecePlan, shares: Shares | None) -> tuple[int, ...]:
         """The chunk shape: that of a piece, or of several that one process writes and that follow one another."""
-        chunk = [max(n, 1) for n in pieces[0].region.shape]
-        if self.codec is not RAW or len(pieces) == 1 or spec.nbytes == 0:
+        part = piece.region.shape
+        chunk = [max(n, 1) for n in part]
+        if self.codec is not RAW or part == spec.shape or spec.nbytes == 0:
             return tuple(chunk)
         last = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk) - 1)
-        room = min(_STACKED, self.limit) // pieces[0].nbytes
+        room = min(_STACKED, self.limit) // piece.nbytes
         for axis in range(last, -1, -1):
             extent, count = chunk[axis], spec.shape[axis] // chunk[axis]
             for times in (n for n in range(min(count, room), 0, -1) if count % n == 0):
                 chunk[axis] = extent * times
-                if times == 1 or _is_by_one(pieces, chunk):
+                if times == 1 or shares is None or _is_by_one(shares, part, chunk):
                     break
             if chunk[axis] < spec.shape[axis]:
                 break
@@ -139,9 +152,10 @@ def _by_chunk(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> dict[tuple[i
     return found
 
 
-def _is_by_one(pieces: Sequence[PiecePlan], chunk: Sequence[int]) -> bool:
-    """Whether each chunk is written by a single process."""
-    return all(len({piece.writer for piece in inside}) == 1 for inside in _by_chunk(pieces, chunk).values())
+def _is_by_one(shares: Shares, part: Sequence[int], chunk: Sequence[int]) -> bool:
+    """Whether each chunk is written by a single process, if each cell is divided into parts of this shape."""
+    split = [n // m for n, m in zip(shares.cell, part, strict=True)]
+    return shares.is_by_one(split, [n // m for n, m in zip(chunk, part, strict=True)])
 
 
 def groups_above(names: Iterable[str]) -> set[str]:

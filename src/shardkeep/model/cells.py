@@ -36,6 +36,11 @@ class CellGrid:
         return _whole(shape)
 
     @classmethod
+    def even(cls, shape: tuple[int, ...], cell: tuple[int, ...]) -> "CellGrid":
+        """The grid whose cells have this shape."""
+        return _whole(shape) if cell == shape else _grid(shape, cell)
+
+    @classmethod
     def of(cls, shape: tuple[int, ...], regions: Sequence[Region]) -> "CellGrid":
         """The grid whose cells are these regions, which fill the array exactly once."""
         if len(regions) == 1:

@@ -90,7 +90,7 @@ def _encode_tree(tree: Tree) -> Json:
         **({} if tree.source == OURS else {"source": tree.source}),
         "metadata": encode_metadata(dict(tree.metadata)) if tree.metadata else {},
         "structure": to_json(tree.skeleton.root),
-        "files": [[f.name, f.size, f.header_length, f.header_digest] for f in tree.files],
+        "files": list(map(encode_file, tree.files)),
         "tables": [_encode_source(source) for source in found.sources],
         **({"patterns": [list(pattern.tables) for pattern in patterns]} if patterns else {}),
         "leaves": leaves,
@@ -229,7 +229,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         raise NewerFormatError(
             f"has a tree in the format {named}, which is not known here: upgrade shardkeep, or register that layout"
         )
-    files = tuple(_decode_file(f) for f in data["files"])
+    files = tuple(map(decode_file, data["files"]))
     skeleton = Skeleton.from_json(data["structure"])
     paths = skeleton.paths()
     if len(paths) != len(data["leaves"]):
@@ -272,7 +272,13 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
     )
 
 
-def _decode_file(data: _FileRecord) -> DataFile:
+def encode_file(file: DataFile) -> list[Json]:
+    """A file as a manifest, and the record of a save by several processes, have it."""
+    return [file.name, file.size, file.header_length, file.header_digest]
+
+
+def decode_file(data: list[Json]) -> DataFile:
+    """The file in such a record; `ValueError` if it is malformed."""
     name, size, header_length, header_digest = data
     size, header_length = integer(size), integer(header_length)
     if not 0 <= header_length <= size or not (header_digest is None or is_digest(header_digest)):

@@ -19,6 +19,7 @@ from shardkeep.jaxapi import transfers_allowed
 from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dtype_name, is_possible
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.nodes import LEAF, Child
+from shardkeep.model.shares import Shares, Writers
 from shardkeep.model.tree import Leaf, Path, Skeleton
 from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
@@ -272,10 +273,9 @@ class PerProcessRows:
         return Region((sum(counts[:process]), 0), (counts[process], self.width))
 
     @property
-    def shares(self) -> tuple[tuple[Region, int], ...]:
+    def shares(self) -> Shares:
         """Every row, and the process that writes it."""
-        owners = [process for process, count in enumerate(self.counts) for _ in range(count)]
-        return tuple((Region((row, 0), (1, self.width)), process) for row, process in enumerate(owners))
+        return Shares(self.shape, (self.shape[0], 1), Writers(np.repeat(np.arange(len(self.lengths)), self.counts)))
 
     def fill(self, process: int, raw: Array) -> Array:
         """The rows of a process with its bytes in them."""

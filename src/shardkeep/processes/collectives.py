@@ -119,11 +119,12 @@ def gather_array(array: jax.Array, leader_only: bool = False) -> Array:
     index, size = process_index(), process_count()
     dtype = np.dtype(array.dtype)
     (shares,) = share_out([array], size, gathered=False)
-    lengths = [sum(region.size for region, writer in shares if writer == i) * dtype.itemsize for i in range(size)]
+    assert shares is not None, "it is an array"
+    lengths = [shares.size_of(i) * dtype.itemsize for i in range(size)]
     mine = np.empty(lengths[index], np.uint8)
     with transfers_allowed():
         parts = {Region.from_index(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-        wanted = [region for region, writer in shares if writer == index]
+        wanted = shares.of(index)
         sent = {r: private_part(p) for r, p in parts.items() if any(r == w or r.intersect(w) for w in wanted)}
         for part in sent.values():
             part.copy_to_host_async()

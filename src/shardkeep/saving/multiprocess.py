@@ -8,20 +8,23 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from shardkeep.errors import StorageError
-from shardkeep.layouts.plan import SavePlan, StagedArray, StagedLeaf, TreePlan, WrittenFile, WrittenPart
+from shardkeep.layouts.plan import StagedArray, StagedLeaf, WrittenPart
 from shardkeep.model.digests import digest
+from shardkeep.model.document import decode_file, encode_file
 from shardkeep.model.leafrecords import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
 from shardkeep.model.tree import Leaf, name_leaf
-from shardkeep.model.values import Json, JsonObject, encode
+from shardkeep.model.values import JsonObject, encode
 from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
+from shardkeep.runtime.crew import run_tasks
 from shardkeep.saving.rows import settle_rows, unsettled_lengths
 from shardkeep.saving.snapshot import Snapshot
 from shardkeep.saving.transfer import AnyShard, Arriving
@@ -42,9 +45,9 @@ def agreement_lines(snapshot: Snapshot, prefix: str = "", leaves: slice = _ALL) 
     """
     lines = [_agreement_line(leaf, snapshot, name_leaf(leaf.path, prefix)) for leaf in snapshot.leaves[leaves]]
     for leaf in snapshot.leaves[leaves]:
-        if isinstance(leaf, StagedArray) and not leaf.common:  # who writes it depends on all other leaves too
-            writers = "".join(f"{writer} " for _, writer in leaf.shares)
-            lines.append(f"writers of {name_leaf(leaf.path, prefix)}: {writers}")
+        if isinstance(leaf, StagedArray) and leaf.shares and not leaf.common:
+            # Who writes it depends on all other leaves too. Of all its pieces, there is only a digest.
+            lines.append(f"writers of {name_leaf(leaf.path, prefix)}: digest {leaf.shares.writers.digest}")
     return lines
 
 
@@ -71,10 +74,9 @@ def _agreement_line(leaf: StagedLeaf, snapshot: Snapshot, name: str) -> str:
     what = f"{leaf.spec.dtype.name}{list(leaf.spec.shape)}, {leaf.origin.kind}"
     if more := encode_origin(leaf.origin):
         what += f" {json.dumps(more, sort_keys=True)}"
-    regions = leaf.held if leaf.common else [region for region, _ in leaf.shares]
-    layout = repr([(region.start, region.shape) for region in regions])
-    if not leaf.common:
-        return f"{name}{what}; sharded over processes (layout {digest(layout.encode())[:12]})"
+    if leaf.shares and not leaf.common:
+        return f"{name}{what}; sharded over processes (layout {'×'.join(map(str, leaf.shares.counts)) or 1})"
+    layout = repr([(region.start, region.shape) for region in leaf.held])
     held = range(leaf.first_held, leaf.first_held + len(leaf.held))
     contents = [_digest(snapshot.shards[number]) for number in held]
     both = layout + "".join(contents)  # different arrays, cut in different ways, can have the same bytes
@@ -104,58 +106,58 @@ def hand_in(
     if operation.size == 1:
         return {LEADER: parts}, dict(checksums)
     if not operation.leads:
-        told = [
-            _encode_part(part, tree, operation.index) for part, tree in zip(parts, transaction.plan.trees, strict=True)
-        ]
-        transaction.note({"written": told, "checksums": dict(checksums)})
+        transaction.note({"written": list(map(_encode_part, parts)), "checksums": dict(checksums)})
         transaction.attempted = True  # from here on the leader may commit
     operation.gather(None)
     if not operation.leads:
         return {}, {}
-    everyones: dict[int, Sequence[WrittenPart]] = {LEADER: parts}
-    all_checksums = dict(checksums)
-    for process in range(operation.size):
+    store, read = transaction.target.store, dict[int, tuple[Sequence[WrittenPart], Mapping[str, str]]]()
+
+    def read_one(process: int) -> None:
+        read[process] = _read_parts(store, transaction, process)
+
+    tasks = (partial(read_one, process) for process in range(operation.size) if process != LEADER)
+    run_tasks(tasks, store.traits.documents_at_once)
+    everyones = {LEADER: parts, **{process: read[process][0] for process in sorted(read)}}
+    return everyones, {**checksums, **{key: text for _, more in read.values() for key, text in more.items()}}
+
+
+def names_of_others(everyones: Mapping[int, Sequence[WrittenPart]]) -> dict[str, tuple[int, int]]:
+    """The files that processes other than the leader have written: the size of each, and the process."""
+    found: dict[str, tuple[int, int]] = {}
+    for process, parts in everyones.items():
         if process != LEADER:
-            everyones[process], more = _read_parts(
-                transaction.target.store, transaction.plan, process, transaction.name
-            )
-            all_checksums.update(more)
-    return everyones, all_checksums
+            files = [file for part in parts for file in (*part.files, part.table_file) if file is not None]
+            found |= {file.name: (file.size, process) for file in files}
+    return found
 
 
-def _encode_part(part: WrittenPart, tree: TreePlan, process: int) -> JsonObject:
+def _encode_part(part: WrittenPart) -> JsonObject:
     """What a process notes of its part of a tree. A table that goes into the manifest is noted as it is."""
-    inside = any(table.writer == process and not table.name for table in tree.tables)
-    table = base64.b64encode(part.table).decode() if inside else ""
-    files: list[Json] = [[file.size, file.header_digest] for file in part.files]
-    return {"files": files, "table": table, "table_digest": part.table_digest}
+    table = None if part.table_file is None else encode_file(part.table_file)
+    inside = "" if part.table_file else base64.b64encode(part.table).decode()
+    return {"files": [encode_file(file) for file in part.files], "table": inside, "table_file": table}
 
 
-def _read_parts(store: Store, plan: SavePlan, process: int, name: str) -> tuple[list[WrittenPart], Mapping[str, str]]:
-    """What a process noted in its record, once all its files are found with their recorded sizes."""
+def _decode_part(told: Any) -> WrittenPart:
+    table = None if told["table_file"] is None else decode_file(told["table_file"])
+    inside = base64.b64decode(told["table"], validate=True)
+    return WrittenPart(tuple(map(decode_file, told["files"])), inside, table)
+
+
+def _read_parts(
+    store: Store, transaction: Transaction, process: int
+) -> tuple[Sequence[WrittenPart], Mapping[str, str]]:
+    """What a process noted in its record. Whether its files are there, the commit looks at for all at once."""
     try:
-        document = store.read(f"{store.saves}/{plan.save_id}.{process}").splitlines()
+        document = store.read(f"{store.saves}/{transaction.plan.save_id}.{process}").splitlines()
         told: dict[str, Any] = json.loads(document[-1])
-        parts = [
-            WrittenPart(
-                tuple([WrittenFile(size, header, ()) for size, header in part["files"]]),
-                base64.b64decode(part["table"], validate=True),
-                part["table_digest"],
-            )
-            for part in told["written"]
-        ]
-        sizes: dict[str, int] = {}
-        for tree, part in zip(plan.trees, parts, strict=True):
-            files = zip(tree.files_of(process), part.files, strict=True)
-            sizes |= {planned.name: file.size for planned, file in files}
-            sizes |= {table.name: table.size for table in tree.tables if table.name and table.writer == process}
-        there = store.sizes(sizes)
-        lost = next((each for each, size in sizes.items() if there[each] != size), None)
+        parts = list(map(_decode_part, told["written"]))
+        if len(parts) != len(transaction.plan.trees):
+            raise ValueError("its record has another number of trees")
+        return parts, told["checksums"]
     except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise unshared(name, process, str(error)) from error
-    if lost is not None:
-        raise unshared(name, process, f"{store.locate(lost)} is missing or truncated")
-    return parts, told["checksums"]
+        raise unshared(transaction.name, process, str(error)) from error
 
 
 def unshared(name: str, process: int, what: str) -> StorageError:

@@ -9,6 +9,7 @@ import numpy as np
 from shardkeep.layouts.plan import StagedArray, StagedLeaf
 from shardkeep.model.arrays import Array, ArraySpec, Region
 from shardkeep.model.perprocess import UNSETTLED, PerProcessRows, encode_value
+from shardkeep.model.shares import Shares
 from shardkeep.model.tree import Leaf
 from shardkeep.processes.collectives import gather_bytes, gather_lengths
 from shardkeep.processes.operation import LEADER
@@ -28,7 +29,7 @@ def stage_value(leaf: Leaf, shards: list[AnyShard]) -> StagedArray:
 def in_rows(leaf: StagedArray, shards: list[AnyShard], rows: PerProcessRows, index: int) -> StagedArray:
     """A staged `PerProcess` leaf among the rows of all processes."""
     shards[leaf.first_held] = Shard(rows.fill(index, shards[leaf.first_held].data), stable=True, private=True)
-    shares = rows.shares if len(rows.lengths) > 1 else ()
+    shares = rows.shares if len(rows.lengths) > 1 else None
     return replace(leaf, spec=rows.spec, origin=rows, held=(rows.region(index),), shares=shares)
 
 
@@ -72,4 +73,4 @@ def gather_value(leaf: Leaf, shards: list[AnyShard], index: int) -> StagedArray:
         shards.append(Shard(filled, stable=True, private=True))
         held = (whole,)
     first = max(len(shards) - 1, 0)
-    return StagedArray(leaf.path, rows.spec, rows, held, first, shares=((whole, LEADER),), common=True)
+    return StagedArray(leaf.path, rows.spec, rows, held, first, shares=Shares.whole(rows.shape, LEADER), common=True)

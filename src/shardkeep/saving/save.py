@@ -33,7 +33,7 @@ from shardkeep.saving.donation import Staging, donations
 from shardkeep.saving.multiprocess import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import (
-    Shares,
+    Assignment,
     is_prng_dtype,
     refuse_unsupported,
     share_leaves,
@@ -370,7 +370,7 @@ def _further_trees(request: SaveRequest, main: str) -> dict[str, Any]:
     return dict(sorted(trees.items()))
 
 
-def _share(job: SaveJob, leaves: list[Leaf]) -> Shares:
+def _share(job: SaveJob, leaves: list[Leaf]) -> Assignment:
     """Which of several processes writes what."""
     operation, gathers = job.operation, job.target.layout.gathers
     if gathers:  # first: in a collective they would wait forever
@@ -380,7 +380,7 @@ def _share(job: SaveJob, leaves: list[Leaf]) -> Shares:
 
 
 def _take_snapshot(
-    job: SaveJob, leaves: list[Leaf], shares: Shares | None = None, staging: Staging | None = None
+    job: SaveJob, leaves: list[Leaf], shares: Assignment | None = None, staging: Staging | None = None
 ) -> None:
     """Take the part of the tree that this process writes to host memory."""
     operation, gathers = job.operation, job.target.layout.gathers

@@ -25,9 +25,10 @@ from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
 from shardkeep.model.perprocess import PerProcess, PerProcessRows, find_problem, size_of
+from shardkeep.model.shares import Shares
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
 from shardkeep.model.values import is_plain
-from shardkeep.processes.assignment import Share, share_out
+from shardkeep.processes.assignment import share_out
 from shardkeep.processes.collectives import gather_array
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import Shard
@@ -42,7 +43,7 @@ _REMEMBERED = 4096  # shardings and shapes: more than a model has, and a bound f
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
 
 Where = Literal["cpu", "host", "device"]  # memory of CPU devices, host memory of accelerators, their own memory
-Shares = Sequence[tuple[Share, ...]]  # of each leaf
+Assignment = Sequence[Shares | None]  # of each leaf
 RegionData = tuple[tuple[Region, ...], list[Array]]  # regions of an array, and the data of each
 
 
@@ -88,7 +89,7 @@ def take_snapshot(
     index: int = LEADER,
     size: int = 1,
     gathered: bool = False,
-    shares: Shares | None = None,
+    shares: Assignment | None = None,
 ) -> Snapshot:
     """Take all leaves to host memory, or start to: the data of arrays on accelerators arrives later.
 
@@ -151,7 +152,7 @@ def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
         raise _unsupported(problems)
 
 
-def share_leaves(leaves: Sequence[Leaf], size: int, *, gathered: bool) -> Shares:
+def share_leaves(leaves: Sequence[Leaf], size: int, *, gathered: bool) -> Assignment:
     """Which process writes which region of each leaf: from the shardings alone, so all come to the same result."""
     refuse_unsupported(leaves, size)
     return share_out([_data_of(leaf.value) for leaf in leaves], size, gathered=gathered)
@@ -161,7 +162,7 @@ def _stage_shares(
     leaves: Sequence[Leaf],
     arrays: Sequence[Any],
     forms: "Sequence[_Form | None]",
-    everyones: Shares,
+    everyones: Assignment,
     shards: list[AnyShard],
     transfers: Transfers | None,
     index: int,
@@ -183,7 +184,7 @@ def _stage_shares(
             mine: RegionData = ((Region.whole(array.shape),), [whole]) if index == LEADER else ((), [])
             yield replace(_stage_jax(leaf, array, form, shards, mine, own=True), shares=shares)
         else:
-            wanted = [region for region, writer in shares if writer == index]
+            wanted = shares.of(index) if shares else ()
             if form.copies:
                 yield replace(_stage_moved(leaf, array, form, shards, transfers, wanted), shares=shares)
             else:
@@ -201,7 +202,7 @@ def _data_of(value: Any) -> Any:
 
 
 def staged_sizes(
-    leaves: Sequence[Leaf], shares: Shares | None = None, index: int = LEADER
+    leaves: Sequence[Leaf], shares: Assignment | None = None, index: int = LEADER
 ) -> list[tuple[int, Any, Where]]:
     """For each leaf with data, how much memory its snapshot takes, the leaf's value, and where that is.
 
@@ -218,8 +219,8 @@ def staged_sizes(
         elif isinstance(value, jax.Array):
             nbytes, where = _size_here(value.sharding, value.shape, value.dtype)
             if shares is not None and where == "device" and not value.is_fully_addressable:
-                mine = sum(region.size for region, writer in shares[number] if writer == index)
-                nbytes = mine * (value.nbytes // max(value.size, 1))
+                own = shares[number]
+                nbytes = 0 if own is None else own.size_of(index) * (value.nbytes // max(value.size, 1))
             sizes.append((nbytes, value, where))
         elif isinstance(value, PerProcess) and _problem(value, 1) is None:
             sizes.append((size_of(value.value), value, "cpu"))

@@ -28,7 +28,7 @@ from shardkeep.runtime.priority import priority
 from shardkeep.runtime.progress import Bar, Progress
 from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import Resource, Scope
-from shardkeep.saving.multiprocess import agreement_lines, hand_in, settle
+from shardkeep.saving.multiprocess import agreement_lines, hand_in, names_of_others, settle
 from shardkeep.saving.snapshot import NOTHING, Snapshot
 from shardkeep.saving.transfer import Transfers
 from shardkeep.saving.warming import LEAST_WARMED, keep_warm
@@ -162,12 +162,12 @@ class SaveJob:
             plan = self._reserve()
             warms = plan.nbytes >= LEAST_WARMED and read(WARM) != "never"
             priority.yield_to_training()
-            written = write_files(target.store, plan, operation.index, self.snapshot, self.crew, self.opened, progress)
+            written = write_files(target.store, plan, self.snapshot, self.crew, self.opened, progress)
             clock.append(time.perf_counter())
             priority.yield_to_training()
             with collector.paused():
-                parts = write_tables(target.store, plan, operation.index, written, self.opened)
-            target.store.sync(plan.names_of(operation.index))
+                parts = write_tables(target.store, plan, written, self.opened)
+            target.store.sync(plan.names)
             clock.append(time.perf_counter())
             gathered = target.layout.gathers  # then the checksums are in the metadata already
             everyones, checksums = hand_in(operation, transaction, parts, {} if gathered else self.checksums)
@@ -183,7 +183,7 @@ class SaveJob:
                 files = [file for tree in trees.values() for file in tree.files]
                 for tree in trees.values():
                     self.check(tree)
-                transaction.commit(trees)
+                transaction.commit(trees, names_of_others(everyones) if operation.size > 1 else {})
             # Now all processes know that it is committed, and how many bytes and files it has.
             total = operation.share([sum(file.size for file in files), len(files)])
             if not operation.leads:
@@ -207,7 +207,7 @@ class SaveJob:
         report = SaveReport(target.where, total[0], total[1], seconds, phases, share)
         if share < LEAST_WARMED or not warms:
             return report
-        return with_warmth(report, keep_warm(target.where, target.store, plan.final_names(operation.index), total[0]))
+        return with_warmth(report, keep_warm(target.where, target.store, plan.final_names, total[0]))
 
     def _await_transfers(self, transfers: Transfers) -> float:
         """Wait for the data from accelerators if the call does not; returns for how many seconds.
@@ -246,19 +246,20 @@ class SaveJob:
             yield from agreement_lines(self.snapshot, prefix, draft.leaves)
 
     def _reserve(self) -> SavePlan:
-        """The plan, with names that the leader has reserved. Its files are the same on every process."""
+        """The plan of what this process writes, below names that the leader has reserved."""
         layout, leaves, operation = self.target.layout, self.snapshot.leaves, self.operation
+        drafts = [replace(each, process=operation.index, processes=operation.size) for each in self.drafts]
         self.is_tidy = False
         if operation.leads:
             with collector.paused():
-                plan = plan_save(layout, leaves, self.drafts)
+                plan = plan_save(layout, leaves, drafts)
             plan = self.transaction.begin(plan, self.overwrite)
             operation.share([plan.save_id, plan.created, [tree.start for tree in plan.trees]])
             return plan
         save_id, created, starts = operation.share()
-        drafts = [replace(draft, save_id=save_id, created=created) for draft in self.drafts]
+        drafts = [replace(each, save_id=save_id, created=created) for each in drafts]
         with collector.paused():
-            plan = plan_save(layout, () if layout.gathers else leaves, drafts)
+            plan = plan_save(layout, leaves, drafts)
             trees = [tree.named(start) for tree, start in zip(plan.trees, starts, strict=True)]
             plan = replace(plan, trees=tuple(trees))
         self.transaction.follow(plan)

@@ -43,19 +43,13 @@ BlockRanges = Sequence[tuple[int, int, int]]  # (piece, first block, last block)
 def write_files(
     store: Store,
     plan: SavePlan,
-    process: int,
     snapshot: Snapshot,
     crew: Crew,
     opened: "NewFiles",
     progress: Progress,
 ) -> list[WrittenFile]:
-    """Write the files of one process as planned, with a digest for every byte. The directories are not synced yet."""
-    writers = [
-        _FileWriter(store, tree, file, snapshot, opened, progress)
-        for tree in plan.trees
-        for file in tree.files
-        if file.writer == process
-    ]
+    """Write the files as planned, with a digest for every byte. The directories are not synced yet."""
+    writers = [_FileWriter(store, tree, file, snapshot, opened, progress) for tree in plan.trees for file in tree.files]
     tasks: list[tuple[Task, list[PiecePlan]]] = []  # with the pieces that each writes
     batch: list[_FileWriter] = []
     cost = 0
@@ -81,20 +75,17 @@ def write_files(
     return [writer.result() for writer in writers]
 
 
-def write_tables(
-    store: Store, plan: SavePlan, process: int, written: Sequence[WrittenFile], opened: "NewFiles"
-) -> list[WrittenPart]:
-    """What one process has written of each tree, once its pieces are in tables. They are not synced yet."""
+def write_tables(store: Store, plan: SavePlan, written: Sequence[WrittenFile], opened: "NewFiles") -> list[WrittenPart]:
+    """What this process has written of each tree, once its pieces are in tables. They are not synced yet."""
     parts: list[WrittenPart] = []
     rest = iter(written)
     for tree in plan.trees:
-        part = part_of(tree, process, [next(rest) for _ in tree.files_of(process)])
+        part = part_of(tree, [next(rest) for _ in tree.files])
         parts.append(part)
-        for table in tree.tables:
-            if table.name and table.writer == process:
-                file = store.write_new(table.name, table.size, [memoryview(part.table)])
-                if file is not None:
-                    opened.add(file)
+        if part.table_file:
+            file = store.write_new(part.table_file.name, part.table_file.size, [memoryview(part.table)])
+            if file is not None:
+                opened.add(file)
     opened.release()
     return parts
 

@@ -27,6 +27,8 @@ class Traits:
             after it was removed, documents are replaced and not removed, and dead saves are fenced off.
         concurrency: How many concurrent requests are useful; None: as many as there are processors.
         object_limit: The size of file to aim at; None: no limit.
+        documents_at_once: How many small documents to read at the same time, for which only the round trip counts;
+            None: as many as there are processors.
     """
 
     editable: bool
@@ -36,6 +38,7 @@ class Traits:
     late_requests: bool
     concurrency: int | None = None
     object_limit: int | None = None
+    documents_at_once: int | None = None
 
 
 class StoredFile(AbstractContextManager["StoredFile"], Protocol):

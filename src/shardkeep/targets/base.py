@@ -63,6 +63,13 @@ class Target(ReadTarget, Protocol):
         """What is committed, for the commit of a save that began with `read_to_replace`."""
         ...
 
+    def read_own(self) -> Manifest | None:
+        """The same, if there was no other program's checkpoint when the save began.
+
+        One that appears during the save is not looked for: in a bucket that lists every object that the save wrote.
+        """
+        ...
+
     def foreign_document(self, inside: Collection[str]) -> str | None:
         """The path of another program's file that has the name of one of the documents; None if there is none.
 

@@ -62,6 +62,10 @@ class Directory:
 
     read_again = read_if_any
 
+    def read_own(self) -> Manifest | None:
+        found = self.read_manifest()
+        return found if found is not None and found.trees else None
+
     def read_manifest(self) -> Manifest | None:
         """What our own manifest says, whatever else is there; None if there is none, or it is another program's."""
         try:

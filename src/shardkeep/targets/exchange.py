@@ -124,6 +124,8 @@ class Exchange(ExchangeFiles):
         except IntegrityError:
             return None
 
+    read_own = read_again
+
     def _is_checkpoint(self, name: str) -> bool:
         """Whether a damaged document is recognizably one, by our mark or by its header; or empty, or not there."""
         if not self.store.size(name):

@@ -58,6 +58,7 @@ class Transaction:
     attempted: bool = False  # the commit may have started: only reading back shows whether it happened
     _held: Held | None = None
     _replaced: Mapping[str, str] = field(default_factory=dict[str, str])  # by prefix, what was there when it began
+    _looks_for_others: bool = True  # for another program's checkpoint, just before the commit
     _closed: bool = False
 
     @property
@@ -75,6 +76,8 @@ class Transaction:
                 damage = _damage_or_refuse(target, prefix, tree)
                 log.warning("%s is damaged: %s. This save replaces it", name_tree(target.where, prefix), damage)
             self._replaced = {prefix: tree.save_id for prefix, tree in existing.items()}
+            foreign = current is not None and any(tree.format == "foreign" for tree in current.trees.values())
+            self._looks_for_others = foreign or not target.store.traits.costly_requests
             self.plan = target.reserve(plan, current)
             free = target.store.free_bytes()
             if free is not None and plan.nbytes + _SLACK > free:
@@ -110,7 +113,7 @@ class Transaction:
         store, plan = self.target.store, self.plan
         suffix = "" if self.writer == LEADER else f".{self.writer}"
         self._held = store.hold(f"{store.saves}/{plan.save_id}{suffix}")
-        self._held.take(record_lines(plan.names_of(self.writer), plan.created))
+        self._held.take(record_lines(plan.names, plan.created))
 
     def note(self, told: object) -> None:
         """Add a line to the record."""
@@ -138,7 +141,7 @@ class Transaction:
                 if self.attempted and self._is_committed():
                     self._held.release()
                 else:
-                    store.remove(self.plan.names_of(self.writer))
+                    store.remove(self.plan.names)
                     self._held.remove()
         except (ShardkeepError, OSError) as error:
             log.warning("files of a failed save may remain at %s (%s)", self.target.where, error)
@@ -153,19 +156,22 @@ class Transaction:
         """Whether a manifest has a tree of this save. Trees are committed together, so one of them shows it."""
         return any(tree.save_id == self.plan.save_id for tree in self._concerned(manifest).values())
 
-    def commit(self, trees: Mapping[str, Tree]) -> None:
-        """Make the trees, given by prefix, part of the checkpoint. An error says whether they were committed."""
+    def commit(self, trees: Mapping[str, Tree], others: Mapping[str, tuple[int, int]]) -> None:
+        """Make the trees, given by prefix, part of the checkpoint. An error says whether they were committed.
+
+        `others` are the files that other processes have written: the size of each, and the process.
+        """
         target = self.target
         with target.store.lock():
             old: list[str] = []
             for left in reversed(range(TRIES)):
-                current = target.read_again()
+                current = target.read_again() if self._looks_for_others else target.read_own()
                 if self.attempted and current is not None and self._is_in(current):
                     return self._retire(current, current, old)  # only the answer was lost, and then another one fenced
                 if any(tree.start for tree in self.plan.trees):
                     trees = target.adopt(trees, current)
                 replaced = self._concerned(current)
-                old = self._prepare(trees, replaced)
+                old = self._prepare(trees, replaced, others)
                 there: Mapping[str, Tree] = current.trees if current else {}
                 stays = {prefix: tree for prefix, tree in there.items() if prefix in trees or prefix not in replaced}
                 after = Manifest(target.where, self.plan.save_id, {**stays, **trees})
@@ -181,7 +187,9 @@ class Transaction:
                 else:
                     return self._retire(current, after, old, document)
 
-    def _prepare(self, trees: Mapping[str, Tree], replaced: Mapping[str, Tree]) -> list[str]:
+    def _prepare(
+        self, trees: Mapping[str, Tree], replaced: Mapping[str, Tree], others: Mapping[str, tuple[int, int]]
+    ) -> list[str]:
         """Check that the trees may replace those that are there, and record the names that are removed then."""
         target, store = self.target, self.target.store
         for prefix in {**trees, **replaced, **self._replaced}:
@@ -195,8 +203,8 @@ class Transaction:
                 f"saving {self.name}: the directory was removed or renamed while this save was running. "
                 "Nothing was committed"
             )
-        if any(file.writer != LEADER for tree in self.plan.trees for file in tree.files):
-            self._find_again(trees)
+        if others:
+            self._find(others)
         old = {name for tree in replaced.values() for name in target.names_of(tree)}
         old = sorted(old.difference(*map(target.names_of, trees.values()))) if old else []
         # In a bucket this is done even if there are no names: a process that takes the record over after this, and then
@@ -205,15 +213,24 @@ class Transaction:
             self.note(old)
         return old
 
-    def _find_again(self, trees: Mapping[str, Tree]) -> None:
-        """Check that files of other processes are still there: a process that died may have been cleaned up after."""
-        sizes = {file.name: file.size for tree in trees.values() for file in tree.files}
-        writers = {file.writer for tree in self.plan.trees for file in tree.files} - {LEADER}
-        others = {name: (sizes[name], writer) for writer in writers for name in self.plan.names_of(writer)}
+    def _find(self, others: Mapping[str, tuple[int, int]]) -> None:
+        """Check that the files of other processes are there. This is the only look at them, just before the commit.
+
+        The processes may not share their storage, and a process that died after it handed in its part may have been
+        cleaned up after. What is there now stays until the commit. On a disk, whoever removes files holds the lock,
+        which is held here. In a bucket, whoever cleans up takes over the record of the leader, then changes the
+        document, and only then removes files. If that begins before this record is put again (`note`), the put of the
+        record is refused; if it begins later, the document changes after it was read, and its put is refused.
+        """
         found = self.target.store.sizes(others)
         for name, (size, writer) in others.items():
             if found[name] != size:
-                raise StorageError(f"saving {self.name}: {name}, written by process {writer}, is missing or truncated")
+                where = self.target.store.locate(name)
+                raise StorageError(
+                    f"saving {self.name}: processes {LEADER} and {writer} do not see the same files ({where}, written "
+                    f"by process {writer}, is missing or truncated). All processes must save to the same shared "
+                    "directory or bucket, and stay alive until it is committed. Nothing was committed"
+                )
 
     def _retire(
         self, before: Manifest | None, after: Manifest, old: Sequence[str], document: str | None = None

@@ -17,7 +17,7 @@ from buckets.writers import Writer, number_at, until
 from shardkeep.errors import ConflictError, IntegrityError, StorageError
 from shardkeep.runtime.scopes import Latch, Scope
 from shardkeep.stores import base
-from shardkeep.stores.bucket import leases, objects
+from shardkeep.stores.bucket import leases, listing, objects
 from shardkeep.stores.bucket import store as cloud
 from shardkeep.stores.bucket.credentials import Bucket
 from shardkeep.stores.bucket.store import BucketStore
@@ -116,6 +116,19 @@ class TestObjects:
             list(pool.map(lambda i: put(store, f"x/{i}", b"1"), range(30)))
         store.remove(f"x/{i}" for i in range(1, 2100))
         assert place.names() == {"x/0": 1}
+
+    def test_sizes_of_many_are_listed_in_ranges(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many names in each as one response has, here five; objects of other names may lie between them."""
+        monkeypatch.setattr(listing, "LISTED_AT_ONCE", 5)
+        monkeypatch.setattr(objects, "LISTED_AT_ONCE", 5)
+        store = store_of(place)
+        names = [f"{i:02}" for i in range(23)]
+        others = [f"{i:02}-{j}" for i in (0, 7, 22) for j in range(7)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: put(store, name, b"1" * (int(name[:2]) + 1)), [*names, *others]))
+        wanted = [*names, "03-x", "zz", ""]
+        assert store.sizes(wanted) == {**{name: int(name) + 1 for name in names}, "03-x": None, "zz": None, "": None}
+        assert store.sizes(reversed(names[3:20])) == {name: int(name) + 1 for name in names[3:20]}
 
     def test_identities_tell_states_apart(self, place: Place) -> None:
         store = store_of(place, whole=False)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,27 @@ class TestFiles:
         (tmp_path / "file").touch()
         with pytest.raises(NotADirectoryError, match="file"):
             make_directories(str(tmp_path / "file" / "below"))
+
+    @pytest.mark.parametrize("mappable", [True, False])
+    def test_sizes_of_many_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mappable: bool) -> None:
+        """On a network file system, where each look may be a round trip, several threads look."""
+        store = LocalStore(str(tmp_path))
+        for i in range(100):
+            (tmp_path / str(i)).write_bytes(b"1" * i)
+        (tmp_path / "directory").mkdir()
+        lookers: set[int] = set()
+        size = LocalStore.size
+
+        def looked(self: LocalStore, name: str) -> int | None:
+            lookers.add(threading.get_ident())
+            time.sleep(0.001)
+            return size(self, name)
+
+        monkeypatch.setattr(LocalStore, "size", looked)
+        monkeypatch.setattr(LocalStore, "mappable", mappable)
+        assert store.sizes(str(i) for i in range(100)) == {str(i): i for i in range(100)}
+        assert (len(lookers) > 1) == (not mappable)
+        assert store.sizes(["7", "none", "directory"]) == {"7": 7, "none": None, "directory": None}
 
     def test_only_local_file_systems_are_mapped(self, tmp_path: Path) -> None:
         assert mount_of(str(tmp_path)).kind in MAPPABLE

@@ -1,8 +1,10 @@
 """The sizes of the objects of a checkpoint, listed where that saves requests."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.bucket.objects import LISTED_AT_ONCE, Objects
 
 FEW = 8  # objects that are requested one by one before all are listed
@@ -51,3 +53,21 @@ class SizeListing:
         except BaseException:
             self._pages = None
             raise
+
+
+def sizes_of(objects: Objects, names: Sequence[str], at_once: int) -> dict[str, int | None]:
+    """The sizes of many objects, whose names are given in order: concurrently, as many as one response has in each.
+
+    Objects of other names are listed only where they lie between these.
+    """
+    found: dict[str, int] = {}
+
+    def look(first: str, last: str) -> None:
+        for page in objects.pages("", after=first[:-1]):  # what has this name comes before the first that is wanted
+            found.update(page)
+            if max(page, default=last) >= last:
+                return
+
+    ranges = [names[start : start + LISTED_AT_ONCE] for start in range(0, len(names), LISTED_AT_ONCE)]
+    run_tasks((partial(objects.asking, "", partial(look, some[0], some[-1])) for some in ranges), at_once)
+    return {name: found.get(name) for name in names}

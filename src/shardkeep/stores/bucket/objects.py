@@ -149,12 +149,14 @@ class Objects:
             )
         return meta, data
 
-    def pages(self, name: str) -> Iterator[dict[str, int]]:
-        """Relative names and sizes of all objects below a name, page by page."""
+    def pages(self, name: str, after: str | None = None) -> Iterator[dict[str, int]]:
+        """Relative names and sizes of all objects below a name, page by page; only of those `after` a name."""
         start = len(self.key(name)) + 1 if self.key(name) else 0
         reading, key = self.clients().reading, self.key(name) or None
+        offset = None if after is None else self.key(after)
         # Tables of arrow, which obstore can return instead, have a type of another package.
-        for page in obstore.list(reading, key, chunk_size=LISTED_AT_ONCE):  # pyright: ignore[reportUnknownMemberType]
+        pages = obstore.list(reading, key, offset=offset, chunk_size=LISTED_AT_ONCE)  # pyright: ignore[reportUnknownMemberType]
+        for page in pages:
             yield {each["path"][start:]: each["size"] for each in page}
 
     def remove_own(self, name: str, start: bytes, sure: bool = True) -> None:

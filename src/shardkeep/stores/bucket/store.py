@@ -26,7 +26,7 @@ from shardkeep.runtime.scopes import Scope, frame_above, sweep
 from shardkeep.stores.base import LOCK_SECONDS, Traits
 from shardkeep.stores.bucket.credentials import Bucket, is_final, list_below
 from shardkeep.stores.bucket.leases import Lease, is_dead
-from shardkeep.stores.bucket.listing import FEW, SizeListing
+from shardkeep.stores.bucket.listing import FEW, SizeListing, sizes_of
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
 from shardkeep.stores.bucket.ranges import GAP, BucketFile
 
@@ -37,6 +37,7 @@ OBJECT_LIMIT = 32 << 20  # size of the objects that data is packed into
 LARGE = 2 * OBJECT_LIMIT  # larger objects are uploaded in parts
 CONCURRENCY = 8  # requests: a single one reaches only a part of the bandwidth
 _PART = 16 << 20  # size of a part
+_DOCUMENTS = 64  # requests for small documents: a thousand take a second at 50 ms each; S3 allows 5,500 a second
 
 log = logging.getLogger("shardkeep")
 
@@ -60,6 +61,7 @@ class BucketStore(Objects):
         late_requests=True,
         concurrency=CONCURRENCY,
         object_limit=OBJECT_LIMIT,
+        documents_at_once=_DOCUMENTS,
     )
     has_leases = True
 
@@ -106,8 +108,7 @@ class BucketStore(Objects):
                 self._listing.all()
             return {name: self._listing.size(name) for name in wanted}
         if self._whole and len(wanted) > 2:
-            listed = self._list("")
-            return {name: listed.get(name) for name in wanted}
+            return sizes_of(self, sorted(set(wanted)), CONCURRENCY)
         return {name: self.size(name) for name in wanted}
 
     def modified(self, name: str) -> float | None:

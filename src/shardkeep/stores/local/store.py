@@ -9,10 +9,11 @@ import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardkeep.config import LEASE, read
 from shardkeep.errors import IntegrityError
+from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
@@ -28,6 +29,8 @@ _LARGE = 1 << 20  # space for files of at least this size is allocated before th
 _SMALL = 256 << 10  # smaller files stay in the page cache until all are synced together
 _MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this is ten million leaves
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
+_MANY = 64  # files: more are looked at concurrently where each look may cost a round trip
+_LOOKS = 16  # looks at once: network file systems answer so many from one client without queueing them
 # What os.link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _UNSHARED = "locks-are-not-shared"  # the file in the control directory that says so
@@ -91,7 +94,17 @@ class LocalStore:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        return {name: self.size(name) for name in names}
+        wanted = list(names)
+        found: dict[str, int | None] = {}
+
+        def look(some: Sequence[str]) -> None:
+            found.update({name: self.size(name) for name in some})
+
+        if self.mappable or len(wanted) < _MANY:
+            look(wanted)
+        else:
+            run_tasks([partial(look, wanted[first::_LOOKS]) for first in range(_LOOKS)], _LOOKS)
+        return found
 
     def modified(self, name: str) -> float | None:
         try:

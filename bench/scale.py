@@ -1,0 +1,412 @@
+"""What a save and a load of one checkpoint cost on 16 to 10,000 processes, by shardkeep's own functions, without data.
+
+    python bench/scale.py            # about ten minutes; writes bench/results/scale.md and scale.png
+    python bench/scale.py --quick    # 16 to 256 processes; prints the table
+
+What is real: the assignment, the plans, the tables of pieces, what processes compare, the operation and its waiting,
+records, the commit to a bucket, the manifest, and the plan of a load. What is not (`standins.py`): devices, the
+coordination service (in memory, counts requests), the bucket (in memory, 50 ms a request, 3,500 requests a second) and
+the data: files have names and sizes, and digests of nothing. One machine cannot be thousands: process 0 is run, and one
+other as an example. Its record, with their own names in it, stands for those of the others; those whose pieces the
+example loads are planned one by one. Up to 256 processes, all take part in the operation, each in a thread.
+
+The slope of a column is the exponent of the number of processes, from the third row to the last, where the data of a
+process stays the same: 0 is constant, 1 is proportional.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from standins import Array, Cloud, CloudBucket, Service, mesh_of, transformer
+
+from shardkeep.layouts.assembly import assemble, part_of
+from shardkeep.layouts.plan import Draft, SavePlan, StagedArray, StagedLeaf, WrittenFile, WrittenPart, plan_save
+from shardkeep.layouts.safetensors import SafetensorsLayout
+from shardkeep.loading.plan import plan_read
+from shardkeep.model.arrays import ArraySpec, Region
+from shardkeep.model.digests import block_count
+from shardkeep.model.document import decode_manifest
+from shardkeep.model.leaves import StoredArray
+from shardkeep.model.manifest import DataFile
+from shardkeep.model.tree import flatten, nest
+from shardkeep.processes.agreement import compare
+from shardkeep.processes.assignment import share_out
+from shardkeep.processes.group import Group
+from shardkeep.processes.operation import LEADER, Operation
+from shardkeep.saving.multiprocess import _encode_part, agreement_lines, hand_in, names_of_others
+from shardkeep.saving.snapshot import Snapshot, _origin_of
+from shardkeep.stores.bucket.store import OBJECT_LIMIT, BucketStore
+from shardkeep.targets.directory import Directory
+from shardkeep.targets.running import now, record_lines
+from shardkeep.targets.transaction import Transaction
+
+RESULTS = Path(__file__).parent / "results"
+SAVE_ID = "5" * 32
+LATENCY = 0.05  # seconds of a request to the bucket
+MOST_THREADS = 256  # processes that take part in an operation, each in a thread
+DIGEST = "0" * 32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """So many processes, in groups of replicas, and a tree."""
+
+    processes: int
+    replicas: int
+    blocks: int
+    width: int
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by their keys, in the order of a tree."""
+        found = transformer(mesh_of(self.processes, self.replicas), self.blocks, self.width)
+        _, leaves = flatten(tree_of(found))
+        return {"/".join(leaf.path): leaf.value for leaf in leaves}
+
+
+def tree_of(leaves: dict[str, Any]) -> Any:
+    return nest([(tuple(key.split("/")), leaf) for key, leaf in leaves.items()])
+
+
+@dataclass
+class Row:
+    """What one job costs. Seconds are of one process; the leader's are of process 0."""
+
+    processes: int
+    replicas: int
+    parameters: int
+    pieces: int  # of all processes
+    own: int  # of one
+    first: float  # seconds: the assignment, in the stall of the first save
+    again: float  # seconds: the same in each later one
+    plan: float
+    lines: float  # what the processes compare
+    coordination: float  # requests of one process to the coordination service, from the beginning to the end
+    records: float  # seconds: reading what the others handed in
+    commit: float  # seconds: from then to the end
+    requests: Counter[str]  # to the bucket, by the leader, from the moment that all have handed in
+    sent: float  # of `coordination`: what a process sets, without the waits
+    files: int
+    document: bytes  # manifest.json
+    tables: int  # bytes of all tables in files
+    decode: float  # seconds: manifest.json
+    load: float  # seconds: planning a load onto the same mesh, with the tables
+    tables_read: Counter[str]  # bytes of tables that one process reads for it, by file
+    pieces_read: int  # bytes of pieces
+    share: int  # bytes that its devices hold
+
+    @property
+    def root(self) -> int:
+        """The bytes of manifest.json."""
+        return len(self.document)
+
+    @property
+    def read(self) -> int:
+        """The bytes that one process reads: manifest, tables, pieces."""
+        return self.root + self.tables_read.total() + self.pieces_read
+
+
+def timed(work: Callable[[], T], rounds: int = 1) -> tuple[float, T]:
+    """The median of the seconds that it takes, and what it gives."""
+    found: list[float] = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        result = work()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found), result
+
+
+def staged(arrays: dict[str, Array], shares: Sequence[Any], process: int) -> list[StagedLeaf]:
+    """The leaves as a process stages them, without the data."""
+    leaves: list[StagedLeaf] = []
+    for (key, array), own in zip(arrays.items(), shares, strict=True):
+        spec, origin = ArraySpec(array.shape, array.dtype), _origin_of(array.sharding)
+        leaves.append(StagedArray(tuple(key.split("/")), spec, origin, own.of(process), shares=own))
+    return leaves
+
+
+def planned(
+    job: Job, arrays: dict[str, Array], shares: Sequence[Any], process: int, limit: int | None = OBJECT_LIMIT
+) -> SavePlan:
+    """What a process plans to write, in files of this size. None: those of a disk."""
+    skeleton, _ = flatten(tree_of(arrays))
+    draft = Draft(SAVE_ID, "", skeleton, {}, now(), process=process, processes=job.processes)
+    return plan_save(SafetensorsLayout(limit), staged(arrays, shares, process), [draft])
+
+
+def written(plan: SavePlan) -> WrittenPart:
+    """What a process has written, with digests of nothing."""
+    (tree,) = plan.trees
+    files = [
+        WrittenFile(file.size or 0, DIGEST, tuple([(DIGEST,) * block_count(piece.nbytes) for piece in file.pieces]))
+        for file in tree.files
+    ]
+    return part_of(tree, files)
+
+
+def as_if_by(part: WrittenPart, process: int, example: int) -> WrittenPart:
+    """The part of another process, with the same files under its own names."""
+    ours, theirs = f"-{example:05d}", f"-{process:05d}"
+
+    def renamed(file: DataFile) -> DataFile:
+        start, number = file.name.removesuffix(".pieces").rsplit("-", 1)
+        if file.name.endswith(".pieces"):
+            return replace_name(file, f"{start}{theirs}.pieces")
+        return replace_name(file, f"{start.removesuffix(ours)}{theirs}-{number}")
+
+    table = part.table_file and renamed(part.table_file)
+    return replace(part, files=tuple(map(renamed, part.files)), table_file=table)
+
+
+def replace_name(file: DataFile, name: str) -> DataFile:
+    return DataFile(name, file.size, file.header_length, file.header_digest)
+
+
+def count_coordination(processes: int, lines: list[str]) -> Counter[str]:
+    """The requests of all processes to the coordination service in one operation: what a save sends and waits for."""
+    service = Service()
+    groups = [Group(service, i, processes) for i in range(processes)]
+
+    def take_part(group: Group) -> None:
+        with Operation("saving to x", group) as operation:
+            compare(operation, lines)
+            operation.share([SAVE_ID, "", [""]])
+            operation.gather(None)
+            operation.share([0, 0])
+
+    threads = [threading.Thread(target=take_part, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        group.close()
+    return service.requests
+
+
+def commit(
+    job: Job, plan: SavePlan, parts: dict[int, WrittenPart], cloud: Cloud, bucket: CloudBucket, latency: float
+) -> tuple[float, float, bytes]:
+    """The leader's part of a commit, as all have handed in: seconds for the records, for the rest, and the manifest."""
+    store = BucketStore(bucket, "run/step_1", ".shardkeep")
+    target = Directory(store, SafetensorsLayout(OBJECT_LIMIT))
+    transaction = Transaction(target)
+    plan = transaction.begin(plan, overwrite=False)
+    start = "run/step_1/"
+    cloud.declare_all(
+        {
+            start + file.name: file.size
+            for part in parts.values()
+            for file in (*part.files, part.table_file)
+            if file is not None
+        }
+    )
+    for process, part in parts.items():
+        if process != LEADER:
+            names = record_lines([file.name for file in part.files], plan.created)
+            note = {"written": [_encode_part(part)], "checksums": {}}
+            document = b'{"owner": "x", "renewed": 1}\n' + names + b"\n" + json_line(note)
+            cloud.declare(f"{start}{store.saves}/{SAVE_ID}.{process}", len(document), document)
+    operation = Operation("saving")  # alone: what it sends is counted elsewhere
+    operation.size = job.processes
+    cloud.requests.clear()
+    cloud.seconds = latency
+    records, (everyones, _) = timed(lambda: hand_in(operation, transaction, [parts[LEADER]], {}))
+
+    def finish() -> None:
+        tree = assemble(plan.trees[0], {process: found for process, (found,) in everyones.items()})
+        transaction.commit({"": tree}, names_of_others(everyones))
+
+    seconds, _ = timed(finish)
+    cloud.seconds = 0.0
+    return records, seconds, cloud.objects[f"{start}manifest.json"].data
+
+
+def json_line(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+def plan_load(
+    arrays: dict[str, Array], document: bytes, tables: dict[str, bytes], process: int
+) -> tuple[float, float, Counter[str], int, int]:
+    """Seconds to decode the manifest and to plan the load of what a process holds; tables and bytes it reads, holds."""
+    read: Counter[str] = Counter()
+
+    def read_table(file: DataFile) -> bytes:
+        read[file.name] = file.size
+        return tables[file.name]
+
+    decode, manifest = timed(lambda: decode_manifest(document, "run", "manifest.json", read_table))
+    devices = [d for d in next(iter(arrays.values())).sharding.mesh.devices.flat if d.process_index == process]
+    regions: list[list[Region]] = []
+    for array in arrays.values():
+        indices = array.sharding.devices_indices_map(array.shape)
+        regions.append(list(dict.fromkeys(Region.from_index(indices[device], array.shape) for device in devices)))
+
+    def plan() -> int:
+        found = 0
+        for number, (leaf, own) in enumerate(zip(manifest.tree().leaves, regions, strict=True)):
+            assert isinstance(leaf, StoredArray)
+            found += sum(fetch.piece.length for fetch in plan_read(number, leaf, own))
+        return found
+
+    seconds, pieces = timed(plan)
+    sizes = zip(arrays.values(), regions, strict=True)
+    share = sum(region.size * array.dtype.itemsize for array, own in sizes for region in own)
+    return decode, seconds, read, pieces, share
+
+
+def measure(job: Job, seconds: float = LATENCY) -> Row:
+    """One row. `seconds`: of a request to the bucket."""
+    arrays = job.arrays()
+    example = 1
+
+    def assign() -> Sequence[Any]:
+        shares = share_out(list(arrays.values()), job.processes, gathered=False)
+        for own in shares:
+            own.of(example)
+        return shares
+
+    first, shares = timed(assign)
+    again, _ = timed(assign, 3)
+    plan_seconds, plan = timed(lambda: planned(job, arrays, shares, example), 3)
+    lines_seconds, lines = timed(lambda: agreement_lines(Snapshot(tuple(staged(arrays, shares, example)), ())), 3)
+    part = written(plan)
+    leads = planned(job, arrays, shares, LEADER)
+    # Those that write what the devices of the example hold: its replicas, and who writes what is not sharded.
+    near = set(range(example, job.processes, job.processes // job.replicas))
+    near |= {int(own.writers.numbers[0]) for own in shares if len(own) == 1}
+    parts = {LEADER: written(leads)}
+    for process in range(1, job.processes):
+        if process in near and process != example:
+            parts[process] = written(planned(job, arrays, shares, process))
+        else:
+            parts[process] = part if process == example else as_if_by(part, process, example)
+    tables = {part.table_file.name: part.table for part in parts.values() if part.table_file}
+    cloud = Cloud()
+    with cloud.in_place() as bucket:
+        records, rest, document = commit(job, leads, parts, cloud, bucket, seconds)
+    decode, load, read, pieces_read, share = plan_load(arrays, document, tables, example)
+    requests = count_coordination(min(job.processes, MOST_THREADS), lines)
+    return Row(
+        processes=job.processes,
+        replicas=job.replicas,
+        parameters=sum(math.prod(array.shape) for array in arrays.values()) // 3,
+        pieces=sum(map(len, shares)),
+        own=sum(len(file.pieces) for file in plan.files),
+        first=first,
+        again=again,
+        plan=plan_seconds,
+        lines=lines_seconds,
+        coordination=requests.total() / min(job.processes, MOST_THREADS),
+        records=records,
+        commit=rest,
+        requests=cloud.requests,
+        sent=requests["set"] / min(job.processes, MOST_THREADS),
+        files=sum(len(part.files) + bool(part.table_file) for part in parts.values()),
+        document=document,
+        tables=sum(len(part.table) for part in parts.values() if part.table_file),
+        decode=decode,
+        load=load,
+        tables_read=read,
+        pieces_read=pieces_read,
+        share=share,
+    )
+
+
+COLUMNS: dict[str, Callable[[Row], float]] = {
+    "pieces of a process": lambda row: row.own,
+    "assignment, first (s)": lambda row: row.first,
+    "assignment, later (s)": lambda row: row.again,
+    "plan (s)": lambda row: row.plan,
+    "compared (s)": lambda row: row.lines,
+    "coordination, requests of a process": lambda row: row.coordination,
+    "records (s)": lambda row: row.records,
+    "commit (s)": lambda row: row.commit,
+    "requests of the leader": lambda row: row.requests.total(),
+    "manifest.json (bytes)": lambda row: row.root,
+    "all of the manifest (bytes a piece)": lambda row: (row.root + row.tables) / row.pieces,
+    "decoding (s)": lambda row: row.decode,
+    "plan of a load (s)": lambda row: row.load,
+    "read for it / held (bytes)": lambda row: row.read / row.share,
+}
+
+
+def slope(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
+    """The exponent of the number of processes, from the third row to the last."""
+    some = rows[min(2, len(rows) - 2) :]
+    ratio = max(value(some[-1]), 1e-9) / max(value(some[0]), 1e-9)
+    return math.log(ratio) / math.log(some[-1].processes / some[0].processes)
+
+
+def table(title: str, rows: Sequence[Row]) -> str:
+    head = ["", *(f"{row.processes:,}" for row in rows), "slope"]
+    lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines.append("| parameters | " + " | ".join(f"{row.parameters / 1e9:,.1f} G" for row in rows) + " | |")
+    for name, value in COLUMNS.items():
+        shown = " | ".join(f"{value(row):,.3g}" if value(row) < 1000 else f"{value(row):,.0f}" for row in rows)
+        lines.append(f"| {name} | {shown} | {slope(rows, value):.2f} |")
+    kinds = sorted({kind for row in rows for kind in row.requests})
+    lines += [f"| … {kind} | " + " | ".join(str(row.requests[kind]) for row in rows) + " | |" for kind in kinds]
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, list[Row]]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 4, figsize=(18, 8))
+    names = [name for name in COLUMNS if name not in ("pieces of a process", "compared (s)", "decoding (s)")]
+    for axis, name in zip(axes.flat, names, strict=False):
+        for title, rows in found.items():
+            axis.plot([row.processes for row in rows], [COLUMNS[name](row) for row in rows], marker="o", label=title)
+        axis.set(xscale="log", yscale="log", title=name, xlabel="processes")
+        axis.grid(alpha=0.3)
+    axes.flat[0].legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "scale.png", dpi=110)
+
+
+def jobs(quick: bool) -> dict[str, list[Job]]:
+    """Trees that grow with the cluster, to 10¹² parameters: the data of a process and the number of leaves stay."""
+    sizes = (16, 64, 256) if quick else (16, 64, 256, 1024, 4096, 10_000)
+    blocks = 4 if quick else 100
+
+    def job(processes: int, replicas: int) -> Job:
+        return Job(processes, replicas, blocks, round(math.sqrt(processes) * 224))  # 20 × width² for each block
+
+    return {
+        "3,000 arrays, sharded over all processes": [job(n, 1) for n in sizes],
+        "3,000 arrays, 16 groups of replicas": [job(n, 16) for n in sizes],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="16 to 256 processes, small trees")
+    quick = parser.parse_args().quick
+    found: dict[str, list[Row]] = {}
+    for title, some in jobs(quick).items():
+        found[title] = []
+        for job in some:
+            found[title].append(measure(job))
+            print(f"{title}: {job.processes:,} processes", file=sys.stderr)
+    text = "\n\n".join(table(title, rows) for title, rows in found.items())
+    print(text)
+    if not quick:
+        (RESULTS / "scale.md").write_text(f"{(__doc__ or '').strip()}\n\n{text}\n")
+        plot(found)
+
+
+if __name__ == "__main__":
+    main()
