@@ -379,10 +379,10 @@ class TestReaders:
             (tmp_path / INDEX).write_text(json.dumps(index))
         store, manifest = LocalStore(str(tmp_path)), shardkeep.inspect(tmp_path)
         request = LoadRequest(verify=foreign)
-        assert loading._try_load(location(tmp_path), store, manifest, request, ALONE) is not None
+        assert loading._try_load(location(tmp_path), store, manifest, request, ALONE, None) is not None
         save(tmp_path, {"w": jnp.arange(3.0) + 1})
         assert (tmp_path / "w" / "0").exists()
-        assert loading._try_load(location(tmp_path), store, manifest, request, ALONE) is None
+        assert loading._try_load(location(tmp_path), store, manifest, request, ALONE, None) is None
         assert_same(shardkeep.load(tmp_path, verify=False), {"w": jnp.arange(3.0) + 1})
 
     def test_lists_and_searches_see_one_checkpoint(self, tmp_path: Path) -> None:
