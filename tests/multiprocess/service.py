@@ -1,9 +1,12 @@
 """A real coordination service in this process, with a client for each of several groups, driven by threads."""
 
 import contextlib
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -64,6 +67,16 @@ def everywhere(made: list[Group], work: Callable[[Operation], Any], what: str = 
         return list(pool.map(one, made))
 
 
+def _stop(service: "subprocess.Popen[str]") -> None:
+    """Stop a process, and wait until all of its threads have stopped: until then they answer."""
+    service.send_signal(SIGSTOP)
+    while not all(
+        (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        for task in Path(f"/proc/{service.pid}/task").iterdir()
+    ):
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def pausable() -> Iterator[tuple[Group, Callable[[], None], Callable[[], None]]]:
     """A group of one of two processes, and how to stop the service and let it continue: it is a process of its own."""
@@ -74,7 +87,7 @@ def pausable() -> Iterator[tuple[Group, Callable[[], None], Callable[[], None]]]
         group = Group(client, 0, 2)
         group.live()
         try:
-            yield group, partial(service.send_signal, SIGSTOP), partial(service.send_signal, SIGCONT)
+            yield group, partial(_stop, service), partial(service.send_signal, SIGCONT)
         finally:
             service.send_signal(SIGCONT)
             group.close()
