@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,8 +31,8 @@ class Point:
         return f"{self.call}, {self.does} at {self.file}:{self.line} ({self.thread}, time {self.nth})"
 
 
-def leaks(seconds: float = 5.0) -> list[str]:
-    """What calls that are over still hold, once threads that are ending have ended."""
+def leaks(seconds: float = 5.0, but: Collection[str] = ()) -> list[str]:
+    """What calls that are over still hold, `but` what was held before, once threads that are ending have ended."""
     from shardkeep.runtime import scopes
     from shardkeep.runtime.budget import budget
     from shardkeep.runtime.collector import collector
@@ -51,7 +51,7 @@ def leaks(seconds: float = 5.0) -> list[str]:
         found += (
             ["a pause of the collector"] if collector.pauses or not gc.isenabled() or not gc.get_threshold()[0] else []
         )
-        return found
+        return [what for what in found if what not in but]
 
     until = time.monotonic() + seconds
     while (found := look()) and time.monotonic() < until:

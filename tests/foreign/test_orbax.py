@@ -310,8 +310,11 @@ class TestManager:
         assert shardkeep.latest(root) == str(root / "40")
 
     def test_it_is_resumed_only_by_the_names_that_it_has(self, root: Path) -> None:
-        with pytest.raises(shardkeep.CheckpointExistsError, match=r"open the run with name='\{\}'"):
-            shardkeep.Run(root).resume({"w": np.zeros(3)})
+        with (
+            pytest.raises(shardkeep.CheckpointExistsError, match=r"open the run with name='\{\}'"),
+            shardkeep.Run(root) as run,
+        ):
+            run.resume({"w": np.zeros(3)})
 
     def test_the_command_line_knows_its_steps(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["ls", "--json", str(root)]) == 0

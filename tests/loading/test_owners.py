@@ -34,6 +34,9 @@ class Spread:
     grid: tuple[tuple[int, ...], ...]  # for each part along the first axis, the processes that hold it
     is_fully_addressable: bool = False
 
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // len(self.grid), *shape[1:])
+
     def devices_indices_map(self, shape: tuple[int, ...]) -> Mapping[Any, tuple[slice, ...]]:
         rows = shape[0] // len(self.grid)
         return {

@@ -203,7 +203,7 @@ running.release()
 mine.append(report.warm.wait(60))
 meet(root, "both are warm", index, size)
 pages += sorted(cached_pages(file) / (file.stat().st_size // 4096) for file in root.rglob("*.safetensors"))
-say(mine=mine, pages=[round(share, 1) for share in pages], share=report.share, nbytes=report.nbytes)
+say(mine=mine, pages=[round(share) for share in pages], share=report.share, nbytes=report.nbytes)
 """,
         tmp_path,
     )

@@ -96,12 +96,13 @@ def test_best_needs_a_metric(tmp_path: Path) -> None:
 def test_a_damaged_step_can_still_be_named(tmp_path: Path) -> None:
     trained(tmp_path / "run", [1, 2])
     damage(tmp_path / "run", 2)
-    with pytest.raises(shardkeep.IntegrityError, match="step_2"):
-        Run(tmp_path / "run").load(2)
-    with pytest.raises(CheckpointNotFoundError, match="has no step 7"):
-        Run(tmp_path / "run").load(7)
-    with pytest.raises(CheckpointNotFoundError, match="has no usable step"):
-        Run(tmp_path / "empty").load()
+    with Run(tmp_path / "run") as run:
+        with pytest.raises(shardkeep.IntegrityError, match="step_2"):
+            run.load(2)
+        with pytest.raises(CheckpointNotFoundError, match="has no step 7"):
+            run.load(7)
+    with Run(tmp_path / "empty") as run, pytest.raises(CheckpointNotFoundError, match="has no usable step"):
+        run.load()
 
 
 def test_without_permission_to_write_one_watches_without_holds(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_large_file_is_not_in_the_page_cache_when_it_is_saved_and_is_after_a_l
     (file,) = path.glob("*.safetensors")
     assert cached_pages(file) == 0
     assert_same(shardkeep.load(path), state)
-    assert cached_pages(file) >= 3 * 12_000_004 // mmap.PAGESIZE
+    assert cached_pages(file) > 2 * 12_000_004 // mmap.PAGESIZE
 
 
 def test_a_small_file_stays_in_the_page_cache(tmp_path: Path) -> None:
