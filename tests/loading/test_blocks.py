@@ -12,7 +12,7 @@ from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.loading.blocks import BlockReader, parts_of
 from shardkeep.model.arrays import Region
 from shardkeep.model.digests import BLOCK
-from shardkeep.model.leaves import Piece
+from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.stores.local.store import LocalStore
 from support import FORMATS, pattern, save_as
 
@@ -115,9 +115,11 @@ def test_digests_are_compared_only_if_that_is_asked_for(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[piece.offset] ^= 1
     file.write_bytes(data)
-    files = shardkeep.inspect(path).tree().files
+    tree = shardkeep.inspect(path).tree()
+    files, leaf = tree.files, tree.leaves[0]
+    assert isinstance(leaf, StoredArray)
     memory = np.empty(piece.length, np.uint8)
-    BlockReader(LocalStore(str(path)), files, verify=False).read("a/w", piece, (0, 1), memory)
+    BlockReader(LocalStore(str(path)), files, verify=False).read(leaf, piece, (0, 1), memory)
     assert memory[0] == data[piece.offset]
     with pytest.raises(IntegrityError, match="the data does not match its digest"):
-        BlockReader(LocalStore(str(path)), files).read("a/w", piece, (0, 1), memory)
+        BlockReader(LocalStore(str(path)), files).read(leaf, piece, (0, 1), memory)

@@ -34,9 +34,9 @@ def test_reading_goes_on_while_transfers_are_under_way(tmp_path: Path, mmap: boo
         + """
 from shardkeep.loading.blocks import BlockReader
 check = BlockReader.check
-def checked(self, key, *more):
-    check(self, key, *more)
-    device.mark("checked " + key)
+def checked(self, leaf, *more):
+    check(self, leaf, *more)
+    device.mark("checked " + leaf.key)
 BlockReader.check = checked
 host = save_host(root + "/x")  # 16 leaves of 64 KB
 settle()

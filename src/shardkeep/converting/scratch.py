@@ -178,7 +178,7 @@ class _Maker:
         if piece.length == 0:
             return np.empty(piece.region.shape, leaf.spec.dtype)
         if piece.file not in self._maps:
-            mapping = self.reader.map(piece.file, 0, self.reader.files[piece.file].size, leaf.key)
+            mapping = self.reader.map(piece.file, 0, self.reader.files[piece.file].size, leaf)
             if mapping is None:
                 raise OSError(errno.ENOMEM, "too many mapped files in this process")
             self._maps[piece.file] = mapping
@@ -192,7 +192,7 @@ class _Maker:
         start = piece.offset + part[0] * BLOCK
         end = piece.offset + min(part[1] * BLOCK, piece.length)
         mapping.bring_in(start, end)
-        self.reader.check(leaf.key, piece, part, mapping.data[start:end])
+        self.reader.check(leaf, piece, part, mapping.data[start:end])
         self._progress(end - start)
 
     def filling(self, leaf: StoredArray, rooms: Sequence[tuple[Region, Array]]) -> list[Task]:

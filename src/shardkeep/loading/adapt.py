@@ -36,8 +36,8 @@ def adapt(w: Wanted, value: Any, request: LoadRequest) -> Any:
         value = request.policy.treat(value, w.stored, partial(apply_function, w.place.function or _unchanged))
     elif w.place.function is not None:
         value = apply_function(w.place.function, value)
-    if w.dtype is not None and isinstance(value, jax.Array | np.ndarray) and not isinstance(origin, PrngKeys):
-        value = cast_array(value, w.dtype, w.stored.key)
+    if w.dtype is not None and getattr(value, "dtype", w.dtype) != w.dtype and not isinstance(origin, PrngKeys):
+        value = cast_array(value, w.dtype, w.stored.key) if isinstance(value, (np.ndarray, jax.Array)) else value
     if isinstance(value, np.ndarray):
         value = _settled(w, origin, cast(Array, value))
     if w.place.layout is not None and isinstance(value, jax.Array) and not isinstance(origin, PrngKeys):

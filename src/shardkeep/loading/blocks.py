@@ -14,7 +14,7 @@ from shardkeep.errors import IntegrityError, damage_of
 from shardkeep.layouts.codecs import codec_of_encoded
 from shardkeep.model.arrays import Array
 from shardkeep.model.digests import BLOCK, block_count, blocks, digest
-from shardkeep.model.leaves import Piece
+from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.model.manifest import DataFile
 from shardkeep.stores.base import MappedFile, Store, StoredFile
 from shardkeep.targets.recorded import open_file
@@ -42,9 +42,11 @@ class BlockReader:
         """A file of the tree, which is there and has its size. `key` is the leaf that it is opened for."""
         return open_file(self.store, self.files[number], key)
 
-    def map(self, number: int, start: int, end: int, key: str, needed: Sequence[Range] = ()) -> MappedFile | None:
+    def map(
+        self, number: int, start: int, end: int, leaf: StoredArray, needed: Sequence[Range] = ()
+    ) -> MappedFile | None:
         """Bytes of a file as memory, which `needed` (offset, length) are read of; None if it can map no more."""
-        with self.open(number, key) as file:
+        with self.open(number, leaf.key) as file:
             try:
                 return file.map(start, end - start, needed)
             except OSError as error:
@@ -52,7 +54,7 @@ class BlockReader:
                     raise
                 return None
             except EOFError as error:
-                raise damage_of(error, key, self.where(number)) from error
+                raise damage_of(error, leaf.key, self.where(number)) from error
 
     def fill(self, number: int, start: int, memory: Array, key: str | None = None) -> None:
         """Read bytes of a file as they are stored."""
@@ -62,17 +64,17 @@ class BlockReader:
             except EOFError as error:
                 raise damage_of(error, key, self.where(number)) from error
 
-    def read(self, key: str, piece: Piece, blocks: Range, memory: Array) -> None:
+    def read(self, leaf: StoredArray, piece: Piece, blocks: Range, memory: Array) -> None:
         """Read blocks of a piece, decoded, and check them. A piece that is encoded is read as a whole."""
         if piece.stored is None:
-            self.fill(piece.file, piece.offset + blocks[0] * BLOCK, memory, key)
+            self.fill(piece.file, piece.offset + blocks[0] * BLOCK, memory, leaf.key)
         else:
             packed = np.empty(piece.stored, np.uint8)
-            self.fill(piece.file, piece.offset, packed, key)
-            self.decode(key, piece, packed, memory)
-        self.check(key, piece, blocks, memory)
+            self.fill(piece.file, piece.offset, packed, leaf.key)
+            self.decode(leaf, piece, packed, memory)
+        self.check(leaf, piece, blocks, memory)
 
-    def decode(self, key: str, piece: Piece, packed: Array, memory: Array) -> None:
+    def decode(self, leaf: StoredArray, piece: Piece, packed: Array, memory: Array) -> None:
         """Decode a compressed or bit-packed piece, never beyond its declared size."""
         # A compressed piece is all there is in its file; a packed one of another program is a part of it.
         known = None if self.compression is None else self.files[piece.file].header_digest
@@ -83,9 +85,9 @@ class BlockReader:
         except ValueError as problem:
             where = self.where(piece.file)
             span = (piece.offset, piece.offset + packed.size)
-            raise IntegrityError(f"{where} is damaged: {problem}", leaf=key, file=where, span=span) from problem
+            raise IntegrityError(f"{where} is damaged: {problem}", leaf=leaf.key, file=where, span=span) from problem
 
-    def check(self, key: str, piece: Piece, chosen: Range, data: Array) -> None:
+    def check(self, leaf: StoredArray, piece: Piece, chosen: Range, data: Array) -> None:
         """`IntegrityError` unless blocks match their digests. Pieces without digests are not checked."""
         first, last = chosen
         if not self.verify or piece.digests is None:
@@ -99,7 +101,7 @@ class BlockReader:
                 if piece.stored is not None:  # these are not the bytes that are stored
                     at, span = "", (piece.offset, piece.offset + piece.stored)
                 problem = f"{where} is damaged{at}: the data does not match its digest"
-                raise IntegrityError(problem, leaf=key, file=where, span=span)
+                raise IntegrityError(problem, leaf=leaf.key, file=where, span=span)
 
 
 def parts_of(piece: Piece, chosen: Sequence[Range] | None = None) -> list[Range]:

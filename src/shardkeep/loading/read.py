@@ -120,22 +120,22 @@ def _map_files(reader: BlockReader, step: Sequence[Fetch], destinations: Mapping
     """Mappings of the files from which this step reads enough, with the offsets at which they start."""
     if not reader.mapped:
         return {}
-    spans: dict[int, tuple[int, int, str]] = {}
+    spans: dict[int, tuple[int, int, StoredArray]] = {}
     needed: dict[int, list[tuple[int, int]]] = {}
     for fetch in step:
         piece = fetch.piece
         if piece.stored is None and piece.length:
-            low, high, key = spans.get(piece.file, (piece.offset, 0, destinations[fetch.leaf].leaf.key))
-            spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), key)
+            low, high, leaf = spans.get(piece.file, (piece.offset, 0, destinations[fetch.leaf].leaf))
+            spans[piece.file] = (min(low, piece.offset), max(high, piece.offset + piece.length), leaf)
             if reader.store.traits.costly_requests:
                 ranges = needed_blocks(fetch, destinations[fetch.leaf].leaf)
                 needed.setdefault(piece.file, []).extend(
                     (piece.offset + a * BLOCK, min(b * BLOCK, piece.length) - a * BLOCK) for a, b in ranges
                 )
     maps: Maps = {}
-    for number, (low, high, key) in spans.items():
+    for number, (low, high, leaf) in spans.items():
         if high - low >= _MAP_FROM or reader.store.traits.costly_requests:
-            mapping = reader.map(number, low, high, key, needed.get(number, ()))
+            mapping = reader.map(number, low, high, leaf, needed.get(number, ()))
             if mapping is not None:  # else it is read
                 maps[number] = mapping, low
     return maps
@@ -244,8 +244,8 @@ def _read_all(reader: BlockReader, progress: Progress, ranges: Sequence[tuple[_U
     for mapping, start, end in spans:
         mapping.bring_in(start, end)
     for unit, first, last in ranges:
-        key, memory = unit.destination.leaf.key, unit.memory[first * BLOCK : last * BLOCK]
-        (reader.read if unit.mapping is None else reader.check)(key, unit.piece, (first, last), memory)
+        leaf, memory = unit.destination.leaf, unit.memory[first * BLOCK : last * BLOCK]
+        (reader.read if unit.mapping is None else reader.check)(leaf, unit.piece, (first, last), memory)
         progress(memory.size)
         if len(unit.ranges) == 1:
             unit.copy()  # while it is in the cache

@@ -95,12 +95,15 @@ class LoadRequest:
     extra: str = "ignore"  # leaves that the template does not have; "error" refuses them
 
 
+_ANYWHERE = Place()
+
+
 @dataclass(slots=True)
 class Wanted:
     """A leaf to load: what is stored, where it goes, and what the caller gets."""
 
     stored: StoredLeaf
-    place: Place = field(default_factory=Place)
+    place: Place = _ANYWHERE
     as_numpy: bool = False
     dtype: DType | None = None
     like: Any = None  # the template's plain value or 0-d array, where the other was saved
@@ -144,6 +147,9 @@ class NumpyStruct(jax.ShapeDtypeStruct):
     """An abstract array in a template that is loaded as a NumPy array. `abstract` returns it for NumPy leaves."""
 
     __slots__ = ()
+
+
+_NUMPY = (np.ndarray, NumpyStruct)
 
 
 def choose(tree: Tree, request: LoadRequest, problems: list[Mismatch] | None = None) -> Choice:
@@ -329,9 +335,11 @@ def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted 
     if stored.processes is not None or isinstance(like, PerProcess):
         return _per_process_as_template(stored, leaf)
     is_array = hasattr(like, "shape") and hasattr(like, "dtype") and not isinstance(like, np.generic)
-    if isinstance(stored, StoredArray) and stored.origin.kind == UNREADABLE:
+    if not isinstance(stored, StoredArray):
+        return _plain_as_template(stored, leaf, is_array)
+    if stored.origin.kind == UNREADABLE:
         return wrong_kind(leaf.path, f"what cannot be read ({stored.unreadable})", f"a {type(like).__name__}")
-    if not is_array or not isinstance(stored, StoredArray):
+    if not is_array:
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)
     was = stored.was
@@ -345,19 +353,19 @@ def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted 
     if dtype is not None and dtype != stored.spec.dtype and kind_of(dtype) != kind_of(stored.spec.dtype):
         return wrong_kind(leaf.path, stored.dtype, dtype.name)
     sharding = getattr(like, "sharding", None)
-    place = Place()
+    place = _ANYWHERE
     if isinstance(sharding, Sharding) and getattr(like, "committed", True):
         checked = check_sharding(sharding, leaf.path, shape, request.mesh)
-        place = Place(checked, explicit=True, layout=None if is_key else _layout_of(leaf))
-    as_numpy = isinstance(like, np.ndarray | NumpyStruct)
+        place = Place(checked, explicit=True, layout=None if is_key or len(shape) < 2 else _layout_of(leaf))
+    as_numpy = isinstance(like, _NUMPY)
     return Wanted(stored, place, as_numpy, dtype, shape=None if shape == saved_shape else shape)
 
 
 def _layout_of(leaf: Leaf) -> Layout | None:
-    """The layout that a template's array has; None if that is the device's own, or it says nothing about it."""
+    """The layout of a template's array of two axes or more; None if it has none, or that of the device."""
     like = leaf.value
     found = getattr(like, "format", None)
-    if not isinstance(found, Format) or found.layout is None or len(like.shape) < 2:
+    if not isinstance(found, Format) or found.layout is None:
         return None
     layout = check_layout(found.layout, leaf.key)
     # Most templates are arrays with the layout that they have anyway, which is known for a CPU.

@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from jax.tree_util import Partial
 from shardkeep.errors import ShardingError, counted
 from shardkeep.jaxapi import current_mesh, partitions_of
 from shardkeep.model.arrays import Region
+from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.keys import loose_key
 from shardkeep.model.leaves import Axes, SavedSharding
 from shardkeep.model.tree import Path, flatten, name_leaf
@@ -30,7 +31,7 @@ _SHOWN = 8  # keys that a message lists
 _ENTRIES = Sharding | PartitionSpec | Partial | Format  # what a tree of shardings has as leaves, beside functions
 
 
-@dataclass(frozen=True, slots=True)
+@fast_dataclass
 class Place:
     """Where a leaf goes: a sharding (None is the default device), then a function of the user's to apply."""
 
@@ -40,7 +41,7 @@ class Place:
     layout: Layout | None = None  # the order of its dimensions in the device's memory; None is the device's own
 
 
-@dataclass(frozen=True, slots=True)
+@fast_dataclass
 class ShapedLeaf:
     """What is needed of a leaf to choose its sharding."""
 

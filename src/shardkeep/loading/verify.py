@@ -228,16 +228,14 @@ class _Check:
         for leaf, piece in batch:
             start = piece.offset - first.offset
             try:
-                self._reader.check(
-                    leaf.key, piece, (0, block_count(piece.length)), memory[start : start + piece.length]
-                )
+                self._reader.check(leaf, piece, (0, block_count(piece.length)), memory[start : start + piece.length])
             except IntegrityError as error:
                 self._report(leaf.key, where, error)
 
     def _check_piece(self, leaf: StoredArray, piece: Piece, part: Range) -> None:
         try:
             memory = aligned_empty(min(part[1] * BLOCK, piece.length) - part[0] * BLOCK)
-            self._reader.read(leaf.key, piece, part, memory)
+            self._reader.read(leaf, piece, part, memory)
             self._progress(memory.size if piece.stored is None else piece.stored)
         except (IntegrityError, OSError, MemoryError, OverflowError) as error:
             self._report(leaf.key, self._reader.where(piece.file), error)

@@ -77,10 +77,14 @@ class CellGrid:
         """The number of elements of the array."""
         return math.prod(self.shape)
 
+    @cached_property
+    def _all(self) -> Region:
+        return Region.whole(self.shape)
+
     def region(self, cell: int) -> Region:
         """The part of the array that a cell is."""
         if self.count == 1:
-            return Region.whole(self.shape)
+            return self._all
         start: list[int] = []
         shape: list[int] = []
         for part, count, extent in zip(reversed(self.parts), reversed(self.counts), reversed(self.shape), strict=True):

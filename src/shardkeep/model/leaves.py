@@ -215,7 +215,8 @@ class StoredArray(StoredLeaf):
 
     @property
     def processes(self) -> int | None:
-        return len(self.origin.lengths) if isinstance(self.origin, PerProcessRows) else None
+        origin = self.origin
+        return len(origin.lengths) if isinstance(origin, PerProcessRows) else None
 
     def _summary(self) -> str:
         if self.unreadable is not None:

@@ -145,7 +145,12 @@ class StoredPieces(Sequence[Piece]):
     def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
         if isinstance(index, slice):
             return self.cells(range(len(self))[index])
-        return self.cells([range(len(self))[index]])[0]
+        cell = range(len(self))[index]
+        table = 0 if self.pattern is None else self.pattern.tables[cell]
+        try:
+            return self._decoder(table).piece(cell)
+        except (IntegrityError, ValueError) as error:
+            raise self._damage(error, table) from None
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.cells(range(len(self))))
@@ -163,21 +168,25 @@ class StoredPieces(Sequence[Piece]):
 
     def cells(self, numbers: Iterable[int]) -> list[Piece]:
         """Some of the pieces, by the numbers of their cells."""
-        runs: dict[int, _Decoder] = {}
+        decoders: dict[int, _Decoder] = {}
         found: list[Piece] = []
         for cell in numbers:
             table = 0 if self.pattern is None else self.pattern.tables[cell]
             try:
-                run = runs.get(table)
-                if run is None:
-                    run = runs[table] = self._decoder(table)
-                found.append(run.piece(cell))
-            except IntegrityError as error:  # the file of the table is missing or damaged
-                raise damage_of(error, show_key(self.path), error.file or "") from None
-            except ValueError as problem:
-                where, key = self.tables.name(table), show_key(self.path)
-                raise IntegrityError(f"{where} is malformed: {problem}", leaf=key, file=where) from None
+                decoder = decoders.get(table)
+                if decoder is None:
+                    decoder = decoders[table] = self._decoder(table)
+                found.append(decoder.piece(cell))
+            except (IntegrityError, ValueError) as error:
+                raise self._damage(error, table) from None
         return found
+
+    def _damage(self, error: IntegrityError | ValueError, table: int) -> IntegrityError:
+        """The error for a piece in a table that is malformed, or in a file that is missing or damaged."""
+        if isinstance(error, IntegrityError):
+            return damage_of(error, show_key(self.path), error.file or "")
+        where, key = self.tables.name(table), show_key(self.path)
+        return IntegrityError(f"{where} is malformed: {error}", leaf=key, file=where)
 
     def _decoder(self, number: int) -> "_Decoder":
         """What decodes the cells in one table, which has as many as it should."""
@@ -205,28 +214,27 @@ class _Decoder:
 
     def __init__(self, pieces: StoredPieces, table: PieceTable, run: LeafRows, source: TableSource) -> None:
         self._pieces, self._table, self._run, self._source = pieces, table, run, source
-        self._itemsize = pieces.spec.dtype.itemsize
 
     @cached_property
     def _firsts(self) -> Sequence[int]:
         """Where the digests of each row begin, and where those of the last end."""
-        run = self._run
-        sizes = self._pieces.grid.sizes(np.asarray(self._table.cells[run.first : run.last]))
-        return [run.first_digest, *(np.cumsum(-(-sizes * self._itemsize // BLOCK)) + run.first_digest).tolist()]
+        run, pieces = self._run, self._pieces
+        nbytes = pieces.grid.sizes(np.asarray(self._table.cells[run.first : run.last])) * pieces.spec.dtype.itemsize
+        return [run.first_digest, *(np.cumsum(-(-nbytes // BLOCK)) + run.first_digest).tolist()]
 
     def piece(self, cell: int) -> Piece:
-        table, run, files = self._table, self._run, self._pieces.tables.files
+        table, run, pieces = self._table, self._run, self._pieces
         row = run.first
         if run.last - row > 1:
             row = bisect_left(table.cells, cell, row, run.last)
         if row == run.last or table.cells[row] != cell:
             raise ValueError(f"a table lacks cell {cell:,}")
-        if table.cells[run.last - 1] >= self._pieces.grid.count:
+        if table.cells[run.last - 1] >= pieces.grid.count:
             raise ValueError("a table has a cell that is not in the grid")
-        region = self._pieces.grid.region(cell)
-        length = region.size * self._itemsize
+        region = pieces.grid.region(cell)
+        length = (pieces.grid.size if pieces.grid.count == 1 else region.size) * pieces.spec.dtype.itemsize
         stored = table.stored[row] or None if table.packed else None
-        file, offset = self._source.base + table.files[row], table.offsets[row]
+        file, offset, files = self._source.base + table.files[row], table.offsets[row], pieces.tables.files
         if file >= len(files) or offset + (length if stored is None else stored) > files[file].size:
             raise ValueError("a piece lies outside its file")
         return Piece(region, file, offset, length, self._digests(row, length), stored)

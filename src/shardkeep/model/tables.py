@@ -7,7 +7,6 @@ looked at where they lie.
 import struct
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
@@ -64,7 +63,7 @@ def table_size(leaves: int, pieces: int, digests: int, packed: bool) -> int:
     return _HEADER.size + 8 * pieces * (2 if packed else 1) + 12 * leaves + 8 * pieces + _DIGEST * digests
 
 
-@dataclass(frozen=True, slots=True)
+@fast_dataclass
 class LeafRows:
     """The rows of one leaf in a table, and its digests."""
 
