@@ -62,10 +62,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
     """Add llms.txt. All pages have been read by now, and no file of the site is written yet."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
-    section = None
-    for path, uri in _entries(config.nav):
-        if path[0] != section:
-            section = path[0]
+    last = ""
+    for section, uri in _entries(config.nav):
+        if section != last:
+            last = section
             lines += ["", f"## {section}", ""]
         file = files.get_file_from_path(uri)
         if file is not None and file.page is not None:
@@ -73,15 +73,14 @@ def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
     files.append(File.generated(config, "llms.txt", content="\n".join(lines) + "\n"))
 
 
-def _entries(nav: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The pages of the navigation, each with the titles above it and, if given, its own."""
+def _entries(nav: Any, section: str = "") -> Iterator[tuple[str, str]]:
+    """The pages of the navigation, each with the title of its section."""
     for item in nav:
         for title, below in item.items() if isinstance(item, dict) else [("", item)]:
-            here = (*path, title) if title else path
             if isinstance(below, str):
-                yield here, below
+                yield section, below
             else:
-                yield from _entries(below, here)
+                yield from _entries(below, section or title)
 
 
 def _links(markdown: str) -> list[re.Match[str]]:
