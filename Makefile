@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
-.PHONY: check demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
+.PHONY: check docs docs-serve demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
@@ -130,14 +130,23 @@ $(TORCH_STAMP): pyproject.toml
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' -e .
 	touch $(TORCH_STAMP)
 
-check: setup
-	$(BIN)/ruff check src tests faults bench examples
-	$(BIN)/ruff format --check src tests faults bench examples
+check: setup docs
+	$(BIN)/ruff check src tests faults bench examples docs/tools
+	$(BIN)/ruff format --check src tests faults bench examples docs/tools
 	$(BIN)/basedpyright
 
 format: setup
-	$(BIN)/ruff check --fix src tests faults bench examples
-	$(BIN)/ruff format src tests faults bench examples
+	$(BIN)/ruff check --fix src tests faults bench examples docs/tools
+	$(BIN)/ruff format src tests faults bench examples docs/tools
+
+# The site, in site/. A broken link, anchor or reference fails.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+docs: setup
+	$(MKDOCS) build
+
+docs-serve: setup
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -195,4 +204,4 @@ faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(ORBAX) $(ORBAX_OLDEST) $(BENCH) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(ORBAX) $(ORBAX_OLDEST) $(BENCH) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -196,9 +196,10 @@ def test_the_pages_are_there() -> None:
     assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License")
 
 
-def test_the_readme_leads_to_every_page() -> None:
+def test_the_readme_leads_to_the_pages_beside_it() -> None:
+    """mkdocs.yml leads to those of docs/: a page that is not in its `nav` fails the build of the site."""
     linked = set(re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()))
-    assert {name for name in NAMES if name != "README.md"} <= linked
+    assert {name for name in NAMES if "/" not in name and name != "README.md"} <= linked
 
 
 @pytest.mark.parametrize("name", NAMES)

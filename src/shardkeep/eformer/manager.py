@@ -118,6 +118,7 @@ class AsyncCheckpointManager(CheckpointLoader):
         return path
 
     save_tree = save
+    """The same as `save`."""
 
     def save_async(
         self,
@@ -236,6 +237,7 @@ class AsyncCheckpointManager(CheckpointLoader):
             raise min(failures, key=lambda error: isinstance(error, CallbackError))
 
     check_for_errors = wait_until_finished
+    """The same as `wait_until_finished`."""
 
     def close(self) -> None:
         """Wait for pending saves and raise what failed: the same as `wait_until_finished`."""
