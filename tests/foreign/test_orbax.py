@@ -362,6 +362,18 @@ def test_a_tree_without_its_description_is_damaged(name: str, tree: str, tmp_pat
     assert [problem.file for problem in shardkeep.verify(path).problems] == [str(lost)]
 
 
+@pytest.mark.parametrize("item", ["arr", "cfg", "nprng", "rng", "state"])
+def test_an_item_that_lost_its_files_is_damaged(item: str, tmp_path: Path) -> None:
+    path = tmp_path / "3"
+    shutil.copytree(FIXTURES / "manager_composite" / "ckpt" / "ckpt_000003", path)
+    shutil.rmtree(path / item)
+    assert item not in shardkeep.inspect(path).trees, "an item may be removed as a whole"
+    (path / item).mkdir()
+    with pytest.raises(shardkeep.MissingDataError, match=rf"holds nothing .* lists the item '{item}'") as caught:
+        shardkeep.load(path, prefix="arr")
+    assert caught.value.file == str(path / item)
+
+
 class TestUnfinished:
     """What Orbax would not take for a checkpoint is not loaded either."""
 

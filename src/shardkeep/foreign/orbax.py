@@ -63,6 +63,10 @@ _JSON = "metadata"  # the file of an item that holds JSON
 _KEYS = "jax_random_key"  # the directory of an item that holds PRNG keys, and `_METADATA` behind it
 _NUMPY_KEYS = "np_random_key"  # the same of NumPy's random state
 _ALONE = "checkpoint"  # the name of the array that is an item
+_HANDLERS = {  # those of Orbax whose items are read, in both of its APIs
+    *("StandardCheckpointHandler", "PyTreeCheckpointHandler", "ArrayCheckpointHandler", "JsonCheckpointHandler"),
+    *("JaxRandomKeyCheckpointHandler", "NumpyRandomKeyCheckpointHandler", "PyTreeHandler", "JsonHandler"),
+}
 _IMPLS = {2: "threefry2x32", 4: "rbg"}  # by numbers in a key: of keys that were saved without saying which
 
 
@@ -187,6 +191,10 @@ class _Checkpoint:
                 yield prefix, self._tree(f"{item}/{_NUMPY_KEYS}", self._store.children(f"{item}/{_NUMPY_KEYS}"), about)
             elif _JSON in inside:
                 yield prefix, self._plain(item, inside, about)
+            elif about.handlers.get(item, "").rpartition(".")[2] in _HANDLERS:
+                where = self._store.locate(item)
+                problem = f"{where} holds nothing of what Orbax has saved there; {CHECKPOINT} lists the item {item!r}"
+                raise MissingDataError(problem, file=where)
             elif inside:
                 log.debug("%s: its handler is not known, and it is not read", self._store.locate(item))
 
