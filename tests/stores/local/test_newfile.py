@@ -1,9 +1,9 @@
 """Files being written: sent to the disk at once, and past the page cache from memory that lies as they do."""
 
 import errno
-import mmap
 import fcntl
 import itertools
+import mmap
 import os
 import time
 from pathlib import Path
