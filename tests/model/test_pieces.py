@@ -1,6 +1,7 @@
 """Pieces in tables: decoded when they are asked for, only those, and checked against their array and its files."""
 
 import base64
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkeep.errors import IntegrityError
+from shardkeep.loading.read import read_tables
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.cells import CellGrid
 from shardkeep.model.digests import BLOCK, block_count, digest
-from shardkeep.model.leaves import Piece
+from shardkeep.model.leaves import NATIVE, Piece, StoredArray
 from shardkeep.model.manifest import DataFile
 from shardkeep.model.pieces import (
     CellPattern,
@@ -24,6 +26,8 @@ from shardkeep.model.pieces import (
     pieces_meeting,
 )
 from shardkeep.model.tables import TableRow, encode_table
+from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.scopes import Scope
 
 SPEC = ArraySpec((6, BLOCK // 2), np.dtype(np.uint8))
 FILES = [DataFile("0", 3 * BLOCK), DataFile("1", 3 * BLOCK)]
@@ -59,6 +63,40 @@ def test_cells_come_from_the_tables_of_the_pattern_and_count_files_from_their_ba
     tables = [inline_table(encode_table(ROWS[1:]), base=0), inline_table(encode_table(ROWS[:1]), base=1)]
     pieces = pieces_of(TableSet(tables, FILES, False, "manifest.json", None), pattern=(1, 0))
     assert [(piece.region, piece.file) for piece in pieces] == [(PIECES[0].region, 1), (PIECES[1].region, 1)]
+
+
+def test_tables_are_read_at_once_before_they_are_needed() -> None:
+    data = [encode_table(ROWS[:1]), encode_table(ROWS[1:])]
+    files = [*FILES, *(DataFile(f"t{i}", len(d), len(d), digest(d)) for i, d in enumerate(data))]
+    read: list[str] = []
+    both = threading.Barrier(2)
+
+    def reading(file: DataFile) -> bytes:
+        both.wait(60)
+        read.append(file.name)
+        return data[int(file.name[1:])]
+
+    tables = TableSet([TableSource(2), TableSource(3)], files, False, "manifest.json", reading)
+    leaf = StoredArray(("x",), SPEC, pieces_of(tables, pattern=(0, 1)), NATIVE)
+    with Scope("a test") as scope:
+        crew = scope.add(Crew(2))
+        read_tables([(leaf, [PIECES[1].region]), (leaf, [PIECES[0].region])], crew)
+        assert (sorted(read), list(leaf.pieces)) == (["t0", "t1"], PIECES)
+        read_tables([(leaf, [Region.whole(SPEC.shape)])], crew)
+    assert len(read) == 2
+
+
+def test_a_table_that_cannot_be_read_ahead_is_an_error_of_the_leaf_that_needs_it() -> None:
+    def reading(file: DataFile) -> bytes:
+        raise IntegrityError(f"{file.name} is damaged", file=file.name)
+
+    tables = TableSet([TableSource(0)], FILES, False, "manifest.json", reading)
+    leaf = StoredArray(("w",), SPEC, pieces_of(tables), NATIVE)
+    with Scope("a test") as scope:
+        read_tables([(leaf, [PIECES[0].region])], scope.add(Crew(2)))
+    with pytest.raises(IntegrityError, match="is damaged") as caught:
+        leaf.pieces[0]
+    assert caught.value.leaf == "w"
 
 
 def test_only_the_tables_of_the_cells_that_are_needed_are_read() -> None:

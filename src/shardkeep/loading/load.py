@@ -19,12 +19,13 @@ from shardkeep.loading.hostcasts import sent_to_devices
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import plan_destinations
-from shardkeep.loading.read import read_into
+from shardkeep.loading.read import read_into, read_tables
 from shardkeep.loading.remapping import as_missing, remapped, settle
 from shardkeep.loading.select import Choice, LoadRequest, Wanted, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
+from shardkeep.model.naming import is_table
 from shardkeep.model.tree import Skeleton
 from shardkeep.processes.agreement import compare
 from shardkeep.processes.operation import LEADER, Operation, join
@@ -380,6 +381,8 @@ def read_leaves(
         claim = scope.add(Claim(budget, scope))
         crew = scope.add(Crew(store.traits.concurrency))
         means = Means(reader, request, crew, progress, claim, broadcast)
+        if any(is_table(file.name) for file in tree.files):
+            read_tables([each for w in wanted for each in w.needed], crew)
         steps = (
             broadcast.steps(wanted, step) if broadcast else [wanted[i : i + step] for i in range(0, len(wanted), step)]
         )

@@ -17,7 +17,7 @@ from shardkeep.loading.mismatches import Mismatch
 from shardkeep.loading.plan import plan_overlapping
 from shardkeep.loading.read import needed_blocks
 from shardkeep.loading.remapping import remapped
-from shardkeep.loading.select import LoadRequest, Wanted, choose, choose_places, choose_process
+from shardkeep.loading.select import LoadRequest, Needed, Wanted, choose, choose_places, choose_process
 from shardkeep.loading.suggestions import rules_to_try
 from shardkeep.model.arrays import Region
 from shardkeep.model.digests import BLOCK
@@ -26,9 +26,7 @@ from shardkeep.model.manifest import Manifest
 from shardkeep.model.summaries import cut
 from shardkeep.model.tree import Path, flatten, name_leaf
 from shardkeep.remap.changes import Changes, Remapped, remap_tree
-from shardkeep.remap.expressions import DerivedArray
 from shardkeep.remap.inverse import inverse_of
-from shardkeep.remap.regions import regions_read
 from shardkeep.remap.rules import Rule
 from shardkeep.stores.location import location, path_text
 from shardkeep.targets.steady import TRIES, Attempt
@@ -201,7 +199,7 @@ def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable
     differing = {one.path: one.wanted for one in problems if one.wanted is not None}
     needed = {**differing, **(lacking if request.missing == "error" else {})}
     rules = rules_to_try(found.tree.leaves, needed, [leaf.path for leaf in template]) if needed else []
-    read = [_needed(w) for w in wanted]
+    read = [w.needed for w in wanted]
     return LoadPlan(
         path=path,
         leaves=tuple(_planned(w, some, found) for w, some in zip(wanted, read, strict=True)),
@@ -215,18 +213,6 @@ def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable
         _present=tuple(used),
         _others=tuple(path for path, w in zip(choice.skeleton.paths(), choice.wanted, strict=True) if w is None),
     )
-
-
-Needed = Sequence[tuple[StoredArray, Sequence[Region]]]
-
-
-def _needed(w: Wanted) -> Needed:
-    """The stored arrays that a leaf is made of, with the regions that this process needs."""
-    leaf = w.stored
-    if not isinstance(leaf, StoredArray):
-        return []
-    regions = w.regions(leaf)
-    return regions_read(leaf.expression, regions) if isinstance(leaf, DerivedArray) else [(leaf, regions)]
 
 
 def _nbytes(needed: Needed) -> int:

@@ -1,6 +1,6 @@
 """Reading files into host memory: only the blocks that are needed, each checked against its digest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from shardkeep.errors import IntegrityError
@@ -11,6 +11,7 @@ from shardkeep.loading.plan import Destination, Fetch, plan_steps, split_fetch
 from shardkeep.model.arrays import Array, Region, bands, touched_blocks
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.leaves import ForeignArray, StoredArray
+from shardkeep.model.pieces import StoredPieces
 from shardkeep.remap.moving import change_into
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import ALIGN, Slabs, address_of
@@ -69,6 +70,17 @@ def read_into(
     allocate(
         [(each, n) for each in destinations.values() for n, array in enumerate(each.arrays) if array is None]
     )  # empty
+
+
+def read_tables(needed: Iterable[tuple[StoredArray, Sequence[Region]]], crew: Crew) -> None:
+    """Read the tables of pieces that regions of arrays need from their files, several at a time."""
+    tables: dict[tuple[int, int], Task] = {}
+    for leaf, regions in needed:
+        pieces = leaf.pieces
+        if isinstance(pieces, StoredPieces):
+            for number in filter(pieces.tables.unread, pieces.tables_meeting(regions)):
+                tables[id(pieces.tables), number] = partial(pieces.tables.try_table, number)
+    crew.run(tables.values())
 
 
 def _read_foreign(store: Store, destination: Destination, progress: Progress) -> None:

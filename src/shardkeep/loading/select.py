@@ -34,6 +34,7 @@ from shardkeep.model.perprocess import PerProcess, PerProcessRows, fold_containe
 from shardkeep.model.tree import Leaf, Path, Skeleton, flatten, name_leaf
 from shardkeep.model.values import is_data, is_plain, show
 from shardkeep.remap.expressions import DerivedArray, keeps_values
+from shardkeep.remap.regions import regions_read
 from shardkeep.remap.rules import Rule
 from shardkeep.saving.snapshot import is_prng_dtype
 
@@ -95,6 +96,7 @@ class LoadRequest:
     extra: str = "ignore"  # leaves that the template does not have; "error" refuses them
 
 
+Needed = Sequence[tuple[StoredArray, Sequence[Region]]]
 _ANYWHERE = Place()
 
 
@@ -123,6 +125,15 @@ class Wanted:
         if sharding is None or self.needs_whole(leaf):
             return [Region.whole(leaf.spec.shape)]
         return needed_regions(sharding, leaf.spec.shape)
+
+    @property
+    def needed(self) -> Needed:
+        """The stored arrays that the leaf is made of, with the regions of them that this process needs."""
+        leaf = self.stored
+        if not isinstance(leaf, StoredArray):
+            return []
+        regions = self.regions(leaf)
+        return regions_read(leaf.expression, regions) if isinstance(leaf, DerivedArray) else [(leaf, regions)]
 
     def needs_whole(self, leaf: StoredArray) -> bool:
         """Whether every process needs the whole array, whatever its devices hold of it."""

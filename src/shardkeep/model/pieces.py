@@ -5,6 +5,7 @@ import binascii
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple, overload
 
@@ -75,6 +76,17 @@ class TableSet:
                 raise ValueError("a tree without compression has a compressed piece")
             self._tables[number] = found
         return found
+
+    def try_table(self, number: int) -> None:
+        """Read a table now. What is wrong with it is raised later, with the name of a leaf that needs a piece in it."""
+        with suppress(IntegrityError, ValueError):
+            self.table(number)
+
+    def unread(self, number: int) -> bool:
+        """Whether a table is in a file that was not read yet."""
+        if number in self._tables or number in self._known or number >= len(self.sources):
+            return False
+        return self.sources[number].file is not None
 
     def _bytes_of(self, number: int) -> bytes:
         source = self.sources[number]
@@ -198,6 +210,12 @@ class StoredPieces(Sequence[Piece]):
         if run.last - run.first != wanted:
             raise ValueError(f"a table has {run.last - run.first:,} instead of {wanted:,} pieces of a leaf")
         return _Decoder(self, table, run, self.tables.sources[number])
+
+    def tables_meeting(self, regions: Sequence[Region]) -> set[int]:
+        """The tables of the pieces that have elements of some regions."""
+        if self.pattern is None:
+            return {0}
+        return {self.pattern.tables[cell] for region in regions for cell in self.grid.meeting(region)}
 
     def meeting(self, regions: Sequence[Region]) -> list[tuple[Piece, list[int]]]:
         """The pieces that have elements of any of some regions, each with the numbers of these regions."""
