@@ -95,7 +95,7 @@ OVERVIEW = {
     "durable": "Durable save",
     "call": "save_async call",
     "stall": "Stall of a loop that donates its arrays",
-    "stall, first": "Its stall at the first save",
+    "stall, first": "Stall at the first save of such a loop",
     "load": "Warm load",
     "cold": "Cold load",
     "resumed": "Load in a new process after a kill",
