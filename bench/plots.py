@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', Helvetica, Arial, sans-serif"
-WIDTH = 760  # as wide as a column of text on GitHub and on the site, so that 12 units are about 12 pixels
+WIDTH = 640  # fits a column of text on GitHub and on the site, and can still be read on a phone
 US = "shardkeep"
 
 # A library has the same colour in every plot and in both themes. Each stands out from a white and from a black page.
@@ -55,35 +55,35 @@ class Comparison:
 COMPARISONS = {
     "load": Comparison(
         "load",
-        "Warm loads are {} as fast as with {}",
-        "Milliseconds to load a checkpoint from the page cache. shardkeep checks every digest.",
+        "Warm loads: {} as fast as {}",
+        "Milliseconds to load from the page cache; shardkeep checks every digest.",
         "{} as fast as {}",
         ("b512", "a2048", "c"),
     ),
     "cold": Comparison(
         "cold",
-        "Cold loads are {} as fast as with {}",
-        "Milliseconds to load a checkpoint from the disk. shardkeep checks every digest.",
+        "Cold loads: {} as fast as {}",
+        "Milliseconds to load from the disk; shardkeep checks every digest.",
         "{} as fast as {}",
         ("b512", "a2048", "f"),
     ),
     "save": Comparison(
         "durable",
-        "Durable saves are {} as fast as with {}",
+        "Durable saves: {} as fast as {}",
         "Milliseconds until everything is on the disk. shardkeep also computes digests.",
         "{} as fast as {}",
         ("b512", "a2048", "c"),
     ),
     "stall": Comparison(
         "stall",
-        "A background save stalls training {} less than with {}",
+        "Background saves stall training {} less than {}",
         "Milliseconds that a loop that donates its arrays loses to a background save.",
-        "{} shorter than with {}",
+        "{} less than {}",
         ("b512", "a2048", "c"),
     ),
     "memory": Comparison(
         "donating memory",
-        "Background saves take {} less memory than with {}",
+        "Background saves take {} less memory than {}",
         "Additional memory of a loop that donates its arrays, at the peak, as a multiple of the size of the tree.",
         "{} less than {}",
         ("a512", "b512", "f"),
@@ -99,8 +99,8 @@ OVERVIEW = {
     "load": "Warm load",
     "cold": "Cold load",
     "resumed": "Load in a new process after a kill",
-    "onto (8, 1)": "Load onto another mesh, (8, 1)",
-    "onto (4, 2) swapped": "Load onto another mesh, (4, 2) with axes swapped",
+    "onto (8, 1)": "Load onto an (8, 1) mesh",
+    "onto (4, 2) swapped": "Load onto a (4, 2) mesh, axes swapped",
     "one layer": "Load one layer",
 }
 Medians = Mapping[tuple[str, str, str], float]  # by (tree, contender, metric)
@@ -162,15 +162,15 @@ class Drawing:
     def dot(self, x: float, y: float, colour: str) -> None:
         self._lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>')
 
-    def head(self, title: str, *subtitles: str) -> None:
-        """The message, on as many lines as it needs, and what is measured below it."""
+    def head(self, title: str, subtitle: str) -> None:
+        """The message, and what is measured below it, on as many lines as they need."""
         self._title = title
         for part in wrapped(title):
             self.y += 21
             self.text(0, part, 16, bold=True)
-        for subtitle in subtitles:
+        for part in wrapped(subtitle, 102):
             self.y += 18
-            self.text(0, subtitle, muted=True)
+            self.text(0, part, muted=True)
 
     def finished(self) -> str:
         height = self.y + 10
@@ -181,10 +181,10 @@ class Drawing:
         return "\n".join([start, f"<title>{escape(self._title)}</title>", *self._lines, "</svg>"]) + "\n"
 
 
-def wrapped(title: str, most: int = 78) -> list[str]:
-    """Lines of at most so many characters, which is what fits into the width."""
+def wrapped(text: str, most: int = 66) -> list[str]:
+    """Lines of at most so many characters. 66 large ones fit into the width."""
     lines = [""]
-    for word in title.split():
+    for word in text.split():
         if len(lines[-1]) + len(word) >= most:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
@@ -236,10 +236,10 @@ def overview(medians: Medians, titles: Mapping[str, str], theme: Theme) -> str:
     ratios = [ratio for rows in found.values() for _, ratio in rows.values()]
     drawing = Drawing(theme)
     drawing.head(
-        f"shardkeep is faster than the next best library in {sum(r > 1 for r in ratios)} of {len(ratios)} measurements",
-        "Speed relative to the next best library, which each bar names and whose colour it has (log scale).",
+        f"Faster than the next best library in {sum(r > 1 for r in ratios)} of {len(ratios)} measurements",
+        "Speed of shardkeep relative to the next best library, whose name and color each bar has. Log scale.",
     )
-    left, right = 330, WIDTH - 150
+    left, right = 310, WIDTH - 110
     most = max(max(ratios), 1 / min(ratios))
     least = min(0.4, *ratios)
 
@@ -281,7 +281,7 @@ def scale(data: Mapping[str, Any], theme: Theme) -> str:
     ]
     drawing = Drawing(theme)
     drawing.head(
-        f"{processes[-1]:,} processes: the commit takes {commit[-1]:.0f} s, the plan of each process {plan[-1]:.1f} s",
+        f"{processes[-1]:,} processes: {commit[-1]:.0f} s to commit, {plan[-1]:.1f} s to plan in each process",
         f"Seconds of one save to a bucket, {data['latency'] * 1e3:.0f} ms a request, without the data. "
         f"{tree['title']}. Log scales.",
     )
