@@ -226,7 +226,7 @@ def compare(plot: Comparison, medians: Medians, titles: Mapping[str, str], theme
     return drawing.finished()
 
 
-def overview(medians: Medians, titles: Mapping[str, str], theme: Theme) -> str:
+def overview(medians: Medians, titles: Mapping[str, str], theme: Theme) -> str | None:
     """Every tree and metric: how many times as fast as the next best library, on a log scale around 1."""
     found = {
         metric: rows
@@ -234,6 +234,8 @@ def overview(medians: Medians, titles: Mapping[str, str], theme: Theme) -> str:
         if (rows := {tree: best for tree in titles if (best := next_best(medians, tree, metric))})
     }
     ratios = [ratio for rows in found.values() for _, ratio in rows.values()]
+    if not ratios:
+        return None
     drawing = Drawing(theme)
     drawing.head(
         f"Faster than the next best library in {sum(r > 1 for r in ratios)} of {len(ratios)} measurements",
@@ -319,6 +321,7 @@ def draw_all(medians: Medians, titles: Mapping[str, str], scaling: Mapping[str, 
         for plot, comparison in COMPARISONS.items():
             if text := compare(comparison, medians, titles, theme):
                 drawn[f"{plot}-{name}.svg"] = text
-        drawn[f"overview-{name}.svg"] = overview(medians, titles, theme)
+        if text := overview(medians, titles, theme):
+            drawn[f"overview-{name}.svg"] = text
         drawn[f"scale-{name}.svg"] = scale(scaling, theme)
     return drawn

@@ -310,6 +310,36 @@ def behind(run: Run) -> Iterator[str]:
             return
 
 
+def sentences(run: Run, what: str) -> str:
+    """What limits a save or a load, and what it costs. Nothing if that was not measured."""
+    if what == "save":
+        of_limit = [row.value for row in run.targets if row.what.endswith(": shardkeep: durable save, of the raw disk")]
+        limit = (
+            "A large save is limited by the disk. shardkeep reaches {} % of the speed at which this machine writes one "
+        )
+        limit += "prepared buffer past the page cache."
+    else:
+        medians = run.medians
+        ours = [(tree, "shardkeep", "unchecked") for tree in run.trees if not tree.startswith("c")]
+        of_limit = [medians[key] / medians[*key[:2], "load"] for key in ours if key in medians]
+        limit = (
+            "A cold load is limited by the disk. A warm load spends much of its time on digests: without them (“load, "
+        )
+        limit += "unchecked”), large trees take {} % of the time."
+    found: dict[str, list[float]] = {}
+    for row in run.targets:
+        if growth := re.match(rf"growth of a {what} with (\w+): ([\d., ]+) ", row.what):
+            found[growth[1]] = [float(number) for number in growth[2].split(", ")]
+        elif row.what.startswith(f"fixed cost of a {what}"):
+            found["fixed"] = [row.value or 0]
+    if not of_limit or len(found) < 3:
+        return ""
+    shares = "{:.0f} to {:.0f}".format(*(100 * (value or 0) for value in (min(of_limit), max(of_limit))))
+    each, gb = (f"{min(found[by]):.2g} to {max(found[by]):.2g}" for by in ("leaves", "bytes"))
+    costs = f"A {what} costs about {found['fixed'][0]:.0f} ms, plus {each} µs for each array, plus {gb} s for each GB"
+    return f"{limit.format(shares)} {costs}{'' if what == 'save' else ' in the page cache'}."
+
+
 def targets(run: Run) -> str:
     reached = sum(row.reached for row in run.targets)
     return (
@@ -333,6 +363,8 @@ def between(text: str, name: str, content: str) -> str:
 def documents(run: Run, scaling: Mapping[str, Any]) -> dict[Path, str]:
     """Every file that shows results, and what it has to be."""
     page = between(PAGE.read_text(), "behind", "\n".join(behind(run)))
+    for what in ("save", "load"):
+        page = between(page, what, sentences(run, what))
     titles = {name: tree.title for name, tree in run.trees.items()}
     drawn = draw_all(run.medians, titles, scaling)
     return {

@@ -122,6 +122,12 @@ def test_a_plot_says_where_another_library_is_ahead(plots: ModuleType) -> None:
     assert "Faster than the next best library in 1 of 2" in plots.overview(medians, TITLES, plots.THEMES["light"])
 
 
+def test_a_run_without_other_libraries_has_no_comparisons(report: ModuleType, plots: ModuleType) -> None:
+    scaling = json.loads(report.SCALING.read_text())
+    drawn = plots.draw_all({("x", "shardkeep", "load"): 0.1, ("x", "limits", "load"): 0.01}, TITLES, scaling)
+    assert sorted(drawn) == ["scale-dark.svg", "scale-light.svg"]
+
+
 def test_results_are_kept_as_medians_and_ranges(report: ModuleType) -> None:
     found = {("c", "shardkeep", "load"): [0.3, 0.1, 0.2], ("c", "shardkeep", "files"): [3]}
     found |= {("c", "Orbax", "load"): [0.7, 0.9, 0.8]}
@@ -137,6 +143,21 @@ def test_results_are_kept_as_medians_and_ranges(report: ModuleType) -> None:
     assert "Load average before the run: 1.3" in tables
     assert "Orbax: median 250 ms, slowest 500 ms" in tables
     assert [row.value for row in run.targets if row.what.startswith("growth")] == [pytest.approx(1), pytest.approx(1)]
+
+
+def test_what_a_save_costs_is_said_from_the_targets(report: ModuleType) -> None:
+    rows = {
+        "a: shardkeep: durable save, of the raw disk": 0.5,
+        "b: shardkeep: durable save, of the raw disk": 0.75,
+        "fixed cost of a save, ms (10 arrays, 1 MiB)": 3.0,
+        "growth of a save with leaves: 30.1, 20.2 µs for each array; largest / smallest": 1.5,
+        "growth of a save with bytes: 0.25, 0.5 s for each GB; largest / smallest": 2.0,
+    }
+    targets = [report.Row(what, value, 1.0) for what, value in rows.items()]
+    text = report.sentences(report.Run("", 0, 1, {}, {}, targets), "save")
+    assert "shardkeep reaches 50 to 75 % of the speed" in text
+    assert text.endswith("A save costs about 3 ms, plus 20 to 30 µs for each array, plus 0.25 to 0.5 s for each GB.")
+    assert report.sentences(report.Run("", 0, 1, {}, {}, targets[:4]), "save") == ""
 
 
 def test_a_page_without_the_place_for_results_is_an_error(report: ModuleType) -> None:
