@@ -154,7 +154,7 @@ demo: setup
 # Other libraries beside this one, on the same trees in one run. They need their own environment.
 BENCH := .venv-bench
 BENCH_STAMP := $(BENCH)/.installed
-PEERS := orbax-checkpoint==0.12.8 safetensors==0.8.0 eformer==0.0.101 torch==2.13.0 matplotlib
+PEERS := orbax-checkpoint==0.12.8 safetensors==0.8.0 eformer==0.0.101 torch==2.13.0
 
 bench: $(BENCH_STAMP) bench-step
 	$(BENCH)/bin/python bench/run.py

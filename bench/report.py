@@ -1,7 +1,11 @@
-"""The results of a run: a list of what is reached, tables, plots, and the short table of the README."""
+"""The results of a run: the tables, the plots, and what the README and docs/performance.md show of them.
+
+`python bench/report.py` writes all of it again from bench/results/bench.json and scale.json, without measuring.
+"""
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -9,17 +13,20 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trees import WORKLOADS, nbytes_of, shapes_of
+from plots import PLOTS, Medians, draw_all, is_peer, label, short
 
 from targets import Row, rows
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-README = HERE.parent / "README.md"
+DATA, SCALING, TARGETS = RESULTS / "bench.json", RESULTS / "scale.json", RESULTS / "targets.md"
+README, PAGE = HERE.parent / "README.md", HERE.parent / "docs" / "performance.md"
 Results = Mapping[tuple[str, str, str], Sequence[Any]]
+Figure = tuple[float, ...]  # the median, the smallest and the largest of several rounds; or a single value
 METRICS = {
     "durable": "durable save",
     "call": "`save_async` call",
@@ -28,14 +35,95 @@ METRICS = {
     "load": "load, warm",
     "unchecked": "load, unchecked",
     "cold": "load, cold",
-    "resumed": "load of a new process, after a kill",
+    "resumed": "load in a new process, after a kill",
     "onto (8, 1)": "load onto (8, 1)",
     "onto (4, 2) swapped": "load onto (4, 2), axes swapped",
     "one layer": "load one layer",
 }
+# Metrics that are not times, and how they are shown.
+PLAIN = {
+    "kept": ("speed kept during saves", "{:.0%}"),
+    "save memory": ("memory of a save, × tree", "{:.2f}"),
+    "donating memory": ("memory of a donating loop, × tree", "{:.2f}"),
+    "load memory": ("memory of a load, × tree", "{:.2f}"),
+    "files": ("files", "{:,.0f}"),
+    "bytes": ("bytes on disk", "{:,.0f}"),
+}
 PACKAGES = ("jax", "numpy", "orbax-checkpoint", "safetensors", "eformer", "torch")
-BOUNDS = "What bounds the rows that were short when they were looked at: [profile.md](profile.md)."
-START, END = "<!-- bench -->", "<!-- /bench -->"
+DIGITS = 6  # of the seconds in bench.json: microseconds
+SHORT = {
+    "b512": ("durable", "stall", "stall, first", "load", "cold", "resumed", "onto (8, 1)", "one layer"),
+    "a2048": ("durable", "call", "stall", "stall, first", "load"),
+    "c": ("durable", "call", "load"),
+    "c-mesh": ("durable", "call", "load"),
+}
+
+
+@dataclass(frozen=True)
+class TreeInfo:
+    """What a tree is."""
+
+    title: str
+    arrays: int
+    mib: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of `make bench`: everything that is shown of it."""
+
+    machine: str
+    load: float  # average, before it
+    rounds: int
+    trees: dict[str, TreeInfo]
+    figures: dict[tuple[str, str, str], Figure]  # by tree, contender, metric; seconds, or what the metric says
+    targets: list[Row]
+
+    @property
+    def medians(self) -> Medians:
+        return {key: figure[0] for key, figure in self.figures.items()}
+
+    def contenders(self, tree: str) -> list[str]:
+        return [c for c in dict.fromkeys(key[1] for key in self.figures if key[0] == tree) if c != "limits"]
+
+
+def to_json(run: Run) -> str:
+    results: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for (tree, contender, metric), figure in run.figures.items():
+        results.setdefault(tree, {}).setdefault(contender, {})[metric] = list(figure)
+    document = {
+        "machine": run.machine,
+        "load": run.load,
+        "rounds": run.rounds,
+        "trees": {name: vars(tree) for name, tree in run.trees.items()},
+        "results": results,
+        "targets": [vars(row) for row in run.targets],
+    }
+    return compact(document)
+
+
+def compact(document: Any) -> str:
+    """JSON in which the innermost lists and objects take one line each."""
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    return re.sub(r"\[[^\[\]{}]*\]|\{[^\[\]{}]*\}", lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n"
+
+
+def from_json(text: str) -> Run:
+    document = json.loads(text)
+    figures = {
+        (tree, contender, metric): tuple(figure)
+        for tree, contenders in document["results"].items()
+        for contender, metrics in contenders.items()
+        for metric, figure in metrics.items()
+    }
+    trees = {name: TreeInfo(**tree) for name, tree in document["trees"].items()}
+    targets = [Row(**row) for row in document["targets"]]
+    return Run(document["machine"], document["load"], document["rounds"], trees, figures, targets)
+
+
+def read() -> Run:
+    """The last run whose results were written."""
+    return from_json(DATA.read_text())
 
 
 def growth_rows(found: Results) -> Iterator[Row]:
@@ -65,11 +153,11 @@ def medians_of(found: Results) -> dict[tuple[str, str, str], float]:
     return {key: statistics.median(values) for key, values in found.items() if isinstance(values[0], float | int)}
 
 
-def all_rows(medians: Mapping[tuple[str, str, str], float], found: Results) -> list[Row]:
+def all_rows(medians: Medians, found: Results) -> list[Row]:
     return [row for row in (*rows(medians), *growth_rows(found)) if row.value is not None]
 
 
-def print_rows(medians: Mapping[tuple[str, str, str], float], found: Results) -> None:
+def print_rows(medians: Medians, found: Results) -> None:
     for row in all_rows(medians, found):
         print(row)
 
@@ -90,211 +178,215 @@ def machine() -> str:
     )
 
 
-def cell(values: Sequence[float] | None) -> str:
-    if not values:
+def collect(found: Results, rounds: int, load: float) -> Run:
+    """What is kept of the values of all rounds."""
+    from trees import WORKLOADS, nbytes_of, shapes_of
+
+    measured = {key[0] for key in found}
+    trees = {
+        name: TreeInfo(each.title, len(shapes_of(each)), round(nbytes_of(each) / 2**20))
+        for name, each in WORKLOADS.items()
+        if name in measured
+    }
+    figures = {
+        key: _figure(values) for key, values in found.items() if key[0] in {*trees, "rotation"} and not _nested(values)
+    }
+    return Run(machine(), round(load, 1), rounds, trees, figures, all_rows(medians_of(found), found))
+
+
+def _nested(values: Sequence[Any]) -> bool:
+    return not isinstance(values[0], float | int)
+
+
+def _figure(values: Sequence[float]) -> Figure:
+    several = (statistics.median(values), min(values), max(values)) if len(values) > 1 else values
+    return tuple(round(value, DIGITS) for value in several)
+
+
+def cell(figure: Figure | None) -> str:
+    """Milliseconds: the median, and the smallest and the largest."""
+    if not figure:
         return "–"
-    middle = statistics.median(values) * 1e3
-    digits = 1 if middle < 100 else 0
-    if len(values) == 1:
-        return f"{middle:.{digits}f}"
-    return f"{middle:.{digits}f} ({min(values) * 1e3:.{digits}f} – {max(values) * 1e3:.{digits}f})"
+    digits = 1 if figure[0] * 1e3 < 100 else 0
+    middle, *ends = (f"{value * 1e3:.{digits}f}" for value in figure)
+    return f"{middle} ({' – '.join(ends)})" if ends else middle
 
 
-def contenders_of(found: Results, workload: str) -> list[str]:
-    return [c for c in dict.fromkeys(key[1] for key in found if key[0] == workload) if c != "limits"]
-
-
-def tables(found: Results, rounds: int, load: float) -> str:
+def tables(run: Run) -> str:
+    """A table for each tree, with all metrics and contenders."""
     lines = [
-        "# Benchmark",
+        f"{run.machine}. Load average before the run: {run.load:.1f}.",
         "",
-        f"{machine()}. Load average before it: {load:.1f}.",
-        "",
-        f"Milliseconds: medians of {rounds} rounds (smallest – largest), interleaved, each in a fresh process. How "
-        "each is measured is said in `bench/run.py`. shardkeep writes digests and checks them in every load but those "
-        "marked unchecked; the others have none to check, or do not check them by default. The stall of a donating "
-        "loop is the `save_async` call and what the next five steps took too long.",
+        f"Times are in milliseconds: the median of {run.rounds} interleaved rounds, and in parentheses the smallest "
+        "and the largest. Memory is the additional anonymous memory at the peak, as a multiple of the size of the "
+        "tree. “The machine” is how long the same number of bytes takes without any library.",
     ]
-    for workload, described in WORKLOADS.items():
-        if not any(key[0] == workload for key in found):
-            continue
-        lines += ["", f"## {described.title}", ""]
-        lines += [f"{len(shapes_of(described)):,} arrays, {nbytes_of(described) / 2**20:,.0f} MiB.", ""]
-        contenders = contenders_of(found, workload)
-        lines += ["| | " + " | ".join(contenders) + " |", "|---" * (len(contenders) + 1) + "|"]
+    for name, tree in run.trees.items():
+        contenders = run.contenders(name)
+        lines += ["", f"### {short(tree.title)}", "", f"{tree.arrays:,} arrays, {tree.mib:,} MiB.", ""]
+        lines += ["| | " + " | ".join(map(label, contenders)) + " |", "|---" * (len(contenders) + 1) + "|"]
         for metric, title in METRICS.items():
-            cells = [cell(found.get((workload, c, metric))) for c in contenders]
+            cells = [cell(run.figures.get((name, c, metric))) for c in contenders]
             if any(each != "–" for each in cells):
                 lines.append(f"| {title} | " + " | ".join(cells) + " |")
-        lines += list(_plain_rows(found, workload, contenders))
-        if (workload, "limits", "memcpy") in found:
-            limits = {key[2]: cell(found[key]) for key in found if key[:2] == (workload, "limits")}
-            limits.pop("durable", None)
-            lines += ["", "The machine: " + ", ".join(f"{name} {value}" for name, value in limits.items()) + "."]
-    for name in ("shardkeep", "Orbax"):
-        if ("rotation", name, "median") in found:
-            middle, largest = (found["rotation", name, each][0] * 1e3 for each in ("median", "largest"))
-            lines += ["", f"Twenty times a save of 50 MiB in 200 arrays, the one before deleted, {name}: "]
-            lines[-1] += f"median {middle:.0f} ms, largest {largest:.0f} ms."
-    return "\n".join(lines) + "\n"
+        for metric, (title, shown) in PLAIN.items():
+            values = [run.medians.get((name, c, metric)) for c in contenders]
+            if any(value is not None for value in values):
+                cells = ["–" if value is None else shown.format(value) for value in values]
+                lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        limits = {key[2]: cell(run.figures[key]) for key in run.figures if key[:2] == (name, "limits")}
+        limits.pop("durable", None)  # one of the others, by the name that targets.py compares with
+        if limits:
+            lines += ["", "The machine: " + ", ".join(f"{what} {value}" for what, value in limits.items()) + "."]
+    rotations = {c: run.medians for tree, c, _ in run.figures if tree == "rotation"}
+    if rotations:
+        shown = "; ".join(
+            f"{c}: median {medians['rotation', c, 'median'] * 1e3:.0f} ms, "
+            f"slowest {medians['rotation', c, 'largest'] * 1e3:.0f} ms"
+            for c, medians in rotations.items()
+        )
+        lines += ["", "### Rotation", ""]
+        lines += [f"50 MiB in 200 arrays, saved 20 times; each time the previous checkpoint is deleted. {shown}."]
+    return "\n".join(lines)
 
 
-def _plain_rows(found: Results, workload: str, contenders: Sequence[str]) -> Iterator[str]:
-    """What is no time."""
-    plain = {
-        "kept": ("speed kept beside saves", "{:.0%}"),
-        "save memory": ("memory of a save, × tree", "{:.2f}"),
-        "donating memory": ("memory of a donating loop, × tree", "{:.2f}"),
-        "load memory": ("memory of a load, × tree", "{:.2f}"),
-        "files": ("files", "{:,.0f}"),
-        "bytes": ("bytes on disk", "{:,.0f}"),
-    }
-    for metric, (title, shown) in plain.items():
-        values = [found.get((workload, c, metric)) for c in contenders]
-        if any(values):
-            yield f"| {title} | " + " | ".join(shown.format(statistics.median(v)) if v else "–" for v in values) + " |"
-
-
-def plot(found: Results) -> None:
-    """Bars on a log scale, one picture for each of four metrics."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    for metric in ("durable", "stall", "load", "cold"):
-        workloads = [w for w in WORKLOADS if (w, "shardkeep", metric) in found]
-        contenders = [c for c in dict.fromkeys(key[1] for key in found if key[2] == metric) if c != "limits"]
-        figure, axes = plt.subplots(figsize=(10, 4.5))
-        width = 0.8 / max(len(contenders), 1)
-        for number, contender in enumerate(contenders):
-            heights = [statistics.median(found.get((w, contender, metric), [float("nan")])) * 1e3 for w in workloads]
-            places = [i + (number - len(contenders) / 2 + 0.5) * width for i in range(len(workloads))]
-            axes.bar(places, heights, width, label=contender)
-        axes.set_yscale("log")
-        axes.set_ylabel("ms, log scale")
-        axes.set_xticks(range(len(workloads)), workloads)
-        axes.set_title(METRICS[metric].replace("`", ""))
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig(RESULTS / f"{metric}.png", dpi=110)
-        plt.close(figure)
-
-
-SHORT = {
-    "b512": ("durable", "stall", "stall, first", "load", "cold", "resumed", "onto (8, 1)", "one layer"),
-    "a2048": ("durable", "call", "stall", "stall, first", "load"),
-    "c": ("durable", "call", "load"),
-    "c-mesh": ("durable", "call", "load"),
-}
-Medians = Mapping[tuple[str, str, str], float]
-
-
-def short_table(medians: Medians, rounds: int, measured_on: str) -> str:
+def short_table(run: Run) -> str:
     """What the README shows: four trees, the metrics that people ask for, and every row where others are ahead."""
     contenders = ["shardkeep", "Orbax", "safetensors.flax", "eFormer"]
     lines = [
-        f"Times in milliseconds: medians of {rounds} interleaved rounds of one `make bench`, each in a new process, on "
+        f"Times in milliseconds: medians of {run.rounds} interleaved rounds of `make bench`, each in a new process, on "
         "eight simulated CPU devices. shardkeep computes digests in all of these saves and checks them in all of these "
-        "loads. The `save_async` call and the stall are those of the second and later saves. Free memory and the "
-        "objects of the interpreter are touched before each measurement, for every library, because a virtual machine "
-        f"gets memory back from its host slowly.  \n{measured_on}.",
+        "loads. The stall of a donating loop is the time of the `save_async` call plus the time that the next five "
+        "steps lose. Both are measured from the second save on, except where the row says otherwise.  \n"
+        f"{run.machine}.",
         "",
-        "| | " + " | ".join(contenders) + " |",
+        "| | " + " | ".join(map(label, contenders)) + " |",
         "|---" * (len(contenders) + 1) + "|",
     ]
-    for workload, metrics in SHORT.items():
-        lines.append(f"| **{WORKLOADS[workload].title}** |" + " |" * len(contenders))
+    for tree, metrics in SHORT.items():
+        if tree not in run.trees:
+            continue
+        lines.append(f"| **{short(run.trees[tree].title)}** |" + " |" * len(contenders))
         for metric in metrics:
-            values = [medians.get((workload, c, metric)) for c in contenders]
-            if not any(values):
-                continue
-            shown = " | ".join("–" if v is None else f"{v * 1e3:,.0f}" for v in values)
-            lines.append(f"| {METRICS[metric]} | {shown} |")
-    lines += ["", "Where others are ahead:", "", *behind(medians)]
+            values = [run.medians.get((tree, c, metric)) for c in contenders]
+            if any(values):
+                shown = " | ".join("–" if v is None else f"{v * 1e3:,.0f}" for v in values)
+                lines.append(f"| {METRICS[metric]} | {shown} |")
+    lines += ["", "Where others are ahead:", "", *behind(run), ""]
     lines += [
-        "",
-        "![Durable saves, log scale](bench/results/durable.png)",
-        "![Loads with cached files, log scale](bench/results/load.png)",
-        "",
-        "[All trees and metrics, the limits of the machine, and which targets are met](bench/results/table.md). "
-        "`make bench` measures them on your machine, `make bench-quick` a part of them in five minutes.",
+        "[Performance](docs/performance.md) has the plots and all measurements, and says how they are made. "
+        "`make bench` repeats them on your machine; `make bench-quick` takes five minutes."
     ]
     return "\n".join(lines)
 
 
-def behind(medians: Medians) -> Iterator[str]:
+def behind(run: Run) -> Iterator[str]:
     """Every measurement in which another library is faster; the longest stall; the bytes on disk."""
+    medians = run.medians
     for metric, title in METRICS.items():
-        for workload, described in WORKLOADS.items():
-            ours = medians.get((workload, "shardkeep", metric))
-            others = {c: medians[w, c, m] for w, c, m in medians if (w, m) == (workload, metric) and is_peer(c)}
+        for name, tree in run.trees.items():
+            ours = medians.get((name, "shardkeep", metric))
+            others = {c: medians[t, c, m] for t, c, m in medians if (t, m) == (name, metric) and is_peer(c)}
             if ours is None or not others:
                 continue
             best = min(others, key=lambda c: others[c])
             if others[best] < ours:
-                yield f"- {title}, {described.title}: {best} {others[best] * 1e3:,.0f} ms, shardkeep {ours * 1e3:,.0f}"
-    first = [(medians[key], WORKLOADS[key[0]].title) for key in medians if key[1:] == ("shardkeep", "stall, first")]
+                yield (
+                    f"- {title}, {short(tree.title)}: {label(best)} {others[best] * 1e3:,.0f} ms, "
+                    f"shardkeep {ours * 1e3:,.0f} ms"
+                )
+    first = [(value, key[0]) for key, value in medians.items() if key[1:] == ("shardkeep", "stall, first")]
     if first:
-        seconds, title = max(first)
-        yield f"- the first background save of a loop that donates its arrays stalls it for {seconds:.1f} s, {title}"
-    for workload, described in WORKLOADS.items():
-        sizes = {c: medians[w, c, m] for w, c, m in medians if (w, m) == (workload, "bytes")}
-        if {"shardkeep", "Orbax"} <= sizes.keys():
-            mb = {c: f"{sizes[c] / 1e6:,.0f} MB" for c in sizes}
-            yield f"- bytes on disk: Orbax and eFormer compress by default ({described.title}: {mb['Orbax']}, " + (
-                f"shardkeep {mb['shardkeep']})"
-            )
+        seconds, name = max(first)
+        yield (
+            f"- first background save of a loop that donates its arrays, {short(run.trees[name].title)}: "
+            f"stalls the loop for {seconds:.1f} s"
+        )
+    for name, tree in run.trees.items():
+        ours, theirs = (medians.get((name, c, "bytes")) for c in ("shardkeep", "Orbax"))
+        if ours and theirs:
+            sizes = f"Orbax {theirs / 1e6:,.0f} MB, shardkeep {ours / 1e6:,.0f} MB"
+            yield f"- bytes on disk, {short(tree.title)}: {sizes}; Orbax and eFormer compress by default"
             return
 
 
-def is_peer(contender: str) -> bool:
-    return contender != "limits" and not contender.startswith("shardkeep")
+def sentences(run: Run, what: str) -> str:
+    """What limits a save or a load, and what it costs. Nothing if that was not measured."""
+    if what == "save":
+        of_limit = [row.value for row in run.targets if row.what.endswith(": shardkeep: durable save, of the raw disk")]
+        limit = (
+            "A large save is limited by the disk. shardkeep reaches {} % of the speed at which this machine writes one "
+        )
+        limit += "prepared buffer past the page cache."
+    else:
+        medians = run.medians
+        ours = [(tree, "shardkeep", "unchecked") for tree in run.trees if not tree.startswith("c")]
+        of_limit = [medians[key] / medians[*key[:2], "load"] for key in ours if key in medians]
+        limit = (
+            "A cold load is limited by the disk. A warm load spends much of its time on digests: without them (“load, "
+        )
+        limit += "unchecked”), large trees take {} % of the time."
+    found: dict[str, list[float]] = {}
+    for row in run.targets:
+        if growth := re.match(rf"growth of a {what} with (\w+): ([\d., ]+) ", row.what):
+            found[growth[1]] = [float(number) for number in growth[2].split(", ")]
+        elif row.what.startswith(f"fixed cost of a {what}"):
+            found["fixed"] = [row.value or 0]
+    if not of_limit or len(found) < 3:
+        return ""
+    shares = "{:.0f} to {:.0f}".format(*(100 * (value or 0) for value in (min(of_limit), max(of_limit))))
+    each, gb = (f"{min(found[by]):.2g} to {max(found[by]):.2g}" for by in ("leaves", "bytes"))
+    costs = f"A {what} costs about {found['fixed'][0]:.0f} ms, plus {each} µs for each array, plus {gb} s for each GB"
+    return f"{limit.format(shares)} {costs}{'' if what == 'save' else ' in the page cache'}."
 
 
-def read_tables(text: str) -> tuple[dict[tuple[str, str, str], float], int, str]:
-    """What `tables` has written: medians in seconds (and bytes), the number of rounds, the machine."""
-    titles = {title: metric for metric, title in METRICS.items()} | {"bytes on disk": "bytes"}
-    workloads = {described.title: workload for workload, described in WORKLOADS.items()}
-    medians: dict[tuple[str, str, str], float] = {}
-    workload, contenders = "", list[str]()
-    for line in text.splitlines():
-        cells = [each.strip() for each in line.strip("|").split("|")]
-        if line.startswith("## "):
-            workload = workloads.get(line.removeprefix("## "), "")
-        elif line.startswith("| |"):
-            contenders = cells[1:]
-        elif workload and line.startswith("| ") and cells[0] in titles:
-            metric = titles[cells[0]]
-            for contender, value in zip(contenders, cells[1:], strict=True):
-                if value != "–":
-                    number = float(value.split(" ")[0].replace(",", ""))
-                    medians[workload, contender, metric] = number if metric == "bytes" else number / 1e3
-    rounds = re.search(r"medians of (\d+) rounds", text)
-    measured_on = re.search(r"^(.*)\. Load average", text, re.MULTILINE)
-    if rounds is None or measured_on is None:
-        raise ValueError("this is not a table of `make bench`")
-    return medians, int(rounds[1]), measured_on[1]
+def targets(run: Run) -> str:
+    reached = sum(row.reached for row in run.targets)
+    return (
+        f"# Targets\n\nRatios within the run of {run.machine.partition(',')[0]}: {reached} of {len(run.targets)} "
+        "targets are reached. [profile.md](profile.md) says what limits the others.\n\n```\n"
+        + "\n".join(map(str, run.targets))
+        + "\n```\n"
+    )
 
 
-def write_readme(table: str) -> None:
-    """The short table into the README, from the full one."""
-    text = README.read_text()
-    if START in text and END in text:
-        before, after = text.split(START)[0], text.split(END)[1]
-        README.write_text(f"{before}{START}\n{short_table(*read_tables(table))}\n{END}{after}")
+def between(text: str, name: str, content: str) -> str:
+    """A page with this between the comments that mark the section."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = text.partition(start)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"there is no {start} … {end} on the page")
+    return f"{before}{start}\n{content}\n{end}{after}"
+
+
+def documents(run: Run, scaling: Mapping[str, Any]) -> dict[Path, str]:
+    """Every file that shows results, and what it has to be."""
+    page = between(PAGE.read_text(), "behind", "\n".join(behind(run)))
+    for what in ("save", "load"):
+        page = between(page, what, sentences(run, what))
+    titles = {name: tree.title for name, tree in run.trees.items()}
+    drawn = draw_all(run.medians, titles, scaling)
+    return {
+        README: between(README.read_text(), "bench", short_table(run)),
+        PAGE: between(page, "tables", tables(run)),
+        TARGETS: targets(run),
+        **{PLOTS / name: text for name, text in drawn.items()},
+    }
+
+
+def redraw() -> None:
+    """Everything from the results that are there."""
+    PLOTS.mkdir(exist_ok=True)
+    for path, text in documents(read(), json.loads(SCALING.read_text())).items():
+        path.write_text(text)
 
 
 def write(found: Results, rounds: int, load: float) -> None:
-    """Everything into bench/results, the short table into the README."""
-    RESULTS.mkdir(exist_ok=True)
-    medians = medians_of(found)
-    reached = "\n".join(str(row) for row in all_rows(medians, found))
-    table = tables(found, rounds, load) + f"\n## What is reached\n\n{BOUNDS}\n\n```\n{reached}\n```\n"
-    (RESULTS / "table.md").write_text(table)
-    plot(found)
-    write_readme(table)
+    """The results of a run into bench/results, and everything that shows them."""
+    DATA.write_text(to_json(collect(found, rounds, load)))
+    redraw()
 
 
-if __name__ == "__main__":  # the README again from results that are there, without measuring anything
-    write_readme((RESULTS / "table.md").read_text())
+if __name__ == "__main__":
+    redraw()

@@ -1,7 +1,7 @@
 """How fast saves and loads are here, beside the machine's own limits and other libraries, all in one run.
 
-    make bench          # everything: the table, the plots and the list of what is reached, in bench/results
-    make bench-quick    # under five minutes: a line for each thing to be reached
+    make bench          # everything; writes bench/results/bench.json, and the tables and plots made from it (report.py)
+    make bench-quick    # under five minutes; prints a line for each target
 
 Every measurement is made in a fresh process that has saved and loaded a tiny tree before. The rounds are interleaved:
 every contender once, then all again, so that a slow minute of the machine hits all alike; medians are shown. Trees are

@@ -1,16 +1,17 @@
-"""What a save and a load of one checkpoint cost on 16 to 10,000 processes, by shardkeep's own functions, without data.
+"""The cost of saving and loading one checkpoint with 16 to 10,000 processes, without the data.
 
-    python bench/scale.py            # about ten minutes; writes bench/results/scale.md and scale.png
+    python bench/scale.py            # about ten minutes; writes scale.md and scale.json in bench/results, and its plot
     python bench/scale.py --quick    # 16 to 256 processes; prints the table
 
-What is real: the assignment, the plans, the tables of pieces, what processes compare, the operation and its waiting,
-records, the commit to a bucket, the manifest, and the plan of a load. What is not (`standins.py`): devices, the
-coordination service (in memory, counts requests), the bucket (in memory, 50 ms a request, 3,500 requests a second) and
-the data: files have names and sizes, and digests of nothing. One machine cannot be thousands: process 0 is run, and one
-other as an example. Its record, with their own names in it, stands for those of the others; those whose pieces the
-example loads are planned one by one. Up to 256 processes, all take part in the operation, each in a thread.
+These parts are shardkeep's own: the assignment, the plans, the tables of pieces, the comparison between processes, the
+operation and its waiting, the records, the commit to a bucket, the manifest, and the plan of a load. `standins.py`
+replaces the devices, the coordination service (in memory, counts requests), the bucket (in memory, 50 ms a request,
+3,500 requests a second) and the data: files have names and sizes, and digests of nothing. One machine cannot run
+thousands of processes. It runs process 0, and one other process as an example. The record of the example, with the
+names changed, stands for the records of the others; processes whose pieces the example loads are planned one by one.
+With up to 256 processes, all of them take part in the operation, each in a thread.
 
-The slope of a column is the exponent of the number of processes, from the third row to the last, where the data of a
+The slope of a row is the exponent of the number of processes, from the third column to the last, where the data of a
 process stays the same: 0 is constant, 1 is proportional.
 """
 
@@ -362,19 +363,26 @@ def table(title: str, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(found: dict[str, list[Row]]) -> None:
-    import matplotlib.pyplot as plt
+def rounded(value: float) -> float:
+    """Three digits, or all of a larger number."""
+    return float(f"{value:.3g}") if value < 1000 else round(value)
 
-    figure, axes = plt.subplots(2, 4, figsize=(18, 8))
-    names = [name for name in COLUMNS if name not in ("pieces of a process", "compared (s)", "decoding (s)")]
-    for axis, name in zip(axes.flat, names, strict=False):
-        for title, rows in found.items():
-            axis.plot([row.processes for row in rows], [COLUMNS[name](row) for row in rows], marker="o", label=title)
-        axis.set(xscale="log", yscale="log", title=name, xlabel="processes")
-        axis.grid(alpha=0.3)
-    axes.flat[0].legend()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "scale.png", dpi=110)
+
+def write(found: dict[str, list[Row]], text: str) -> None:
+    """The results, and the plot of them."""
+    import report
+
+    (RESULTS / "scale.md").write_text(f"{(__doc__ or '').strip()}\n\n{text}\n")
+    trees = [
+        {
+            "title": title,
+            "processes": [row.processes for row in rows],
+            "columns": {name: [rounded(value(row)) for row in rows] for name, value in COLUMNS.items()},
+        }
+        for title, rows in found.items()
+    ]
+    report.SCALING.write_text(report.compact({"latency": LATENCY, "trees": trees}))
+    report.redraw()
 
 
 def jobs(quick: bool) -> dict[str, list[Job]]:
@@ -404,8 +412,7 @@ def main() -> None:
     text = "\n\n".join(table(title, rows) for title, rows in found.items())
     print(text)
     if not quick:
-        (RESULTS / "scale.md").write_text(f"{(__doc__ or '').strip()}\n\n{text}\n")
-        plot(found)
+        write(found, text)
 
 
 if __name__ == "__main__":

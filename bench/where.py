@@ -2,7 +2,7 @@
 
 python bench/where.py WORKLOAD save|call|load [FORMAT]
 
-Only the calling thread is looked at, and looking takes time itself (the first line says how much), so read the shares.
+It profiles the calling thread only. The profiler takes time itself (the first line shows how much), so read the shares.
 """
 
 import cProfile
@@ -80,7 +80,7 @@ def main() -> None:
         profile = cProfile.Profile()
         seconds = measured(4, profile)
         named = f"{workload.title}, {' '.join((what, *given))}"
-        print(f"{named}: {min(plain) * 1e3:.0f} ms, while it is looked at {seconds * 1e3:.0f}")
+        print(f"{named}: {min(plain) * 1e3:.0f} ms, under the profiler {seconds * 1e3:.0f}")
         found = shares(profile)
         for module, own in sorted(found.items(), key=lambda item: -item[1]):
             if own / seconds >= LEAST:
