@@ -61,7 +61,7 @@ class Case:
             for leaf in tree.arrays:
                 for piece in leaf.pieces:
                     if piece.stored is not None and piece.length < 1 << 20:
-                        reader.read(leaf.key, piece, (0, 0), aligned_empty(piece.length))
+                        reader.read(leaf, piece, (0, 0), aligned_empty(piece.length))
 
 
 class MemoryStore:

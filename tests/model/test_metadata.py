@@ -287,8 +287,9 @@ def test_metadata_of_a_root_that_looks_like_a_tag_comes_back(tmp_path: Path) -> 
 def test_the_documented_loop_survives_a_loss_that_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of docs/guides/training-loops.md, with a learning rate that makes the loss NaN."""
     page = (Path(__file__).parents[2] / "docs" / "guides" / "training-loops.md").read_text()
-    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]][:2]
-    code = blocks[0].replace("optax.adamw(1e-3)", "optax.sgd(1e30)") + blocks[1]
+    shown, loop = page.split("## A complete loop")[:2]
+    blocks = [block.partition("```")[0] for part in (shown, loop) for block in part.split("```python\n")[1:]][:3]
+    code = "".join(blocks).replace("optax.adamw(1e-3)", "optax.sgd(1e30)")
     names: dict[str, Any] = {}
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "training-loops.md", "exec"), names)

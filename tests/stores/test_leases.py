@@ -301,7 +301,8 @@ for number in (1, 2):  # the second one waits for no lease
     with shardkeep.Run(f"{root}/training") as run:
         run.save(number, {"w": np.arange(3)})
         run.wait()
-        assert run.latest().number == number
+        found = run.latest()
+        assert found and found.number == number, (found, run.steps(), sorted(map(str, Path(root).rglob("*"))))
 shardkeep.delete(path)
 assert not os.path.exists(path)
 """
