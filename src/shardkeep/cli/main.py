@@ -171,6 +171,13 @@ def _save_now(arguments: argparse.Namespace, output: "Output") -> int:
     return save_now(arguments.path, output)
 
 
+def _completion(arguments: argparse.Namespace, output: "Output") -> int:
+    from shardkeep.cli.completion import completion_script
+
+    output.line(completion_script(arguments.shell).rstrip())
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace, "Output"], int]] = {
     "ls": _ls,
     "inspect": _inspect,
@@ -182,4 +189,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, "Output"], int]] = {
     "pin": _pin,
     "unpin": _pin,
     "save-now": _save_now,
+    "completion": _completion,
 }

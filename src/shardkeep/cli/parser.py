@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         add(commands)
     _add_pin(commands)
     _add_save_now(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -260,6 +261,22 @@ def _add_save_now(commands: _Commands) -> None:
         "  shardkeep save-now runs/exp1",
     )
     command.add_argument("path", metavar="RUN")
+
+
+def _add_completion(commands: _Commands) -> None:
+    name, summary = "completion", "print a script that completes this command in a shell"
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.\n\n"
+        "It completes commands, options, their values and paths, and latest and best after RUN@.",
+        epilog="examples:\n"
+        '  eval "$(shardkeep completion bash)"    # in ~/.bashrc\n'
+        '  eval "$(shardkeep completion zsh)"     # in ~/.zshrc, after compinit',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="bash or zsh")
+    command.set_defaults(json=False, debug=False)
 
 
 def _positive(text: str) -> int:
