@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch
+.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch test-wheel
 .PHONY: check docs docs-serve demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
 
 setup: $(STAMP)
@@ -130,6 +130,19 @@ $(TORCH_STAMP): pyproject.toml
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' -e .
 	touch $(TORCH_STAMP)
 
+# The wheel and the sdist, into dist/, installed into fresh environments for each of these Pythons that is present.
+BUILD := .venv-build
+BUILD_STAMP := $(BUILD)/.installed
+PYTHONS ?= 3.11 3.12 3.13
+
+test-wheel: $(BUILD_STAMP)
+	$(BUILD)/bin/python tests/distribution/run.py $(PYTHONS)
+
+$(BUILD_STAMP): pyproject.toml
+	test -x $(BUILD)/bin/python || $(PYTHON) -m venv $(BUILD)
+	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2' 'packaging>=25'
+	touch $(BUILD_STAMP)
+
 check: setup docs
 	$(BIN)/ruff check src tests faults bench examples docs/tools
 	$(BIN)/ruff format --check src tests faults bench examples docs/tools
@@ -204,4 +217,4 @@ faults-peers: $(BENCH_STAMP)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BENCH)/bin/python -m faults.peers
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(ORBAX) $(ORBAX_OLDEST) $(BENCH) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(EFORMER) $(EASYDEL) $(HF) $(KERAS) $(ORBAX) $(ORBAX_OLDEST) $(BENCH) $(BUILD) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
