@@ -51,7 +51,7 @@ def typed(shell: str, *lines: str) -> list[list[str]]:
     Path("setup").write_text(f"{SET_UP[shell]}\n. ./completion\n{record}\nPS1={PROMPT.decode()!r}\n")
     Path("typed").write_text("")
     terminal, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "dumb", "PS1": "", "HISTFILE": "", "ZDOTDIR": "."}
+    environment = {**os.environ, "TERM": "dumb", "PS1": "", "HISTFILE": "", "INPUTRC": os.devnull}
     process = subprocess.Popen(
         SHELLS[shell], stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environment
     )
