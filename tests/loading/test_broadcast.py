@@ -10,9 +10,10 @@ import pytest
 
 import shardkeep
 from shardkeep.loading.broadcast import Broadcast, _alike, _compared, _receiving, fewest_replicas
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.owners import OwnedPart, Owners
 from shardkeep.loading.plan import Destination
-from shardkeep.loading.select import LoadRequest, Wanted
+from shardkeep.loading.request import LoadRequest
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import NATIVE, StoredArray
 from shardkeep.processes.operation import Operation

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardkeep.loading.broadcast import Broadcast
 from shardkeep.loading.groups import GroupPlan, plan_groups, plan_groups_of_all
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.read import STEP
-from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import Place, device_regions
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import UNSHARDED, Piece, StoredArray

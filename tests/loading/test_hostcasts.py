@@ -13,8 +13,9 @@ from device.runner import run_on_device
 from dtypes import dtype_of
 from shardkeep.loading import hostcasts
 from shardkeep.loading.hostcasts import cast_before, cast_destinations, sent_to_devices
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.plan import Destination
-from shardkeep.loading.select import LoadRequest, Policy, Wanted
+from shardkeep.loading.request import LoadRequest, Policy
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.leaves import UNSHARDED, PrngKeys, StoredArray

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.owners import Owners, most_needed, needed_by, outline_of, plan_owners
-from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import ArraySpec, Region, cut, is_partition
 from shardkeep.model.digests import BLOCK

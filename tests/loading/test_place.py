@@ -15,7 +15,9 @@ import shardkeep
 from dtypes import SAMPLE
 from shardkeep import jaxapi
 from shardkeep.loading.load import read_leaves
-from shardkeep.loading.select import LoadRequest, Policy, Wanted, choose, choose_places
+from shardkeep.loading.matching import Wanted
+from shardkeep.loading.request import LoadRequest, Policy
+from shardkeep.loading.select import choose, choose_places
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import dtype_from_name
 from shardkeep.model.leaves import PrngKeys

@@ -15,7 +15,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardkeep
-from shardkeep.loading.select import Choice, LoadRequest, Policy, Wanted, choose, choose_places
+from shardkeep.loading.matching import Wanted
+from shardkeep.loading.request import LoadRequest, Policy
+from shardkeep.loading.select import Choice, choose, choose_places
 from shardkeep.model.leaves import PrngKeys
 from shardkeep.model.manifest import Tree
 from shardkeep.model.values import is_data

@@ -18,7 +18,7 @@ from multiprocess.inside import differences, pattern, values_of
 SAVE = """
 def load_alone(path):
     # After a process died nothing can be done together any more: the others look for themselves what is there.
-    place, request = shardkeep.stores.location.location(path), shardkeep.loading.select.LoadRequest()
+    place, request = shardkeep.stores.location.location(path), shardkeep.loading.request.LoadRequest()
     skeleton, leaves, _ = shardkeep.loading.load.load_request(place, request, shardkeep.processes.operation.ALONE)
     return skeleton.rebuild(leaves)
 

@@ -24,7 +24,7 @@ from faults.sweep import left_overs
 from shardkeep.cli.main import main
 from shardkeep.converting.survey import survey
 from shardkeep.loading import load as loading
-from shardkeep.loading.select import LoadRequest
+from shardkeep.loading.request import LoadRequest
 from shardkeep.model.digests import seal
 from shardkeep.processes.operation import ALONE
 from shardkeep.serialization import tree_serialize_leaves

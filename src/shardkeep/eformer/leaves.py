@@ -12,7 +12,7 @@ from shardkeep.eformer.loader import as_dict, checked_chunk_size, refuse_unsaid_
 from shardkeep.eformer.manager import AsyncCheckpointManager, follow_save
 from shardkeep.errors import an
 from shardkeep.loading.load import load_request
-from shardkeep.loading.select import LoadRequest, Policy
+from shardkeep.loading.request import LoadRequest, Policy
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.tree import flatten
 from shardkeep.processes.operation import join

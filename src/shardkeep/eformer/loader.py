@@ -17,7 +17,7 @@ from shardkeep.eformer.paths import LoadPath, without_index
 from shardkeep.errors import ShardingError
 from shardkeep.foreign.zarr import has_zarr_arrays
 from shardkeep.loading.load import load_request
-from shardkeep.loading.select import LoadRequest, Policy, Treatment
+from shardkeep.loading.request import LoadRequest, Policy, Treatment
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.leaves import StoredLeaf

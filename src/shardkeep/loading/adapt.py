@@ -12,9 +12,10 @@ from jax.sharding import Sharding
 
 from shardkeep.errors import IntegrityError
 from shardkeep.jaxapi import own_computation, wrap_key_data
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.moving import move, stays_numpy, with_layout
 from shardkeep.loading.place import put_all
-from shardkeep.loading.select import LoadRequest, Wanted
+from shardkeep.loading.request import LoadRequest
 from shardkeep.loading.shardings import check_layout
 from shardkeep.model.arrays import Array, DType, kind_of
 from shardkeep.model.leaves import NumpyArray, Origin, PrngKeys, StoredArray

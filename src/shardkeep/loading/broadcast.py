@@ -12,10 +12,11 @@ from typing import Literal
 import numpy as np
 
 from shardkeep.loading.hostcasts import sent_to_devices
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.owners import OwnedPart, Owners, needed_by, outline_of, plan_owners
 from shardkeep.loading.plan import Destination
 from shardkeep.loading.read import STEP, allocate
-from shardkeep.loading.select import LoadRequest, Wanted
+from shardkeep.loading.request import LoadRequest
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import digest
 from shardkeep.processes.collectives import SENT, share_bytes

@@ -7,10 +7,10 @@ from jax.sharding import SingleDeviceSharding
 
 from shardkeep.loading.blocks import parts_of
 from shardkeep.loading.broadcast import Broadcast
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.owners import first_place, most_needed
 from shardkeep.loading.plan import plan_overlapping, plan_steps
 from shardkeep.loading.read import STEP, needed_blocks
-from shardkeep.loading.select import Wanted
 from shardkeep.loading.shardings import device_regions, needed_regions
 from shardkeep.model.arrays import DType, Region
 from shardkeep.model.digests import BLOCK

@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 
 from shardkeep.loading.adapt import check_fits
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.moving import is_on_cpu, stays_numpy
 from shardkeep.loading.plan import Destination
-from shardkeep.loading.select import LoadRequest, Wanted
+from shardkeep.loading.request import LoadRequest
 from shardkeep.model.arrays import Array, DType, kind_of
 from shardkeep.model.leaves import PrngKeys, StoredArray
 from shardkeep.model.perprocess import PerProcessRows

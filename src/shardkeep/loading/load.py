@@ -16,12 +16,14 @@ from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.broadcast import Broadcast, StartOver, agree, fewest_replicas
 from shardkeep.loading.derive import read_derived
 from shardkeep.loading.hostcasts import sent_to_devices
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.pipeline import Means, load_to_devices
 from shardkeep.loading.place import place
 from shardkeep.loading.plan import plan_destinations
 from shardkeep.loading.read import read_into, read_tables
 from shardkeep.loading.remapping import as_missing, remapped, settle
-from shardkeep.loading.select import Choice, LoadRequest, Wanted, abstract_leaf, choose, choose_places, choose_process
+from shardkeep.loading.request import LoadRequest
+from shardkeep.loading.select import Choice, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree

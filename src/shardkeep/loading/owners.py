@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from jax.sharding import Sharding
 
-from shardkeep.loading.select import Wanted
+from shardkeep.loading.matching import Wanted
 from shardkeep.model.arrays import Region
 from shardkeep.model.digests import BLOCK, digest
 from shardkeep.model.fastclass import fast_dataclass

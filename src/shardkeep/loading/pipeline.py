@@ -18,10 +18,11 @@ from shardkeep.loading.broadcast import Broadcast
 from shardkeep.loading.derive import read_derived
 from shardkeep.loading.groups import GroupPlan, LeafRegions, plan_groups, plan_groups_of_all
 from shardkeep.loading.hostcasts import cast_before, cast_destinations
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.place import put_leaves
 from shardkeep.loading.plan import Destination, plan_read
 from shardkeep.loading.read import read_into
-from shardkeep.loading.select import LoadRequest, Wanted
+from shardkeep.loading.request import LoadRequest
 from shardkeep.loading.shardings import device_regions
 from shardkeep.model.arrays import Array
 from shardkeep.remap.expressions import DerivedArray

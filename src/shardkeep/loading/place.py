@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardkeep.jaxapi import block_until_ready, device_put, put_like, refuse_without_jax, transfers_allowed
+from shardkeep.loading.matching import Wanted
 from shardkeep.loading.plan import Destination
-from shardkeep.loading.select import Wanted
 from shardkeep.model.arrays import Array, Region
 
 

@@ -11,7 +11,7 @@ from shardkeep.model.pieces import pieces_meeting
 from shardkeep.remap.expressions import Function
 
 if TYPE_CHECKING:
-    from shardkeep.loading.select import Wanted  # it needs JAX, and this does not
+    from shardkeep.loading.matching import Wanted  # it needs JAX, and this does not
 
 
 class _HasBytes(Protocol):

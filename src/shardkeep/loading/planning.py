@@ -13,11 +13,13 @@ from shardkeep.jaxapi import process_count, process_index
 from shardkeep.loading.blocks import parts_of
 from shardkeep.loading.leftovers import not_named
 from shardkeep.loading.load import load, make_request
+from shardkeep.loading.matching import Needed, Wanted
 from shardkeep.loading.mismatches import Mismatch
 from shardkeep.loading.plan import plan_overlapping
 from shardkeep.loading.read import needed_blocks
 from shardkeep.loading.remapping import remapped
-from shardkeep.loading.select import LoadRequest, Needed, Wanted, choose, choose_places, choose_process
+from shardkeep.loading.request import LoadRequest
+from shardkeep.loading.select import choose, choose_places, choose_process
 from shardkeep.loading.suggestions import rules_to_try
 from shardkeep.model.arrays import Region
 from shardkeep.model.digests import BLOCK

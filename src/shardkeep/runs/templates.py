@@ -17,7 +17,8 @@ from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
 from shardkeep.jaxapi import device_put, eval_shape, jit
-from shardkeep.loading.select import Filler, NumpyStruct
+from shardkeep.loading.matching import NumpyStruct
+from shardkeep.loading.request import Filler
 from shardkeep.loading.shardings import Place, ShapedLeaf, check_sharding, resolve_shardings
 from shardkeep.model.arrays import kind_of, parse_dtype
 from shardkeep.model.tree import Leaf, flatten, name_leaf
