@@ -50,6 +50,16 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         {"w": (3, 3), "b": (2,)},
         ["remap.stack('w/{i}', 'w')"],
     ),
+    "stacked, with slashes in names": (
+        {f"mlp/~/linear_{i}": {"w": np.zeros((4, 6), F32)} for i in range(3)},
+        {"mlp/~/linear": {"w": (3, 4, 6)}},
+        [r"remap.stack('mlp/\\~/linear_{i}/(.*)', 'mlp\\/~\\/linear/\\1')"],
+    ),
+    "renamed, with slashes in names": (
+        {"mlp/~/linear": {"w": np.zeros((4, 6), F32), "b": np.zeros(6, F32)}},
+        {"mlp/~/linear": {"kernel": (4, 6), "b": (6,)}},
+        [r"remap.rename('(.*)/w', '\\1/kernel')"],
+    ),
     "unstacked": (
         {"layers": {"w": np.zeros((3, 4, 6), F32)}},
         {"layers": {"0": {"w": (4, 6)}, "1": {"w": (4, 6)}, "2": {"w": (4, 6)}}},

@@ -1,5 +1,7 @@
 """Patterns match whole keys, `{i}` is an index that moves no group's number, and keys are made of matches."""
 
+from typing import Any
+
 import pytest
 
 from shardkeep.remap.patterns import check_key, compiled, expand, inverted, literal, plain
@@ -22,24 +24,23 @@ from shardkeep.remap.patterns import check_key, compiled, expand, inverted, lite
     ],
 )
 def test_keys_are_made_of_matches(pattern: str, key: str, new: str, expected: str) -> None:
-    match = compiled(pattern).match(key)
+    match = compiled(pattern).match(tuple(key.split("/")))
     assert match is not None
-    assert expand(new, match) == expected
+    assert "/".join(expand(new, match)) == expected
 
 
 @pytest.mark.parametrize(
     ("pattern", "key"), [("a", "ab"), ("a", "b/a"), ("a/{i}", "a/x"), ("l{i}/b{i}", "l1/b2"), (r"\{i}", "3")]
 )
 def test_a_pattern_matches_the_whole_key_or_nothing(pattern: str, key: str) -> None:
-    assert compiled(pattern).match(key) is None
+    assert compiled(pattern).match(tuple(key.split("/"))) is None
 
 
 def test_an_index_is_a_number() -> None:
-    match = compiled("layer_{i}/w").match("layer_007/w")
+    match = compiled("layer_{i}/w").match(("layer_007", "w"))
     assert match is not None
     assert match.index == 7
-    assert match.around == ("layer_", "/w")
-    assert compiled(".*").match("x").index is None  # type: ignore[union-attr]
+    assert compiled(".*").match(("x",)).index is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -58,17 +59,17 @@ def test_keys_that_cannot_be_made_are_refused(pattern: str, key: str, problem: s
 
 
 def test_an_index_that_takes_no_part_makes_no_key() -> None:
-    match = compiled("(layers/{i}|head)/w").match("head/w")
+    match = compiled("(layers/{i}|head)/w").match(("head", "w"))
     assert match is not None
     assert match.index is None
-    assert expand(r"x/\1", match) == "x/head"
+    assert expand(r"x/\1", match) == ("x", "head")
     with pytest.raises(ValueError, match="does not match anything of it"):
         expand("x/{i}", match)
 
 
 def test_a_number_of_many_digits_is_no_index() -> None:
-    assert compiled("{i}").match("9" * 18) is not None
-    assert compiled("{i}").match("9" * 5000) is None
+    assert compiled("{i}").match(("9" * 18,)) is not None
+    assert compiled("{i}").match(("9" * 5000,)) is None
 
 
 @pytest.mark.parametrize("pattern", ["(", "(" * 3000 + ")" * 3000, "a{99999999999999}"])
@@ -77,11 +78,32 @@ def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> Non
         compiled(pattern)
 
 
-@pytest.mark.parametrize("key", ["a/b", "a.b/c-d", "x{i}", "\\1", "(a)", "a+b*", "ä/é", r"\{i}"])
+@pytest.mark.parametrize("key", ["a/b", "a.b/c-d", "x{i}", "\\1", "(a)", "a+b*", "ä/é", r"\{i}", ""])
 def test_any_key_can_be_written_literally(key: str) -> None:
-    match = compiled(literal(key)).match(key)
+    for path in ((key,), tuple(key.split("/"))):
+        match = compiled(literal(path)).match(path)
+        assert match is not None
+        assert expand(plain(path), match) == (path if path != ("",) else ())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "new", "expected"),
+    [
+        ("(.*)/w", ("mlp/~/lin_0", "w"), r"\1/kernel", ("mlp/~/lin_0", "kernel")),
+        ("mlp/~/lin_{i}/(.*)", ("mlp/~/lin_0", "w"), r"mlp\/~\/dense_{i}/\1", ("mlp/~/dense_0", "w")),
+        (r"mlp\/~\/lin_0/(.*)", ("mlp/~/lin_0", "w"), r"mlp/\1", ("mlp", "w")),
+        ("mlp(/.*)/lin(/.*)", ("mlp/~", "lin", "w"), r"a\1\2", ("a/~", "w")),
+        ("(.*)lp/(~.)(.*)", ("mlp/~", "x", "y/z"), r"\3 \2\1", ("x", "y/z ~", "m")),
+        ("a()/(b)?.*", ("a", "c"), r"x\1/\2y", ("x", "y")),
+        ("(.*)", (), r"\1/w", ("", "w")),
+        (".*", (), "w", ("w",)),
+    ],
+)
+def test_a_slash_inside_a_name_stays_there(pattern: str, path: Any, new: str, expected: Any) -> None:
+    """As in the names of Haiku's modules."""
+    match = compiled(pattern).match(path)
     assert match is not None
-    assert expand(plain(key), match) == key
+    assert expand(new, match) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,6 +113,7 @@ def test_any_key_can_be_written_literally(key: str) -> None:
         (r"(\d+)/(.*)", r"\2/\1/\2", (r"(.*)/(\d+)/\1", r"\2/\1")),
         ("layers/{i}/(.*)", r"layers/\1", ("layers/(.*)", r"layers/{i}/\1")),
         (r"a\.b", "c+d", (r"c\+d", "a.b")),
+        (r"a\/~/(.*)", r"b\/c/\1", (r"b\/c/(.*)", r"a\/~/\1")),
         ("a/.*", "b", None),
         ("a/(.*)", "b", None),
         ("(a(b))", r"\1", None),

@@ -95,8 +95,7 @@ def _sample(paths: Sequence[Path]) -> Sequence[Path]:
 
 def _other_shape(path: Path, saved: Shape, wanted: Shape) -> Iterator[Rule]:
     """An array with another shape: for all arrays of its name, or for it alone."""
-    key = "/".join(path)
-    for pattern in (literal(key), f".*/{literal(path[-1])}") if len(path) > 1 else (literal(key),):
+    for pattern in (literal(path), f".*/{literal(path[-1:])}") if len(path) > 1 else (literal(path),):
         if len(saved) == len(wanted) <= _RANK:
             for axes in sorted(itertools.permutations(range(len(saved))), reverse=True):
                 if tuple(saved[axis] for axis in axes) == wanted != saved:
@@ -118,21 +117,15 @@ def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
     end = 0
     while end < min(len(saved), len(wanted)) - start and saved[-1 - end] == wanted[-1 - end]:
         end += 1
-    old, new = "/".join(saved[start : len(saved) - end]), "/".join(wanted[start : len(wanted) - end])
-    middles = [(literal(old), plain(new)), *_numbered(old, new)]
+    old, new = saved[start : len(saved) - end], wanted[start : len(wanted) - end]
+    middles = [(literal(old), plain(new)), *_numbered(literal(old), plain(new))]
     around = ((True, True), (False, True), (True, False), (False, False))
     for (before, after), (middle, replacement) in itertools.product(around, middles):
-        head = "(.*)/" if before and start else "" if not start else "/".join(map(literal, saved[:start])) + "/"
-        tail = "/(.*)" if after and end else "" if not end else "/" + "/".join(map(literal, saved[len(saved) - end :]))
-        first = r"\1/" if head == "(.*)/" else "/".join(map(plain, saved[:start])) + "/" if start else ""
+        head = "(.*)/" if before and start else f"{literal(saved[:start])}/" if start else ""
+        tail = "/(.*)" if after and end else f"/{literal(saved[len(saved) - end :])}" if end else ""
+        first = r"\1/" if head == "(.*)/" else f"{plain(saved[:start])}/" if start else ""
         number = 2 if head == "(.*)/" else 1
-        last = (
-            rf"/\{number}"
-            if tail == "/(.*)"
-            else "/" + "/".join(map(plain, wanted[len(wanted) - end :]))
-            if end
-            else ""
-        )
+        last = rf"/\{number}" if tail == "/(.*)" else f"/{plain(wanted[len(wanted) - end :])}" if end else ""
         pattern, key = f"{head}{middle}{tail}", f"{first}{replacement}{last}"
         if not old:
             pattern, key = pattern.replace("//", "/").strip("/"), key
@@ -142,13 +135,16 @@ def _other_name(saved: Path, wanted: Path) -> Iterator[Rule]:
 
 
 def _numbered(old: str, new: str) -> list[tuple[str, str]]:
-    """Names that differ and have a number in common, as a pattern and a key for every number."""
+    """A pattern and a key that have a number in common, with the index in its place."""
     for there in re.finditer("[0-9]+", old):
         here = re.search(f"(?<![0-9]){there[0]}(?![0-9])", new)
         if here:
-            ends = (old[: there.start()], old[there.end() :]), (new[: here.start()], new[here.end() :])
-            return [(INDEX.join(map(literal, ends[0])), INDEX.join(map(plain, ends[1])))]
+            return [(_with_index(old, there), _with_index(new, here))]
     return []
+
+
+def _with_index(text: str, number: re.Match[str]) -> str:
+    return f"{text[: number.start()]}{INDEX}{text[number.end() :]}"
 
 
 def _stacked(saved: Path, wanted: Path) -> Iterator[Rule]:
@@ -157,14 +153,13 @@ def _stacked(saved: Path, wanted: Path) -> Iterator[Rule]:
         stem, rest = _stem(saved[at]), saved[at + 1 :]
         place = wanted[: len(wanted) - len(rest)]
         if stem is not None and wanted[len(place) :] == rest:
-            head = "/".join((*map(literal, saved[:at]), literal(stem) + INDEX))
-            key = "/".join(map(plain, place))
+            head, key = literal((*saved[:at], stem)) + INDEX, plain(place)
             yield stack(f"{head}/(.*)", f"{key}/\\1" if key else r"\1") if rest else stack(head, key)
     for at in range(len(wanted)):
         stem, rest = _stem(wanted[at]), wanted[at + 1 :]
         place = saved[: len(saved) - len(rest)]
         if stem is not None and saved[len(place) :] == rest:
-            head, key = "/".join(map(literal, place)), "/".join((*map(plain, wanted[:at]), plain(stem) + INDEX))
+            head, key = literal(place), plain((*wanted[:at], stem)) + INDEX
             yield unstack(f"{head}/(.*)" if head else "(.*)", f"{key}/\\1") if rest else unstack(head, key)
 
 
@@ -231,6 +226,6 @@ def _axis_of_sum(whole: Shape, parts: Sequence[Shape]) -> int | None:
 def _around(path: Path, keys: Sequence[Path], at: int) -> tuple[str, list[str]]:
     """A pattern for names like that of `path` at `at`, whatever is around, and `keys` with the same around them."""
     head, tail = bool(path[:at]), bool(path[at + 1 :])
-    pattern = f"{'(.*)/' if head else ''}{literal(path[at])}{'/(.*)' if tail else ''}"
+    pattern = f"{'(.*)/' if head else ''}{literal((path[at],))}{'/(.*)' if tail else ''}"
     first, last = r"\1/" if head else "", (rf"/\{1 + head}" if tail else "")
-    return pattern, [f"{first}{plain(key[at])}{last}" for key in keys]
+    return pattern, [f"{first}{plain((key[at],))}{last}" for key in keys]

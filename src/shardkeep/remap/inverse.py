@@ -147,7 +147,7 @@ def _key(path: Path) -> str:
 
 
 def _rename(source: Path, to: Path) -> Rename:
-    return Rename(literal(_key(source)), plain(_key(to)))
+    return Rename(literal(source), plain(to))
 
 
 def _undo(rule: Rule, step: Replacement, now: Collection[Path], changes: Changes) -> list[Rule]:
@@ -156,31 +156,31 @@ def _undo(rule: Rule, step: Replacement, now: Collection[Path], changes: Changes
         case Rename():
             return [_rename(step.gave, step.took)]
         case Copy():
-            return [Drop(literal(_key(step.gave))) if step.took in now else _rename(step.gave, step.took)]
+            return [Drop(literal(step.gave)) if step.took in now else _rename(step.gave, step.took)]
         case Drop():
             raise RemapError(f"{rule} cannot be undone: what it drops is lost")
         case Stack():
             ((path, entry),) = step.gives
             assert isinstance(entry, Stacked)
             places = [(*path, str(number)) for number in range(len(step.takes))]
-            one = Unstack(literal(_key(path)), f"{plain(_key(path))}/{INDEX}", entry.axis)
+            one = Unstack(literal(path), f"{plain(path)}/{INDEX}", entry.axis)
             return [one, *(_rename(place, to) for place, (to, _) in zip(places, step.takes, strict=True))]
         case Unstack():
             path = step.took
             places = [(*path, str(number)) for number in range(len(step.gives))]
             renames = [_rename(given, to) for (given, _), to in zip(step.gives, places, strict=True)]
             axis = _axis_of_first(step)
-            return [*renames, Stack(f"{literal(_key(path))}/{INDEX}", plain(_key(path)), axis)]
+            return [*renames, Stack(f"{literal(path)}/{INDEX}", plain(path), axis)]
         case Split():
-            keys = tuple(literal(_key(path)) for path, _ in step.gives)
-            return [Fuse(keys, plain(_key(step.took)), _axis_of_first(step))]
+            keys = tuple(literal(path) for path, _ in step.gives)
+            return [Fuse(keys, plain(step.took), _axis_of_first(step))]
         case Fuse():
             ((path, entry),) = step.gives
             assert isinstance(entry, Joined)
             sizes = tuple(part.shape[entry.axis] for part in entry.parts)
-            return [Split(literal(_key(path)), tuple(plain(_key(to)) for to, _ in step.takes), entry.axis, sizes)]
+            return [Split(literal(path), tuple(plain(to) for to, _ in step.takes), entry.axis, sizes)]
         case OnEach():
-            return [_undo_change(rule, literal(_key(step.took)), step, changes)]
+            return [_undo_change(rule, literal(step.took), step, changes)]
         case _:
             raise RemapError(f"{rule} cannot be undone")
 
@@ -229,7 +229,7 @@ def _aside(rules: Sequence[Rule], now: Iterable[Path]) -> list[Rule]:
     if len(renames) < len(rules):
         return []
     first = [Rename(rule.pattern, f"{rule.key}{end}") for rule in renames]
-    return [*first, Rename(f"(.*){literal(end)}", r"\1")]
+    return [*first, Rename(f"(.*){literal((end,))}", r"\1")]
 
 
 def _short(rule: Rule, steps: Sequence[Replacement], single: Sequence[Rule]) -> list[Rule]:

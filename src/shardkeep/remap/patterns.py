@@ -4,19 +4,22 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardkeep.model.tree import Path
+
 INDEX = "{i}"  # stands for an index in patterns and keys
 
 _GROUP = "_index"  # the group that matches it
 _HOLE = re.compile(r"(?<!\\)((?:\\\\)*)\{i\}")
 _DIGITS = "[0-9]{1,18}"  # of an index
 _BACKREFERENCE = re.compile(r"(\\\\)|\\([1-9][0-9]?)")
-_TOKEN = re.compile(r"\\(?P<number>[0-9]{1,2})|\\g<(?P<name>\w+)>|\\(?P<plain>[\\{])|(?P<index>\{i\})|(?P<bad>\\)")
+_TOKEN = re.compile(r"\\(?P<number>[0-9]{1,2})|\\g<(?P<name>\w+)>|\\(?P<plain>[\\{/])|(?P<index>\{i\})|(?P<bad>\\)")
 
 
 @dataclass(frozen=True)
 class Match:
     """A key that a pattern matches, and the index in it, if the pattern has one and it takes part in the match."""
 
+    path: Path
     found: re.Match[str]
     place: int  # the number of the index's group; 0 if there is none
 
@@ -25,18 +28,23 @@ class Match:
         found = self.found[self.place] if self.place else None
         return None if found is None else int(found)
 
-    @property
-    def around(self) -> tuple[str, str]:
-        """The key before and after its index."""
-        key, (start, end) = self.found.string, self.found.span(self.place)
-        return key[:start], key[end:]
-
-    def group(self, name: str) -> str:
-        """A group by its name, or by its number in the pattern as it was written."""
-        if not name.isdecimal():
-            return self.found[name] or ""
-        number = int(name)
-        return self.found[number + 1 if self.place and number >= self.place else number] or ""
+    def group(self, name: str) -> list[str]:
+        """A group, as names, by its name, or by its number in the pattern as it was written."""
+        group: str | int = name
+        if name.isdecimal():
+            number = int(name)
+            group = number + 1 if self.place and number >= self.place else number
+        start, end = self.found.span(group)
+        if end <= start:  # it is empty, or takes no part
+            return [""]
+        names: list[str] = []
+        first = 0
+        for each in self.path:  # a name may have slashes itself, and keeps them
+            last = first + len(each)
+            if start <= last and first <= end:
+                names.append(each[max(start - first, 0) : end - first])
+            first = last + 1
+        return names
 
 
 @dataclass(frozen=True)
@@ -51,17 +59,17 @@ class Pattern:
     def has_index(self) -> bool:
         return self.place > 0
 
-    def match(self, key: str) -> Match | None:
+    def match(self, path: Path) -> Match | None:
         """The match, if the pattern matches all of the key."""
-        found = self.regex.fullmatch(key)
-        return None if found is None else Match(found, self.place)
+        found = self.regex.fullmatch("/".join(path))
+        return None if found is None else Match(path, found, self.place)
 
 
 @lru_cache(maxsize=1024)
 def compiled(text: str) -> Pattern:
     """A pattern. `ValueError` for one that is not a regular expression.
 
-    >>> compiled("layers/{i}/(.*)").match("layers/12/w").index
+    >>> compiled("layers/{i}/(.*)").match(("layers", "12", "w")).index
     12
     """
     try:
@@ -96,34 +104,47 @@ def check_key(text: str, pattern: Pattern, *, index: bool) -> None:
             raise ValueError(f"{text!r} refers to the group {name}, which {pattern.text!r} does not have")
 
 
-def expand(text: str, match: Match, index: int | str | None = None) -> str:
-    r"""The key that a match is made into. `index` stands for `{i}`; by default it is that of the match.
+def expand(text: str, match: Match, index: int | None = None) -> Path:
+    r"""The path that a match is made into. `index` stands for `{i}`; by default it is that of the match.
 
     `ValueError` if there is none, because that part of the pattern takes no part in the match.
 
-    >>> expand(r"layers/{i}/\1", compiled(r"encoder_(.*)").match("encoder_w"), 3)
-    'layers/3/w'
+    >>> expand(r"layers/{i}/\1", compiled(r"encoder_(.*)").match(("encoder_w",)), 3)
+    ('layers', '3', 'w')
     """
     index = match.index if index is None else index
+    names = [""]
 
-    def value(token: re.Match[str]) -> str:
+    def add(more: list[str]) -> None:
+        names[-1] += more[0]
+        names.extend(more[1:])
+
+    position = 0
+    for token in _TOKEN.finditer(text):
+        add(text[position : token.start()].split("/"))
+        position = token.end()
         if token["index"]:
             if index is None:
                 raise ValueError(f"the part of the pattern that has {INDEX} does not match anything of it")
-            return str(index)
-        return token["plain"] or match.group(token["number"] or token["name"])
+            add([str(index)])
+        else:
+            add([token["plain"]] if token["plain"] else match.group(token["number"] or token["name"]))
+    add(text[position:].split("/"))
+    return () if names == [""] else tuple(names)
 
-    return _TOKEN.sub(value, text)
 
-
-def literal(key: str) -> str:
+def literal(path: Path) -> str:
     """The pattern that matches this key only."""
-    return re.escape(key)
+    return "/".join(map(re.escape, path))
 
 
-def plain(key: str) -> str:
-    """The text that is expanded to this key, whatever matches."""
-    return key.replace("\\", "\\\\").replace(INDEX, "\\" + INDEX)
+def plain(path: Path) -> str:
+    """The text that is expanded to this path, whatever matches."""
+    return "/".join(map(_plain_name, path))
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("\\", "\\\\").replace("/", "\\/").replace(INDEX, "\\" + INDEX)
 
 
 def inverted(pattern: str, key: str) -> tuple[str, str] | None:
@@ -142,35 +163,37 @@ def inverted(pattern: str, key: str) -> tuple[str, str] | None:
     turned = ""
     position = 0
     for token in _TOKEN.finditer(key):
-        turned += literal(key[position : token.start()])
+        turned += re.escape(key[position : token.start()])
         position = token.end()
         if token["index"]:
             turned += INDEX
         elif token["plain"]:
-            turned += literal(token["plain"])
+            turned += "\\/" if token["plain"] == "/" else re.escape(token["plain"])
         elif token["number"] is None or not 0 < int(token["number"]) <= len(groups):
             return None
         else:
             number = int(token["number"])
             turned += f"({groups[number - 1]})" if number not in order else f"\\{order.index(number) + 1}"
             order += [number] if number not in order else []
-    turned += literal(key[position:])
+    turned += re.escape(key[position:])
     if len(order) < len(groups):
         return None
     numbers = iter(order.index(number) + 1 for number in range(1, len(groups) + 1))
-    parts = [
-        f"\\{next(numbers)}" if kind == "group" else plain(text) if kind == "text" else INDEX for kind, text in before
+    parts = {"index": INDEX, "slash": "\\/"}
+    made = [
+        f"\\{next(numbers)}" if kind == "group" else parts.get(kind) or plain(tuple(text.split("/")))
+        for kind, text in before
     ]
-    return turned, "".join(parts)
+    return turned, "".join(made)
 
 
 _PIECE = re.compile(
-    r"\((?P<group>(?!\?)(?:[^()\\]|\\.)*)\)(?![?*+{])|(?P<index>\{i\})|\\(?P<escaped>\W)|(?P<text>[^\\()\[\]{}.*+?|^$])"
+    r"\((?P<group>(?!\?)(?:[^()\\]|\\.)*)\)(?![?*+{])|(?P<index>\{i\})|(?P<slash>\\/)|\\(?P<escaped>\W)|(?P<text>[^\\()\[\]{}.*+?|^$])"
 )
 
 
 def _pieces(pattern: str) -> list[tuple[str, str]] | None:
-    """A pattern as literal text, groups and the index, in order; None if there is anything else in it."""
+    """A pattern as text, groups, the index and slashes of names, in order; None if there is anything else in it."""
     found: list[tuple[str, str]] = []
     position = 0
     while position < len(pattern):

@@ -122,7 +122,7 @@ class Drop(Rule):
             yield Replacement(((path, entry),), ())
 
     def carry(self, path: Path) -> Path | None:
-        return None if pattern_of(self, self.pattern).match("/".join(path)) else path
+        return None if pattern_of(self, self.pattern).match(path) else path
 
 
 @dataclass(frozen=True, repr=False)
@@ -384,7 +384,7 @@ class Within(Rule):
             for end in range(len(path)):
                 place = path[:end]
                 if place not in known:
-                    known[place] = pattern.match("/".join(place)) is not None
+                    known[place] = pattern.match(place) is not None
                 if known[place]:
                     found[place] = None
                     break
@@ -399,7 +399,7 @@ def _shown(value: object) -> str:
 
 
 def _carried(rule: "Rename | Stack", path: Path) -> Path:
-    match = pattern_of(rule, rule.pattern).match("/".join(path))
+    match = pattern_of(rule, rule.pattern).match(path)
     return path if match is None else new_path(rule, rule.key, match)
 
 
@@ -423,5 +423,7 @@ def as_rules(rules: object) -> tuple[Rule, ...]:
         raise RemapError(f"remap must be a list of rules from shardkeep.remap, not {rules!r:.200}")
     found: list[Rule] = []
     for rule in rules:
-        found += as_rules(rule if rule is not None else "None")
+        if rule is None:
+            raise RemapError("remap must be a list of rules from shardkeep.remap, and one of them is None")
+        found += as_rules(rule)
     return tuple(found)

@@ -74,19 +74,18 @@ def pattern_of(rule: object, text: object, *keys: object, index: bool = False) -
 
 def matches(pattern: Pattern, entries: Entries) -> list[tuple[Match, Path, Entry]]:
     """The leaves whose keys a pattern matches."""
-    found = ((pattern.match("/".join(path)), path, entry) for path, entry in entries.items())
+    found = ((pattern.match(path), path, entry) for path, entry in entries.items())
     return [(match, path, entry) for match, path, entry in found if match is not None]
 
 
 def new_path(rule: object, text: str, match: Match, index: int | None = None) -> Path:
     """The path of the leaf that a match is made into."""
     try:
-        key = expand(text, match, index)
+        path = expand(text, match, index)
     except ValueError as error:
-        raise refuse(rule, match.found.string, str(error)) from None
-    path = tuple(key.split("/"))
+        raise refuse(rule, name_leaf(match.path), str(error)) from None
     if not all(path):
-        raise refuse(rule, match.found.string, f"it would become {key!r}, which has an empty name")
+        raise refuse(rule, name_leaf(match.path), f"it would become {'/'.join(path)!r}, which has an empty name")
     return path
 
 
