@@ -199,6 +199,16 @@ class TestResizing:
                 tmp_path / "c", template={"x": jnp.zeros(4, jnp.bfloat16)}, remap=remap.resize("x", fill="keep")
             )
 
+    @pytest.mark.parametrize(
+        ("saved", "dtype"),
+        [("float8_e4m3fn", "bfloat16"), ("bfloat16", "float8_e5m2"), ("int4", "int8"), ("int8", "int4")],
+    )
+    def test_small_dtypes_keep_values_as_well(self, saved: str, dtype: str, tmp_path: Path) -> None:
+        shardkeep.save(tmp_path / "c", {"x": jnp.asarray([1, -2, 3], saved)})
+        template = {"x": jnp.asarray([7, 7, 7, -4, 7], dtype)}
+        loaded = shardkeep.load(tmp_path / "c", template=template, remap=remap.resize("x", fill="keep"))["x"]
+        assert_same(np.asarray(loaded), np.asarray(jnp.asarray([1, -2, 3, -4, 7], dtype)))
+
     def test_values_that_are_kept_move_with_the_rules_after_it(self, saved: Path) -> None:
         """What the template has at the place where they end up is kept."""
         like = np.arange(100.0, 132.0, dtype=np.float32).reshape(4, 8)

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardkeep import RemapError, remap
@@ -69,3 +70,32 @@ def test_rules_inside_rules_without_end_are_refused() -> None:
         data = {"rule": "within", "pattern": "a", "rules": [data]}
     with pytest.raises(RemapError, match="nested too deeply"):
         remap.from_json([data])
+
+
+def test_numbers_of_numpy_are_taken_as_numbers() -> None:
+    rules = [
+        remap.stack("{i}", "x", axis=np.int64(1)),
+        remap.split("x", ["a", "b"], axis=np.int32(0), sizes=np.array([1, 2])),
+        remap.transpose("a", np.argsort([1, 0])),
+        remap.reshape("b", (np.int64(2), -1)),
+        remap.resize("b", size=np.int64(4), fill=np.float32(0.5)),
+    ]
+    plain = [
+        remap.stack("{i}", "x", axis=1),
+        remap.split("x", ["a", "b"], axis=0, sizes=[1, 2]),
+        remap.transpose("a", (1, 0)),
+        remap.reshape("b", (2, -1)),
+        remap.resize("b", size=4, fill=0.5),
+    ]
+    assert rules == plain
+    assert repr(rules) == repr(plain)
+    assert remap.from_json(json.loads(json.dumps(remap.to_json(rules)))) == plain
+    with pytest.raises(RemapError, match=r"axis must be an integer, not 1.5"):
+        remap.stack("{i}", "x", axis=np.float64(1.5))
+    with pytest.raises(RemapError, match="a list of integers is needed"):
+        remap.reshape("x", np.zeros((2, 2), int))
+
+
+def test_none_among_rules_is_refused() -> None:
+    with pytest.raises(RemapError, match="one of them is None"):
+        remap.within("x", [remap.drop("y"), None])

@@ -22,6 +22,8 @@ _COMPARED = 500  # saved keys that a missing one is compared with, to suggest th
 _SAMPLES = 64  # missing leaves that suggest a cause
 _HEADS = 8  # places in the checkpoint that are remembered for the end of a path
 
+_NAMES = "Use the checkpoint's names in the template."
+
 Shape = tuple[int, ...]
 
 
@@ -35,6 +37,14 @@ class Mismatch:
     is_array: bool = True
     saved: Shape | None = None
     wanted: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """What explains most of what does not match, and what to do about it if no rules are found."""
+
+    text: str
+    advice: str = ""
 
 
 def missing_leaf(path: Path, is_array: bool, shape: Shape | None = None) -> Mismatch:
@@ -64,15 +74,17 @@ def mismatch_error(
     every = [*missing, *(one for one in found if not one.missing)]
     of = "leaf of the template does" if len(every) == 1 else f"of the template's {counted(total, 'leaf', 'leaves')} do"
     lines = [f"{len(every):,} {of} not match the checkpoint:"]
-    cause = _cause(stored, skeleton, missing, total - len(found)) or _cause_of_shapes(found)
-    if cause:
-        lines[0] = f"{lines[0][:-1]}. {cause}"
-    lines += [f"  {text}" for text in _listed(every, stored)]
     wanted = {one.path: one.wanted for one in every if one.wanted is not None}
     rules = rules_to_try(tree.leaves, wanted, skeleton.paths())
+    cause = _cause(stored, skeleton, missing, total - len(found)) or _cause_of_shapes(found)
+    if cause:
+        advice = f" {cause.advice}" if cause.advice and not rules else ""
+        lines[0] = f"{lines[0][:-1]}. {cause.text}{advice}"
+    lines += [f"  {text}" for text in _listed(every, stored)]
     if rules:
         lines.append(cut(f"To change the checkpoint's tree to the template's, try remap={rules}", _LONGEST))
-    lines.append("shardkeep.abstract(path) gives a template that matches; put ... where a leaf is not wanted.")
+    keep = ', or pass missing="keep" to keep the template\'s own values' if missing else ""
+    lines.append(f"shardkeep.abstract(path) gives a template that matches; put ... where a leaf is not wanted{keep}.")
     error = (MissingLeafError if missing else TemplateMismatchError)("\n".join(lines))
     error.problems = tuple(one.text for one in every)
     return error
@@ -118,14 +130,16 @@ class _Nearest:
         return f"; the checkpoint has {near[0]!r}" if near else ""
 
 
-def _cause(stored: Sequence[Path], skeleton: Skeleton, missing: Sequence[Mismatch], matched: int) -> str | None:
-    """The one thing that explains most of the missing leaves, if there is one, and what to do about it."""
+def _cause(stored: Sequence[Path], skeleton: Skeleton, missing: Sequence[Mismatch], matched: int) -> _Cause | None:
+    """The one thing that explains most of the missing leaves, if there is one."""
     if not missing or not stored:
         return None
     if missing[0].path == ():
-        return f"The template is a single leaf, and the checkpoint has {counted(len(stored), 'leaf', 'leaves')}."
+        return _Cause(
+            f"The template is a single leaf, and the checkpoint has {counted(len(stored), 'leaf', 'leaves')}."
+        )
     if stored[0] == ():
-        return "The checkpoint is a single leaf, and the template is not."
+        return _Cause("The checkpoint is a single leaf, and the template is not.")
     lacking = [_split(one.path) for one in missing]
     saved = [_split(path) for path in stored]
     root = _other_root(saved, lacking, matched)
@@ -150,23 +164,20 @@ def _other_root(saved: Sequence[Path], lacking: Sequence[Path], matched: int) ->
     return None
 
 
-def _explain_root(ours: Path, theirs: Path, skeleton: Skeleton) -> str:
+def _explain_root(ours: Path, theirs: Path, skeleton: Skeleton) -> _Cause:
     if not ours:
         inside = "".join(f"{{{json.dumps(name)}: " for name in theirs) + "template" + "}" * len(theirs)
         result = "".join(f"[{json.dumps(name)}]" for name in theirs)
-        return (
+        return _Cause(
             f"The template looks like the subtree {'/'.join(theirs)!r} of the checkpoint: "
             f"pass template={inside} and take {result} of the result."
         )
     if not theirs:
-        return (
+        return _Cause(
             f"The checkpoint looks like the subtree {'/'.join(ours)!r} of the template: "
             f"pass template=template{_access(skeleton.root, ours)}."
         )
-    return (
-        f"The checkpoint has {'/'.join(theirs)!r} where the template has {'/'.join(ours)!r}: "
-        "use the checkpoint's names in the template."
-    )
+    return _Cause(f"The checkpoint has {'/'.join(theirs)!r} where the template has {'/'.join(ours)!r}.", _NAMES)
 
 
 def _roots(saved: Sequence[Path], lacking: Sequence[Path]) -> list[tuple[Path, Path]]:
@@ -205,7 +216,7 @@ def _access(node: Child, names: Path) -> str:
     return text
 
 
-def _other_numbers(saved: Sequence[Path], lacking: Sequence[Path], matched: int) -> str | None:
+def _other_numbers(saved: Sequence[Path], lacking: Sequence[Path], matched: int) -> _Cause | None:
     """Whether the two trees agree once names such as `layer_0` and `0` are taken for the same."""
     pair = _first_pair(saved, lacking, _numbered, matched)
     at = pair and next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
@@ -216,17 +227,15 @@ def _other_numbers(saved: Sequence[Path], lacking: Sequence[Path], matched: int)
     if theirs.isdecimal() or ours.isdecimal():
         one, other = ("lists", "dicts") if theirs.isdecimal() else ("dicts", "lists")
         what = f"The checkpoint has {one} where the template has {other}"
-    return (
-        f"{what}: {'/'.join(pair[0][: at + 1])!r} in the checkpoint is {'/'.join(pair[1][: at + 1])!r} in the "
-        "template. Use the checkpoint's names in the template."
-    )
+    names = f"{'/'.join(pair[0][: at + 1])!r} in the checkpoint is {'/'.join(pair[1][: at + 1])!r} in the template"
+    return _Cause(f"{what}: {names}.", _NAMES)
 
 
 def _numbered(path: Path) -> Path:
     return tuple(found.group() if (found := re.search(r"\d+\Z", name)) else name for name in path)
 
 
-def _other_stacking(saved: Sequence[Path], lacking: Sequence[Path], matched: int) -> str | None:
+def _other_stacking(saved: Sequence[Path], lacking: Sequence[Path], matched: int) -> _Cause | None:
     """Whether one of the trees has numbered layers where the other has stacked arrays."""
     pair = _first_pair(saved, lacking, _unnumbered, matched)
     if pair is None or len(pair[0]) == len(pair[1]):
@@ -236,9 +245,10 @@ def _other_stacking(saved: Sequence[Path], lacking: Sequence[Path], matched: int
         return None  # one layer is not many
     theirs, ours = ("/".join(path) for path in pair)
     stacked, separate = ("template", "checkpoint") if len(pair[0]) > len(pair[1]) else ("checkpoint", "template")
-    return (
+    return _Cause(
         f"The {separate} has numbered layers where the {stacked} has stacked arrays: saved {theirs!r}, the template "
-        f"has {ours!r}. Load with a template like the checkpoint, and stack or unstack the arrays afterwards."
+        f"has {ours!r}.",
+        f"Pass remap= with shardkeep.remap.{'stack' if stacked == 'template' else 'unstack'}.",
     )
 
 
@@ -259,7 +269,7 @@ def _first_pair(
     return partners[0] if len(partners) * 2 >= len(lacking) and len(partners) >= matched else None
 
 
-def _cause_of_shapes(found: Sequence[Mismatch]) -> str | None:
+def _cause_of_shapes(found: Sequence[Mismatch]) -> _Cause | None:
     """What all the differing shapes have in common."""
     pairs = [(one.saved, one.wanted) for one in found if one.saved is not None and one.wanted is not None]
     if len(pairs) < 2 or len(pairs) < len(found):
@@ -267,11 +277,11 @@ def _cause_of_shapes(found: Sequence[Mismatch]) -> str | None:
     if all(a[1:] == b[1:] and len(a) == len(b) for a, b in pairs):
         sizes = {(a[0], b[0]) for a, b in pairs}
         one = f" (saved {min(sizes)[0]}, the template has {min(sizes)[1]})" if len(sizes) == 1 else ""
-        return f"All of them differ in the first dimension only{one}."
+        return _Cause(f"All of them differ in the first dimension only{one}.")
     if all(a == b[::-1] for a, b in pairs):
-        return "All of them are transposed."
+        return _Cause("All of them are transposed.")
     if all(a[1:] == b for a, b in pairs):
-        return "All of them were saved with an additional leading dimension."
+        return _Cause("All of them were saved with an additional leading dimension.")
     if all(a == b[1:] for a, b in pairs):
-        return "All of them have an additional leading dimension in the template."
+        return _Cause("All of them have an additional leading dimension in the template.")
     return None

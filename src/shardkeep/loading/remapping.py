@@ -12,8 +12,10 @@ import numpy as np
 
 from shardkeep.errors import MissingLeafError, TemplateMismatchError, counted
 from shardkeep.loading.adapt import apply_function, cast_array
+from shardkeep.loading.matching import Wanted, as_template
 from shardkeep.loading.moving import move, on_host, stays_numpy, with_layout
-from shardkeep.loading.select import Choice, Filler, LoadRequest, Wanted, as_template, choose_places
+from shardkeep.loading.request import Filler, LoadRequest
+from shardkeep.loading.select import Choice, choose_places
 from shardkeep.loading.shardings import Place
 from shardkeep.model.arrays import Array, ArraySpec, DType, kind_of
 from shardkeep.model.keys import ByLooseKey
@@ -181,19 +183,27 @@ def _widened(stored: StoredLeaf, leaf: Leaf) -> StoredLeaf:
     wanted = np.dtype(leaf.value.dtype)
     if wanted == stored.spec.dtype:
         return stored
-    try:
-        both = np.promote_types(wanted, stored.spec.dtype)
-    except TypeError:
-        both = None
-    if both == stored.spec.dtype:
+    if _holds(stored.spec.dtype, wanted):
         return stored
-    if both != wanted:
+    if not _holds(wanted, stored.spec.dtype):
         raise TemplateMismatchError(
             f"leaf {leaf.key!r}: it is saved as {stored.dtype}, and keeps values of the template, which has "
             f"{wanted.name}; neither dtype holds all values of the other"
         )
     made = Changed(stored.expression, partial(_as_dtype, wanted), wanted)
     return replace(stored, spec=ArraySpec(stored.spec.shape, wanted), expression=made)
+
+
+def _holds(dtype: DType, other: DType) -> bool:
+    """Whether a dtype has all values of another one."""
+    if other.itemsize > 2:
+        return dtype.itemsize >= other.itemsize and bool(np.promote_types(dtype, other) == dtype)
+    # NumPy does not know it of small floats and integers, which have few values.
+    wide = np.dtype(np.float64 if kind_of(other) == "float" else np.int64)
+    bits = np.arange(1 << 8 * other.itemsize, dtype=f"u{other.itemsize}")
+    with np.errstate(all="ignore"):
+        values: Array = bits.view(other).astype(wide)
+        return bool(np.array_equal(values, values.astype(dtype).astype(wide), equal_nan=True))
 
 
 def _as_dtype(dtype: DType, data: Array) -> Array:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardkeep.errors import RemapError
+from shardkeep.errors import RemapError, counted
 from shardkeep.model.arrays import ArraySpec, is_possible
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, Origin, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
@@ -56,14 +56,15 @@ class Changes:
         if isinstance(rule, Within):
             inside = [(*place, *below) for place in places for below in rule.places(list(self._below(place)))]
             if not inside:
-                raise RemapError(f"{shown}: no place in the tree matches {rule.pattern!r}{self._examples()}")
+                raise RemapError(
+                    f"{shown}: no place in the tree matches {rule.pattern!r}{_examples(list(self.entries))}"
+                )
             for each in rule.rules:
                 self.apply(each, inside, (*around, rule))
             return
         steps = [step for place in places for step in self._steps(rule, shown, place)]
         if not steps:
-            inner = f" matches nothing in any of the {len(places)} places" if around else ""
-            raise RemapError(f"{shown}: {f'{rule}{inner}' if inner else 'it matches no leaf'}{self._examples()}")
+            raise _no_match(rule, shown, places, [path for place in places for path in self._below(place)])
         self._commit(rule, shown, steps)
         carried = ((self._carried(rule, path, places), was) for path, was in self.blanks.items())
         self.blanks = {path: was for path, was in carried if path is not None}
@@ -90,10 +91,6 @@ class Changes:
             return self.entries
         count = len(place)
         return {path[count:]: e for path, e in self.entries.items() if path[:count] == place and len(path) > count}
-
-    def _examples(self) -> str:
-        some = ", ".join("/".join(path) for path in list(self.entries)[:_SHOWN])
-        return f"; the keys are {some}{', …' if len(self.entries) > _SHOWN else ''}" if some else ""
 
     def _commit(self, rule: Rule, shown: Rule, steps: Sequence[Replacement]) -> None:
         """Replace leaves. Each new one stands where the first of those that it is made of stood."""
@@ -136,6 +133,19 @@ class Changes:
             fits = wanted is not None and len(wanted) == len(entry.shape)
             made = entry.sized(wanted[entry.axis]) if fits and wanted is not None else entry.of
             self.entries[path] = self.sizes[entry] = made
+
+
+def _no_match(rule: Rule, shown: Rule, places: Sequence[Path], paths: Sequence[Path]) -> RemapError:
+    """The error for a rule that matches nothing, with some of the keys that it was matched against."""
+    if shown is rule:
+        return RemapError(f"{shown}: it matches no leaf{_examples(paths)}")
+    more = f" and {counted(len(places) - 1, 'more place')}" if len(places) > 1 else ""
+    return RemapError(f"{shown}: {rule} matches no leaf below {name_leaf(places[0])!r}{more}{_examples(paths)}")
+
+
+def _examples(paths: Sequence[Path]) -> str:
+    some = ", ".join(dict.fromkeys("/".join(path) for path in paths[:_SHOWN]))
+    return f"; the keys are {some}{', …' if len(paths) > _SHOWN else ''}" if some else ""
 
 
 def _check_branches(rule: Rule, entries: dict[Path, Entry], owners: dict[Path, Path]) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
+
+import numpy as np
 
 from shardkeep.errors import RemapError, an
 from shardkeep.model.arrays import parse_dtype
@@ -25,6 +27,8 @@ from shardkeep.remap.rules import (
     Within,
     as_rules,
 )
+
+_Value = TypeVar("_Value")
 
 
 def rename(pattern: str, key: str) -> Rule:
@@ -76,7 +80,7 @@ def stack(pattern: str, key: str, axis: int = 0) -> Rule:
     >>> stack("layers/{i}/(.*)", r"layers/\1")
     remap.stack('layers/{i}/(.*)', 'layers/\\1')
     """
-    return Stack(pattern, key, axis)
+    return Stack(pattern, key, _number(axis))
 
 
 def unstack(pattern: str, key: str, axis: int = 0) -> Rule:
@@ -90,7 +94,7 @@ def unstack(pattern: str, key: str, axis: int = 0) -> Rule:
     >>> unstack("layers/(.*)", r"layers/{i}/\1")
     remap.unstack('layers/(.*)', 'layers/{i}/\\1')
     """
-    return Unstack(pattern, key, axis)
+    return Unstack(pattern, key, _number(axis))
 
 
 def split(pattern: str, keys: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Rule:
@@ -105,7 +109,7 @@ def split(pattern: str, keys: Sequence[str], axis: int = -1, sizes: Sequence[int
     >>> split("(.*)/qkv", [r"\1/q", r"\1/k", r"\1/v"], sizes=[512, 128, 128])
     remap.split('(.*)/qkv', ('\\1/q', '\\1/k', '\\1/v'), sizes=(512, 128, 128))
     """
-    return Split(pattern, _strings("split", keys), axis, None if sizes is None else _numbers("split", sizes))
+    return Split(pattern, _strings("split", keys), _number(axis), None if sizes is None else _numbers("split", sizes))
 
 
 def fuse(patterns: Sequence[str], key: str, axis: int = -1) -> Rule:
@@ -119,7 +123,7 @@ def fuse(patterns: Sequence[str], key: str, axis: int = -1) -> Rule:
     >>> fuse(["(.*)/q", "(.*)/k", "(.*)/v"], r"\1/qkv")
     remap.fuse(('(.*)/q', '(.*)/k', '(.*)/v'), '\\1/qkv')
     """
-    return Fuse(_strings("fuse", patterns), key, axis)
+    return Fuse(_strings("fuse", patterns), key, _number(axis))
 
 
 def transpose(pattern: str, axes: Sequence[int]) -> Rule:
@@ -160,7 +164,7 @@ def resize(pattern: str, axis: int = 0, fill: Fill = "zeros", size: int | None =
     >>> resize("embed/embedding", axis=0, fill="keep")
     remap.resize('embed/embedding', fill='keep')
     """
-    return Resize(pattern, axis, size, fill)
+    return Resize(pattern, _number(axis), _number(size), _number(fill))
 
 
 def apply(
@@ -221,8 +225,14 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
     return tuple(cast("Sequence[str]", values))
 
 
+def _number(value: _Value) -> _Value:
+    """A number as Python has it, so that it has a JSON form. Shapes are often computed with NumPy."""
+    return cast(_Value, value.item()) if isinstance(value, np.generic) else value
+
+
 def _numbers(name: str, values: object) -> tuple[int, ...]:
-    found = tuple(cast("Sequence[int]", values)) if isinstance(values, Sequence) else None
+    several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
+    found = tuple(map(_number, cast("Sequence[int]", values))) if several else None
     if found is None or isinstance(values, str) or not all(type(value) is int for value in found):
         raise RemapError(f"remap.{name}: a list of integers is needed, not {values!r}")
     return found
