@@ -72,7 +72,7 @@ def until_answered():
 def look():
     # Alone: the other process may be dead.
     place = shardkeep.stores.location.location(path)
-    request = shardkeep.loading.select.LoadRequest(include=shardkeep.loading.load._pattern("^(n|step)$"))
+    request = shardkeep.loading.request.LoadRequest(include=shardkeep.loading.load._pattern("^(n|step)$"))
     skeleton, leaves, _ = shardkeep.loading.load.load_request(place, request, shardkeep.processes.operation.ALONE)
     found = skeleton.rebuild(leaves)
     return int(found["step"]) if (found["n"] == np.arange(9) + found["step"]).all() else -1
