@@ -62,7 +62,7 @@ def test_a_name_that_is_a_script_is_shown_as_it_is() -> None:
 
 
 def test_a_long_text_is_cut() -> None:
-    cell = Checked(table(("leaf", "size"), [["k" * 10_000, "s" * 10_000]])).said
+    cell = Checked(table(("leaf", "size"), [["k" * 10_000, "s" * 10_000]], wraps=(0,))).said
     assert [len(text) for text in cell] == [4, 4, 400, 100]
     assert all("…" in text for text in cell[2:])
     assert len(Checked(line("x" * 10_000)).said[0]) == 400

@@ -121,12 +121,14 @@ class LoadPlan:
 
     def _repr_html_(self) -> str:
         largest = max((leaf.nbytes for leaf in self.leaves), default=0) or 1
+        columns = 4 if any(leaf.rules for leaf in self.leaves) else 3
         rows = [
-            [*map(Code, _row(leaf)[:-1]), Bar(human(leaf.nbytes), leaf.nbytes / largest)]
+            [*map(Code, _row(leaf)[:columns]), Bar(human(leaf.nbytes), leaf.nbytes / largest)]
             for leaf in self.leaves[:_SHOWN]
         ]
+        head = [*("leaf", "is", "from", "rules")[:columns], "read"]
         size = f"{human(self.nbytes)} for {counted(len(self.leaves), 'leaf', 'leaves')}"
-        parts = [facts([("to read", size)]), *([table(("leaf", "is", "from", "rules", "read"), rows)] if rows else [])]
+        parts = [facts([("to read", size)]), *([table(head, rows)] if rows else [])]
         return panel("LoadPlan", Code(self.path), [*parts, *map(line, self._rest(_SHOWN))])
 
     def _rest(self, most: int) -> list[str]:

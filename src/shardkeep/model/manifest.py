@@ -245,7 +245,7 @@ def _cells(leaf: StoredLeaf, largest: int, sharded: bool) -> list[Cell]:
     is_array = isinstance(leaf, StoredArray)
     sharding = str(leaf.sharding) if is_array and leaf.sharding is not None else ""
     size: Cell = Bar(human(leaf.nbytes), leaf.nbytes / largest) if is_array else ""
-    return [Code(name_leaf(leaf.path)), Code(cut(leaf.form, 60)), *([Code(sharding)] if sharded else []), size]
+    return [Code(cut(name_leaf(leaf.path), 60)), Code(cut(leaf.form, 60)), *([Code(sharding)] if sharded else []), size]
 
 
 def _title(tree: Tree) -> str:

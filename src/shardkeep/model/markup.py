@@ -51,7 +51,7 @@ def panel(kind: str, subject: Cell, parts: Iterable[Html]) -> str:
     return f'<div style="overflow-x:auto;line-height:1.4">{title}{"".join(parts)}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], wraps: Collection[int] = (0,)) -> Html:
+def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], wraps: Collection[int] = ()) -> Html:
     """A table. Long texts wrap in the columns whose numbers are in `wraps`."""
 
     def row(tag: str, cells: Sequence[Cell]) -> str:
@@ -80,7 +80,7 @@ def line(text: str, heading: bool = False) -> Html:
 
 
 def _cell(tag: str, cell: Cell, wraps: bool = False, weight: str = "600") -> str:
-    style = _CELL.format("normal;overflow-wrap:anywhere" if wraps else "nowrap")
+    style = _CELL.format("normal;overflow-wrap:anywhere;min-width:12em" if wraps else "nowrap")
     content = _content(cell, _LONGEST_WRAPPED if wraps else _LONGEST)
     return f'<{tag} style="{style}{f";font-weight:{weight}" if tag == "th" else ""}">{content}</{tag}>'
 
