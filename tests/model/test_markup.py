@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.model.markup import Bar, Code, facts, line, panel, table
+from shardkeep.model.markup import Code, Gauge, facts, line, panel, table
 
 TEXTS = st.text() | st.sampled_from(["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "&lt;", "\u202e"])
 
@@ -44,7 +44,7 @@ class Checked(HTMLParser):
 def test_any_text_stays_text(one: str, other: str, share: float) -> None:
     parts = [
         facts([(one, other), (other, Code(one)), ("left out", ""), ("too", None)]),
-        table((one, other), [[Code(other), Bar(one, share)], [one, other]], wraps=(1,)),
+        table((one, other), [[Code(other), Gauge(one, share)], [one, other]], wraps=(1,)),
         line(one),
         line(other, heading=True),
     ]
@@ -70,7 +70,7 @@ def test_a_long_text_is_cut() -> None:
 
 @pytest.mark.parametrize(("share", "width"), [(-1, 0), (0.256, 26), (7, 100), (math.nan, 0), (math.inf, 100)])
 def test_a_bar_stays_in_its_place(share: float, width: int) -> None:
-    assert f"width:{width}%" in table(("size",), [[Bar("24 B", share)]])
+    assert f"width:{width}%" in table(("size",), [[Gauge("24 B", share)]])
 
 
 def test_no_facts_are_no_table() -> None:

@@ -22,7 +22,7 @@ from shardkeep.model.arrays import Region
 from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import Manifest
-from shardkeep.model.markup import Bar, Code, facts, line, panel, table
+from shardkeep.model.markup import Cell, Code, Gauge, facts, line, panel, table
 from shardkeep.model.summaries import cut, human
 from shardkeep.model.tree import Path, flatten, name_leaf
 from shardkeep.remap.changes import Changes, Remapped, remap_tree
@@ -121,12 +121,12 @@ class LoadPlan:
 
     def _repr_html_(self) -> str:
         largest = max((leaf.nbytes for leaf in self.leaves), default=0) or 1
-        columns = 4 if any(leaf.rules for leaf in self.leaves) else 3
-        rows = [
-            [*map(Code, _row(leaf)[:columns]), Bar(human(leaf.nbytes), leaf.nbytes / largest)]
-            for leaf in self.leaves[:_SHOWN]
-        ]
-        head = [*("leaf", "is", "from", "rules")[:columns], "read"]
+        head = ["leaf", "is", "read", "from", "rules"][: 5 if any(leaf.rules for leaf in self.leaves) else 4]
+        rows: list[list[Cell]] = []
+        for leaf in self.leaves[:_SHOWN]:
+            key, form, *others = map(Code, _row(leaf)[:-1])
+            read = Gauge(human(leaf.nbytes), leaf.nbytes / largest) if leaf.nbytes else ""
+            rows.append([key, form, read, *others][: len(head)])
         size = f"{human(self.nbytes)} for {counted(len(self.leaves), 'leaf', 'leaves')}"
         parts = [facts([("to read", size)]), *([table(head, rows)] if rows else [])]
         return panel("LoadPlan", Code(self.path), [*parts, *map(line, self._rest(_SHOWN))])

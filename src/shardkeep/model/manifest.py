@@ -11,7 +11,7 @@ from shardkeep.errors import PrefixError, counted
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.keys import KeyTable
 from shardkeep.model.leaves import StoredArray, StoredLeaf
-from shardkeep.model.markup import Bar, Cell, Code, Html, facts, line, panel, table
+from shardkeep.model.markup import Cell, Code, Gauge, Html, facts, line, panel, table
 from shardkeep.model.naming import clean_name, is_table
 from shardkeep.model.summaries import MOST_SHOWN, brief, cut, human, rows_of
 from shardkeep.model.tree import Skeleton, flatten, name_leaf, nest
@@ -244,7 +244,7 @@ def _parts(tree: Tree, most: int) -> list[Html]:
 def _cells(leaf: StoredLeaf, largest: int, sharded: bool) -> list[Cell]:
     is_array = isinstance(leaf, StoredArray)
     sharding = str(leaf.sharding) if is_array and leaf.sharding is not None else ""
-    size: Cell = Bar(human(leaf.nbytes), leaf.nbytes / largest) if is_array else ""
+    size: Cell = Gauge(human(leaf.nbytes), leaf.nbytes / largest) if is_array else ""
     return [Code(cut(name_leaf(leaf.path), 60)), Code(cut(leaf.form, 60)), *([Code(sharding)] if sharded else []), size]
 
 

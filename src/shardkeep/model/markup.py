@@ -20,12 +20,13 @@ _LINE = "1px solid rgba(128,128,128,.35)"
 _CELL = "text-align:left;vertical-align:top;padding:.2em .8em .2em 0;border:none;white-space:{}"
 _TABLE = "border-collapse:collapse;border:none;margin:.2em 0 .6em;width:auto"
 _CODE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.95em"
-_BAR = "display:inline-block;width:4em;height:.6em;margin-right:.6em;background:rgba(128,128,128,.25)"
+_GAUGE = "display:inline-block;width:4em;height:.6em;background:rgba(128,128,128,.25)"
+_BEFORE_GAUGE = "display:inline-block;min-width:4.5em;margin-right:.6em;text-align:right"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """A text with a bar before it: a share from 0 to 1."""
+class Gauge:
+    """A text with a bar after it: a share from 0 to 1."""
 
     text: str
     share: float
@@ -38,7 +39,7 @@ class Code:
     text: str
 
 
-Cell: TypeAlias = str | Bar | Code
+Cell: TypeAlias = str | Gauge | Code
 
 
 def panel(kind: str, subject: Cell, parts: Iterable[Html]) -> str:
@@ -86,17 +87,17 @@ def _cell(tag: str, cell: Cell, wraps: bool = False, weight: str = "600") -> str
 
 
 def _content(cell: Cell, most: int) -> Html:
-    if isinstance(cell, Bar):
-        return Html(_bar(cell.share) + _escaped(cell.text, most))
+    if isinstance(cell, Gauge):
+        return Html(f'<span style="{_BEFORE_GAUGE}">{_escaped(cell.text, most)}</span>{_gauge(cell.share)}')
     if isinstance(cell, Code):
         return Html(f'<span style="{_CODE}">{_escaped(cell.text, most)}</span>')
     return _escaped(cell, most)
 
 
-def _bar(share: float) -> str:
+def _gauge(share: float) -> str:
     width = 100 * min(max(share, 0.0), 1.0) if share == share else 0.0
     filled = f"display:block;height:100%;width:{width:.0f}%;background:rgba(70,130,220,.85)"
-    return f'<span style="{_BAR}"><span style="{filled}"></span></span>'
+    return f'<span style="{_GAUGE}"><span style="{filled}"></span></span>'
 
 
 def _escaped(text: str, most: int = _LONGEST) -> Html:

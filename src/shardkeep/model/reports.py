@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from shardkeep.errors import counted
-from shardkeep.model.markup import Bar, Code, Html, facts, line, panel, table
+from shardkeep.model.markup import Code, Gauge, Html, facts, line, panel, table
 from shardkeep.model.summaries import duration, human
 
 _MOST_SHOWN = 20  # problems
@@ -96,7 +96,7 @@ def parts_of(report: SaveReport) -> list[Html]:
         ("time", f"{duration(report.seconds)} ({rate})" if rate else duration(report.seconds)),
     ]
     whole = sum(report.phases.values()) or 1.0
-    rows = [[name, Bar(duration(seconds), seconds / whole)] for name, seconds in report.phases.items()]
+    rows = [[name, Gauge(duration(seconds), seconds / whole)] for name, seconds in report.phases.items()]
     return [facts(about), *([table(("phase", "time"), rows)] if rows else [])]
 
 
