@@ -106,6 +106,8 @@ class Tree:
 class Manifest:
     """What a checkpoint holds, as `inspect` returns it. Printing it shows the first leaves of each tree.
 
+    A notebook shows them as tables.
+
     Attributes:
         path: Where the checkpoint is.
         trees: Its trees, a `Tree` for each prefix. The tree that was saved without a prefix has the key "".
@@ -232,7 +234,8 @@ def _parts(tree: Tree, most: int) -> list[Html]:
         ("metadata", ", ".join(metadata)),
         ("size", f"{human(tree.nbytes)} in {counted(len(tree.leaves), 'leaf', 'leaves')}"),
     ]
-    shown, sharded = tree.leaves[:most], any(leaf.sharding is not None for leaf in tree.arrays)
+    shown = tree.leaves[:most]
+    sharded = any(isinstance(leaf, StoredArray) and leaf.sharding is not None for leaf in shown)
     largest = max((leaf.nbytes for leaf in tree.leaves), default=0) or 1
     rows = [_cells(leaf, largest, sharded) for leaf in shown]
     head = ["leaf", "array or value", *(["sharding"] if sharded else []), "size"]
