@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch test-wheel
-.PHONY: check docs docs-serve demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
+.PHONY: check docs docs-serve notebooks demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
 
 setup: $(STAMP)
 
@@ -144,13 +144,13 @@ $(BUILD_STAMP): pyproject.toml
 	touch $(BUILD_STAMP)
 
 check: setup docs
-	$(BIN)/ruff check src tests faults bench examples docs/tools
-	$(BIN)/ruff format --check src tests faults bench examples docs/tools
+	$(BIN)/ruff check src tests faults bench examples docs/tools docs/notebooks
+	$(BIN)/ruff format --check src tests faults bench examples docs/tools docs/notebooks
 	$(BIN)/basedpyright
 
 format: setup
-	$(BIN)/ruff check --fix src tests faults bench examples docs/tools
-	$(BIN)/ruff format src tests faults bench examples docs/tools
+	$(BIN)/ruff check --fix src tests faults bench examples docs/tools docs/notebooks
+	$(BIN)/ruff format src tests faults bench examples docs/tools docs/notebooks
 
 # The site, in site/. A broken link, anchor or reference fails.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
@@ -160,6 +160,10 @@ docs: setup
 
 docs-serve: setup
 	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
+
+# Run the notebooks of the site and write what they show into them.
+notebooks: setup
+	JAX_PLATFORMS=cpu $(BIN)/python docs/tools/notebooks.py run docs/notebooks/*.ipynb
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -135,7 +135,7 @@ def _shape(text: str) -> str:
     text = text.replace("PartitionSpec(", "P(")  # JAX 0.8 writes it out
     text = re.sub(r"^WARNING:absl:Grain .*\n", "", text, flags=re.MULTILINE)  # it wants a newer jaxlib
     text = re.sub(r"\b[0-9a-f]{32}\b", "ID", text)
-    text = re.sub(r"\b\d{4}-\d\d-\d\dT[\d:]+\+00:00", "TIME", text)
+    text = re.sub(r"\b\d{4}-\d\d-\d\dT[\d:.]+\+00:00", "TIME", text)
     text = re.sub(r"\b\d[\d,]*(\.\d+)?(e[+-]\d+)?", "0", text)
     text = re.sub(r"\b0 ([kMGT]?B|[mµn]?s|min|h|d)\b", lambda m: "0 B" if m[1].endswith("B") else "0 s", text)
     text = re.sub(r"\bnow\b", "0 s", text.replace("(now)", "(0 s ago)"))

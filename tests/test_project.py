@@ -318,7 +318,7 @@ def _text_files() -> list[Path]:
     )  # fmt: skip
     if listed.returncode != 0:
         pytest.skip("not a git work tree")
-    endings = {".py", ".md", ".toml", ".json", ".txt", ".yml", ".yaml", ".cfg", ".sh", ""}
+    endings = {".py", ".ipynb", ".md", ".toml", ".json", ".txt", ".yml", ".yaml", ".cfg", ".sh", ""}
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     return [path for path in paths if path.is_file() and path.suffix in endings]
 

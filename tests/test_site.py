@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -96,19 +97,37 @@ def test_a_name_that_does_not_exist_fails_the_build(tmp_path: Path) -> None:
     assert "shardkeep.nothing could not be found" in done.stdout
 
 
+CELLS = [
+    {"cell_type": "markdown", "source": ["# Short\n", "\n", "It shows a [table](../../bench/table.md). More."]},
+    {
+        "cell_type": "code",
+        "source": ["show()"],
+        "outputs": [
+            {"output_type": "stream", "name": "stdout", "text": ["printed\n"]},
+            {
+                "output_type": "execute_result",
+                "data": {"text/plain": ["a"], "text/html": ["<table>\n", "\n<tr><td>&lt;b&gt;</td></tr>\n</table>"]},
+            },
+        ],
+    },
+]
+
+
 def test_files_elsewhere_in_the_repository(tmp_path: Path) -> None:
     """Pages and images become parts of the site, other files are named; comments are left out, code blocks are not."""
     pages = {
         "docs/index.md": "# A\n\nSee it at [the results](../bench/table.md#one). More.\n\n<!--\nset up\n-->\n"
         "[the script](../bench/run.py), [`run.py`](../bench/run.py), [README](../README.md#use), [section](#a)\n\n"
         "```md\n[shown](../bench/run.py)\n```\n",
-        "bench/table.md": "# Table\n\n## One\n\n![plot](plot.png) [back](../docs/index.md) [next](../NEWS.md)\n",
+        "bench/table.md": "# Table\n\n## One\n\n![plot](plot.png) [back](../docs/index.md) [next](../NEWS.md) "
+        "[tour](../docs/tours/short.ipynb)\n",
         "bench/plot.png": "",
+        "docs/tours/short.ipynb": json.dumps({"cells": CELLS}),
         "bench/run.py": "",
         "README.md": "# R\n",
         "NEWS.md": "# News\n\nWhat is new.\n",
     }
-    nav = "[{Start: [index.md]}, {More: [{Changes: NEWS.md}]}]"
+    nav = "[{Start: [index.md]}, {More: [{Changes: NEWS.md}, {Tour: tours/short.ipynb}]}]"
     done = build(project(tmp_path, pages, nav), tmp_path / "site")
     assert done.returncode == 0, done.stdout
     start = (tmp_path / "site" / "index.html").read_text()
@@ -120,15 +139,23 @@ def test_files_elsewhere_in_the_repository(tmp_path: Path) -> None:
     table = (tmp_path / "site" / "bench" / "table" / "index.html").read_text()
     assert 'src="../plot.png"' in table
     assert (tmp_path / "site" / "bench" / "plot.png").exists()
-    assert '<a href="../../">back</a> <a href="../../NEWS/">next</a>' in table
+    assert '<a href="../../">back</a> <a href="../../NEWS/">next</a> <a href="../../tours/short/">tour</a>' in table
+    tour = (tmp_path / "site" / "tours" / "short" / "index.html").read_text()
+    assert '<div class="shown"><table> <tr><td>&lt;b&gt;</td></tr> </table></div>' in tour
+    assert '<a href="../../bench/table/">table</a>' in tour
+    assert (tmp_path / "site" / "tours" / "short.ipynb").exists()
+    assert '<a href="../short.ipynb" download>' in tour
     assert (tmp_path / "site" / "llms.txt").read_text() == (
         "# shardkeep\n\n> Atomic, verified and fast checkpoints for JAX in open formats\n\n"
         "## Start\n\n- [A](./): See it at the results.\n\n## More\n\n- [Changes](NEWS/): What is new.\n"
+        "- [Tour](tours/short/): It shows a table.\n"
     )
 
 
 def test_llms_txt_leads_to_every_page_of_the_navigation(site: Path) -> None:
-    pages = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2], re.MULTILINE)
+    pages = re.findall(
+        r"([\w/-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2], re.MULTILINE
+    )
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S", (site / "llms.txt").read_text(), re.MULTILINE)
     assert len(listed) == len(pages) > 30
     assert [url for url in listed if not (site / url / "index.html").exists()] == []

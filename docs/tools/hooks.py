@@ -2,11 +2,13 @@
 
 - Pages elsewhere in the repository that the navigation or a page names, such as CHANGELOG.md, become pages of the site,
   and images become its files. A link to anything else, such as a source file, becomes the file's name.
+- Notebooks become pages, with what they show; the notebooks themselves can be downloaded there.
 - HTML comments are left out: they hold code that the tests run and readers need not see.
 - The first sentence of a page is its description, in the page's head and in llms.txt (https://llmstxt.org), which lists
   the pages of the navigation.
 """
 
+import json
 import logging
 import posixpath
 import re
@@ -17,6 +19,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from notebooks import to_markdown
 
 log = logging.getLogger("mkdocs.hooks.shardkeep")  # a warning of this logger fails the build
 
@@ -24,11 +27,20 @@ _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^( *```).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _IMAGES = (".png", ".svg", ".jpg")
+_NOTEBOOK = ".ipynb"
 _LONGEST_DESCRIPTION = 300  # characters: search engines and lists of pages show no more
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Name the pages of notebooks in the navigation, which names the notebooks."""
+    config.nav = _with_pages(config.nav)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
+    for file in [file for file in files if file.src_uri.endswith(_NOTEBOOK)]:
+        page = to_markdown(json.loads(file.content_string), posixpath.basename(file.src_uri))
+        files.append(File.generated(config, _page_of(file.src_uri), content=page))
     waiting = [file.src_uri for file in files.documentation_pages()]
     waiting += [path for _, path in _entries(config.nav)]
     seen: set[str] = set()
@@ -73,6 +85,19 @@ def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
     files.append(File.generated(config, "llms.txt", content="\n".join(lines) + "\n"))
 
 
+def _page_of(uri: str) -> str:
+    """The page that shows a file: of a notebook, the one that is made of it."""
+    return uri.removesuffix(_NOTEBOOK) + ".md" if uri.endswith(_NOTEBOOK) else uri
+
+
+def _with_pages(nav: Any) -> Any:
+    if isinstance(nav, str):
+        return _page_of(nav)
+    if isinstance(nav, dict):
+        return {title: _with_pages(below) for title, below in nav.items()}
+    return nav and [_with_pages(item) for item in nav]
+
+
 def _entries(nav: Any, section: str = "") -> Iterator[tuple[str, str]]:
     """The pages of the navigation, each with the title of its section."""
     for item in nav:
@@ -107,7 +132,7 @@ def _on_site(file: File, target: str) -> str | None:
     if path is None:
         return None
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return _page_of(path.removeprefix("docs/"))
     return path if path.endswith((".md", *_IMAGES)) and path != "README.md" else None
 
 

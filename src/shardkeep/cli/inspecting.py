@@ -102,9 +102,7 @@ def _stored(leaf: StoredArray) -> str:
     if len(leaf.pieces) > 1:
         said.append(f"{len(leaf.pieces)} pieces")
     if leaf.sharding is not None:
-        spec = ", ".join("+".join(axes) if isinstance(axes, tuple) else str(axes) for axes in leaf.sharding.spec)
-        mesh = " ".join(f"{axis}={size}" for axis, size in leaf.sharding.mesh)
-        said.append(plain(f"P({spec}) on {mesh}"))
+        said.append(plain(str(leaf.sharding)))
     if isinstance(leaf.was, NumpyArray | ForeignArray):
         said.append(leaf.kind)
     return ", ".join(said)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import counted as counted
+from shardkeep.model.summaries import human as human
 from shardkeep.model.values import show
 from shardkeep.runtime.progress import Bar, Progress
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from shardkeep.model.leaves import StoredArray
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
 _SPANS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 _LONGEST = 60  # characters of a plain value in a table
@@ -109,20 +109,6 @@ def message_of(error: Exception) -> str:
     text = re.sub(r"(?<=[ (])overwrite=True\b", "--overwrite", str(error))
     text = re.sub(r"(?<=[ (])(prefix|include)= ?", r"--\1 ", text)
     return "\n".join(plain(line) for line in text.split("\n"))
-
-
-def human(nbytes: int) -> str:
-    """A number of bytes in decimal units.
-
-    >>> human(999), human(1_234_567)
-    ('999 B', '1.2 MB')
-    """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    size, unit = nbytes / 1000, 0
-    while size >= 999.95 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}"
 
 
 def age(moment: datetime.datetime | None, now: datetime.datetime | None = None) -> str:

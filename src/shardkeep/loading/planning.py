@@ -1,6 +1,5 @@
 """What a load would do, before it does it: a value that can be looked at, executed and undone."""
 
-import html
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,8 @@ from shardkeep.model.arrays import Region
 from shardkeep.model.digests import BLOCK
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import Manifest
-from shardkeep.model.summaries import cut
+from shardkeep.model.markup import Cell, Code, Gauge, facts, line, panel, table
+from shardkeep.model.summaries import cut, human
 from shardkeep.model.tree import Path, flatten, name_leaf
 from shardkeep.remap.changes import Changes, Remapped, remap_tree
 from shardkeep.remap.inverse import inverse_of
@@ -33,7 +33,8 @@ from shardkeep.remap.rules import Rule
 from shardkeep.stores.location import location, path_text
 from shardkeep.targets.steady import TRIES, Attempt
 
-_SHOWN = 40  # leaves in a table, unless all are asked for
+_SHOWN = 40  # leaves in a table
+_SHOWN_BRIEFLY = 12  # leaves at the prompt
 _WIDEST = 60  # characters of a column
 
 
@@ -108,30 +109,40 @@ class LoadPlan:
         return list(inverse_of(self._changes, self._present, self._others))
 
     def __str__(self) -> str:
-        rows = [["leaf", "is", "from", "rules", "bytes read"], *(_row(leaf) for leaf in self.leaves[:_SHOWN])]
+        return self._text(_SHOWN)
+
+    def __repr__(self) -> str:
+        return self._text(_SHOWN_BRIEFLY)
+
+    def _text(self, most: int) -> str:
+        rows = [["leaf", "is", "from", "rules", "bytes read"], *(_row(leaf) for leaf in self.leaves[:most])]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [f"load {self.path}: {counted(len(self.leaves), 'leaf', 'leaves')}, {self.nbytes:,} bytes to read"]
         lines += ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *self._rest()])
-
-    __repr__ = __str__
+        return "\n".join([*lines, *self._rest(most)])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("leaf", "is", "from", "rules", "bytes read"))
-        rows = ["".join(f"<td>{html.escape(text)}</td>" for text in _row(leaf)) for leaf in self.leaves[:_SHOWN]]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        rest = "".join(f"<p>{html.escape(line.strip())}</p>" for line in self._rest())
-        title = html.escape(f"load {self.path}: {self.nbytes:,} bytes to read")
-        return f"<table><caption>{title}</caption><tr>{head}</tr>{body}</table>{rest}"
+        largest = max((leaf.nbytes for leaf in self.leaves), default=0) or 1
+        head = ["leaf", "is", "read", "from", "rules"][: 5 if any(leaf.rules for leaf in self.leaves) else 4]
+        rows: list[list[Cell]] = []
+        for leaf in self.leaves[:_SHOWN]:
+            key, form, *others = map(Code, _row(leaf)[:-1])
+            read = Gauge(human(leaf.nbytes), leaf.nbytes / largest) if leaf.nbytes else ""
+            rows.append([key, form, read, *others][: len(head)])
+        size = f"{human(self.nbytes)} for {counted(len(self.leaves), 'leaf', 'leaves')}"
+        parts = [facts([("to read", size)]), *([table(head, rows)] if rows else [])]
+        return panel("LoadPlan", Code(self.path), [*parts, *map(line, self._rest(_SHOWN))])
 
-    def _rest(self) -> list[str]:
-        more = len(self.leaves) - _SHOWN
+    def _rest(self, most: int) -> list[str]:
+        more = len(self.leaves) - most
         lines = [f"… and {counted(more, 'more leaf', 'more leaves')}"] if more > 0 else []
         for what, keys in (("not in the checkpoint", self.missing), ("not in the template", self.extra)):
             if keys:
                 lines.append(f"{what}: {cut(', '.join(keys), 400)}")
-        lines += [cut(problem, 400) for problem in self.problems[:_SHOWN]]
-        return [*lines, *(f"to try: {text}" for text in self.suggestions)]
+        lines += [cut(problem, 400) for problem in self.problems[:most]]
+        if len(self.problems) > most:
+            lines.append(f"… and {counted(len(self.problems) - most, 'more problem')}")
+        return [*lines, *(f"to try: {text}" for text in self.suggestions[:most])]
 
 
 def _row(leaf: PlannedLeaf) -> list[str]:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, TypeAlias, final
 from shardkeep.errors import counted
 from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.fastclass import fast_dataclass
+from shardkeep.model.markup import Cell, Code, facts, panel
 from shardkeep.model.perprocess import PerProcessRows
-from shardkeep.model.summaries import cut
+from shardkeep.model.summaries import brief, cut, human
 from shardkeep.model.tree import Path, name_leaf, show_key
 from shardkeep.model.values import show
 
@@ -26,6 +27,10 @@ class SavedSharding:
 
     spec: tuple[Axes, ...]
     mesh: tuple[tuple[str, int], ...]  # the name and the size of each axis
+
+    def __str__(self) -> str:
+        spec = ", ".join("+".join(axes) if isinstance(axes, tuple) else str(axes) for axes in self.spec)
+        return f"P({spec}) on {' '.join(f'{axis}={size}' for axis, size in self.mesh)}"
 
 
 @final
@@ -156,10 +161,19 @@ class StoredLeaf:
     def __repr__(self) -> str:
         return f"<StoredLeaf {self.row}>"
 
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, Cell | None]] = [("kind", self.kind), ("value", Code(self.form))]
+        return panel("StoredLeaf", Code(name_leaf(self.path)), [facts(rows)])
+
     @property
     def row(self) -> str:
         """The leaf in one line, however long its name and its value are."""
         return f"{cut(name_leaf(self.path), 48)}: {self._summary()}"
+
+    @property
+    def form(self) -> str:
+        """The dtype and the shape of an array; a plain value itself, in a few words."""
+        return brief(self.value)
 
     def _summary(self) -> str:
         value = self.value
@@ -217,6 +231,22 @@ class StoredArray(StoredLeaf):
     def processes(self) -> int | None:
         origin = self.origin
         return len(origin.lengths) if isinstance(origin, PerProcessRows) else None
+
+    @property
+    def form(self) -> str:
+        return f"{self.logical_dtype}{list(self.logical_shape)}"
+
+    def _repr_html_(self) -> str:
+        sharding = None if self.sharding is None else Code(str(self.sharding))
+        rows: list[tuple[str, Cell | None]] = [
+            ("kind", self.kind),
+            ("array", Code(self.form)),
+            ("unreadable", self.unreadable),
+            ("size", human(self.nbytes)),
+            ("pieces", f"{len(self.pieces):,}" if self.pieces else None),
+            ("sharding", sharding),
+        ]
+        return panel("StoredLeaf", Code(name_leaf(self.path)), [facts(rows)])
 
     def _summary(self) -> str:
         if self.unreadable is not None:

@@ -11,13 +11,17 @@ from shardkeep.errors import PrefixError, counted
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.keys import KeyTable
 from shardkeep.model.leaves import StoredArray, StoredLeaf
+from shardkeep.model.markup import Cell, Code, Gauge, Html, facts, line, panel, table
 from shardkeep.model.naming import clean_name, is_table
-from shardkeep.model.summaries import MOST_SHOWN, cut, rows_of
-from shardkeep.model.tree import Skeleton, flatten, nest
+from shardkeep.model.summaries import MOST_SHOWN, brief, cut, human, rows_of
+from shardkeep.model.tree import Skeleton, flatten, name_leaf, nest
 from shardkeep.model.values import is_unicode
 
 MANIFEST = "manifest.json"
 OURS = "shardkeep"  # the source of trees that shardkeep saved
+_MOST_TREES = 4  # that are shown
+_MOST_ROWS = 24  # leaves in a notebook
+_MOST_METADATA = 8  # entries
 
 
 @fast_dataclass
@@ -94,10 +98,15 @@ class Tree:
     def __repr__(self) -> str:
         return "\n".join([f"<Tree: {_title(self)}>", *rows_of(self.leaves)])
 
+    def _repr_html_(self) -> str:
+        return panel("Tree", "", _parts(self, _MOST_ROWS))
+
 
 @dataclass(frozen=True, repr=False)
 class Manifest:
     """What a checkpoint holds, as `inspect` returns it. Printing it shows the first leaves of each tree.
+
+    A notebook shows them as tables.
 
     Attributes:
         path: Where the checkpoint is.
@@ -192,13 +201,54 @@ class Manifest:
     def __repr__(self) -> str:
         count = sum(len(tree.leaves) for tree in self.trees.values())
         lines = [f"<Manifest {self.path}: {counted(count, 'leaf', 'leaves')}, {self.nbytes:,} bytes>"]
-        shown = list(self.trees.items())[:4]
+        shown = list(self.trees.items())[:_MOST_TREES]
         for prefix, tree in shown:
             lines += [f"  {cut(prefix, 48) or '(no prefix)'}: {_title(tree)}"]
             lines += rows_of(tree.leaves, max((MOST_SHOWN + 1) // len(shown) - 1, 2))
         if len(self.trees) > len(shown):
             lines.append(f"  … and {counted(len(self.trees) - len(shown), 'more tree')}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        shown = list(self.trees.items())[:_MOST_TREES]
+        parts: list[Html] = []
+        for prefix, tree in shown:
+            if prefix or len(self.trees) > 1:
+                parts.append(line(prefix or "(no prefix)", heading=True))
+            parts += _parts(tree, max(_MOST_ROWS // len(shown), 4))
+        if len(self.trees) > len(shown):
+            parts.append(line(f"… and {counted(len(self.trees) - len(shown), 'more tree')}"))
+        return panel("Manifest", Code(self.path), parts)
+
+
+def _parts(tree: Tree, most: int) -> list[Html]:
+    """What a tree shows in a notebook."""
+    stored = tree.format + (f", {tree.compression}" if tree.compression else "")
+    metadata = [f"{cut(str(key), 40)}={brief(value)}" for key, value in list(tree.metadata.items())[:_MOST_METADATA]]
+    if len(tree.metadata) > len(metadata):
+        metadata.append(f"… and {len(tree.metadata) - len(metadata):,} more")
+    about: list[tuple[str, Cell | None]] = [
+        ("format", stored if tree.source == OURS else f"{stored} ({tree.source})"),
+        ("saved", tree.created),
+        ("step", None if tree.step is None else f"{tree.step:,}"),
+        ("metadata", ", ".join(metadata)),
+        ("size", f"{human(tree.nbytes)} in {counted(len(tree.leaves), 'leaf', 'leaves')}"),
+    ]
+    shown = tree.leaves[:most]
+    sharded = any(isinstance(leaf, StoredArray) and leaf.sharding is not None for leaf in shown)
+    largest = max((leaf.nbytes for leaf in tree.leaves), default=0) or 1
+    rows = [_cells(leaf, largest, sharded) for leaf in shown]
+    head = ["leaf", "array or value", *(["sharding"] if sharded else []), "size"]
+    parts = [facts(about), *([table(head, rows)] if rows else [])]
+    more = len(tree.leaves) - len(shown)
+    return [*parts, line(f"… and {counted(more, 'more leaf', 'more leaves')}")] if more else parts
+
+
+def _cells(leaf: StoredLeaf, largest: int, sharded: bool) -> list[Cell]:
+    is_array = isinstance(leaf, StoredArray)
+    sharding = str(leaf.sharding) if is_array and leaf.sharding is not None else ""
+    size: Cell = Gauge(human(leaf.nbytes), leaf.nbytes / largest) if is_array else ""
+    return [Code(cut(name_leaf(leaf.path), 60)), Code(cut(leaf.form, 60)), *([Code(sharding)] if sharded else []), size]
 
 
 def _title(tree: Tree) -> str:

@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, cast
 from shardkeep.errors import TreeError
 from shardkeep.jaxapi import flatten_once
 from shardkeep.model.auxdata import build_static, describe_static, deserializer_named, has_serializers, serializer_of
+from shardkeep.model.summaries import brief, cut
 from shardkeep.model.values import Json, NotPlainError, encode
 
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
 
 log = logging.getLogger("shardkeep")
+
+_MOST_SHOWN = 8  # children of an OpaqueNode
 
 
 class OpaqueNode:
@@ -65,7 +68,9 @@ class OpaqueNode:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"OpaqueNode({self.class_name!r}, {', '.join(f'{k}={v!r}' for k, v in self.children.items())})"
+        shown = [f"{cut(name, 40)}={brief(value)}" for name, value in list(self.children.items())[:_MOST_SHOWN]]
+        more = ["…"] if len(self.children) > len(shown) else []
+        return f"OpaqueNode({', '.join([repr(self.class_name), *shown, *more])})"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, tuple[str, ...]]]:
         from jax import tree_util

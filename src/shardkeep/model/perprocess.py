@@ -6,7 +6,6 @@ needs, padded with zeros, and writes only those. docs/format.md specifies the en
 
 import json
 import math
-import reprlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_from_name, dt
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.nodes import LEAF, Child
 from shardkeep.model.shares import Shares, Writers
+from shardkeep.model.summaries import brief
 from shardkeep.model.tree import Leaf, Path, Skeleton
 from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
 
@@ -61,20 +61,7 @@ class PerProcess:
         return hash((PerProcess, self.value))
 
     def __repr__(self) -> str:
-        return f"PerProcess({_short.repr(self.value)})"
-
-
-class _Short(reprlib.Repr):
-    """Values in a few words: of arrays their types, of long containers how they begin."""
-
-    def repr_ndarray(self, array: Array, _: int) -> str:
-        return f"{array.dtype}{list(array.shape)}"
-
-    repr_ArrayImpl = repr_ndarray
-
-
-_short = _Short()
-_short.maxother = _short.maxstring = 60
+        return f"PerProcess({brief(self.value)})"
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from shardkeep.errors import counted
+from shardkeep.model.markup import Code, Gauge, Html, facts, line, panel, table
+from shardkeep.model.summaries import duration, human
 
 _MOST_SHOWN = 20  # problems
 
@@ -81,6 +83,22 @@ class SaveReport:
     def __repr__(self) -> str:
         return f"<SaveReport {self.path}: {self.nbytes:,} bytes in {counted(self.files, 'file')}, {self.seconds:.3f} s>"
 
+    def _repr_html_(self) -> str:
+        return panel("SaveReport", Code(self.path), parts_of(self))
+
+
+def parts_of(report: SaveReport) -> list[Html]:
+    """What a save wrote and how long it took, for a notebook."""
+    rate = rate_of(report.nbytes, report.seconds)
+    about = [
+        ("written", f"{human(report.nbytes)} in {counted(report.files, 'file')}"),
+        ("by this process", human(report.share) if 0 < report.share < report.nbytes else None),
+        ("time", f"{duration(report.seconds)} ({rate})" if rate else duration(report.seconds)),
+    ]
+    whole = sum(report.phases.values()) or 1.0
+    rows = [[name, Gauge(duration(seconds), seconds / whole)] for name, seconds in report.phases.items()]
+    return [facts(about), *([table(("phase", "time"), rows)] if rows else [])]
+
 
 def with_warmth(report: SaveReport, warm: Warmth) -> SaveReport:
     """The report, which then knows about the page cache. That is no field: `dataclasses.asdict` gives plain values."""
@@ -154,6 +172,22 @@ class VerifyReport:
 
     def __repr__(self) -> str:
         return f"<VerifyReport {self.path}: {self._found()}>"
+
+    def _repr_html_(self) -> str:
+        about = [
+            ("read", f"{human(self.nbytes)} in {counted(self.files, 'file')}"),
+            ("time", duration(self.seconds)),
+            ("without digests", counted(self.unchecked, "leaf", "leaves") if self.unchecked else None),
+        ]
+        found = "✓ no problems" if self.ok else f"✗ {counted(len(self.problems), 'problem')}"
+        parts = [line(found, heading=True), facts(about)]
+        if self.problems:
+            rows = [[Code(problem.leaf or "-"), problem.message] for problem in self.problems[:_MOST_SHOWN]]
+            parts.append(table(("leaf", "problem"), rows, wraps=(1,)))
+        more = len(self.problems) - _MOST_SHOWN
+        if more > 0:
+            parts.append(line(f"… and {counted(more, 'more problem')}"))
+        return panel("VerifyReport", Code(self.path), parts)
 
     def _found(self) -> str:
         if not self.ok:

@@ -3,14 +3,17 @@
 import datetime
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from shardkeep.errors import counted
+from shardkeep.model.markup import facts, panel
+from shardkeep.model.summaries import duration
 from shardkeep.runs.durations import parse_duration
 from shardkeep.runs.steps import Step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Keep:
     """Which steps of a run stay. A step stays if any of the rules keeps it; at least one rule must be given.
 
@@ -61,6 +64,21 @@ class Keep:
                 "Run to keep every step"
             )
 
+    def __repr__(self) -> str:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return f"Keep({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
+
+    def _repr_html_(self) -> str:
+        newest, best = counted(self.last or 0, "newest step"), counted(self.best or 0, "step")
+        better = "smallest" if self.mode == "min" else "largest"
+        rows = [
+            ("last", None if self.last is None else f"the {newest}"),
+            ("every", None if self.every is None else f"the first step at or past each multiple of {self.every:,}"),
+            ("best", None if self.best is None else f"the {best} with the {better} {self.metric}"),
+            ("within", None if self.within is None else f"steps of the last {_span(self.within)}"),
+        ]
+        return panel("Keep", "these steps stay", [facts(rows)])
+
     def choose(self, steps: Iterable[Step], now: datetime.datetime) -> dict[int, tuple[str, ...]]:
         """Why each step that is kept is kept; a step that is not in the result may be deleted.
 
@@ -108,6 +126,10 @@ class Keep:
             elif have < best:
                 awaiting.append(step)
         return awaiting
+
+
+def _span(within: str | datetime.timedelta) -> str:
+    return duration(parse_duration(within, "within"))
 
 
 def _check_count(name: str, value: object) -> None:

@@ -19,6 +19,7 @@ from shardkeep.errors import (
 )
 from shardkeep.jaxapi import membership
 from shardkeep.model.manifest import MANIFEST
+from shardkeep.model.markup import Code, facts, panel
 from shardkeep.processes.operation import join
 from shardkeep.runs.control import Control, Hold
 from shardkeep.runs.index import Entry, Listing, RunIndex
@@ -291,7 +292,16 @@ class ReadableRun:
             time.sleep(left)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.path}>"
+        """Nothing is looked up for this: `steps` lists the steps."""
+        known = [f"{name} {value}" for name, value in self._known() if value]
+        return f"<{type(self).__name__} {': '.join([self.path, *filter(None, [', '.join(known)])])}>"
+
+    def _repr_html_(self) -> str:
+        return panel(type(self).__name__, Code(self.path), [facts(self._known())])
+
+    def _known(self) -> list[tuple[str, str | None]]:
+        """What is known about the run without looking at it."""
+        return [("keeps", "every step" if self._keep is None else repr(self._keep))]
 
 
 class _Seen:

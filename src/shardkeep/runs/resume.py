@@ -12,6 +12,8 @@ from shardkeep.foreign.registry import checkpoint_files
 from shardkeep.loading.load import load
 from shardkeep.loading.remapping import FromTemplate
 from shardkeep.model.manifest import Manifest
+from shardkeep.model.markup import Code, facts, line, panel, table
+from shardkeep.model.summaries import brief, cut
 from shardkeep.processes.operation import join
 from shardkeep.runs.contents import ITERATORS
 from shardkeep.runs.control import Control
@@ -26,11 +28,12 @@ from shardkeep.targets.resolve import find_complete, find_newest, look
 log = logging.getLogger("shardkeep")
 
 _LOOKS = 8  # at how many of them to look: directories may have such names and be no checkpoints
+_SHOWN = 10  # skipped steps
 _CHANGES = ("remap", "missing", "extra")  # the arguments of load that with init_from are for it alone
 _OWN = ("path", "template", "per_process", "mapped")  # the arguments of load that resume does not take
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Resumed:
     """How a run was resumed: what `run.resumed` says after `run.resume`.
 
@@ -49,6 +52,27 @@ class Resumed:
     init_from: str | None = None
     skipped: tuple[tuple[int, str], ...] = ()
     iterators: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __repr__(self) -> str:
+        skipped = f", skipped {', '.join(str(number) for number, _ in self.skipped[:8])}" if self.skipped else ""
+        return f"<Resumed {self._summary()}{skipped}>"
+
+    def _summary(self) -> str:
+        new = f"a new run with the weights of {self.init_from}" if self.init_from else "a new run"
+        return new if self.fresh else f"at step {self.step:,}"
+
+    def _repr_html_(self) -> str:
+        iterators = [f"{cut(name, 40)}={brief(state)}" for name, state in list(self.iterators.items())[:8]]
+        parts = [
+            facts([("loaded", None if self.path is None else Code(self.path)), ("iterators", ", ".join(iterators))])
+        ]
+        if self.skipped:
+            rows = [[f"{number:,}", why.partition("\n")[0]] for number, why in self.skipped[:_SHOWN]]
+            parts.append(table(("skipped step", "why"), rows, wraps=(1,)))
+        more = len(self.skipped) - _SHOWN
+        if more > 0:
+            parts.append(line(f"… and {more:,} more"))
+        return panel("Resumed", self._summary(), parts)
 
 
 @dataclass(frozen=True)

@@ -426,6 +426,17 @@ class Run(ReadableRun):
                 self._writer.close()
                 self._writer = None
 
+    def _known(self) -> list[tuple[str, str | None]]:
+        saving, writer = self._last.save, self._writer
+        doing = "reading" if writer is None else "writing, and about to stop" if self._stopping else "writing"
+        return [
+            ("open for", doing),
+            ("saves", str(self._schedule)),
+            *super()._known(),
+            ("resumed", None if self._resumed is None else f"at step {self._resumed.step:,}"),
+            ("last save", None if saving is None else f"{saving.path}: {saving.describe()}"),
+        ]
+
     def __enter__(self) -> "Run":
         return self
 

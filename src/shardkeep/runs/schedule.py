@@ -4,6 +4,8 @@ import operator
 from datetime import timedelta
 from typing import Any, SupportsIndex, TypeAlias, cast
 
+from shardkeep.errors import counted
+from shardkeep.model.summaries import duration
 from shardkeep.runs.durations import parse_duration
 
 _FORMS = (
@@ -39,6 +41,12 @@ class Schedule:
         self._next = self._multiple_after(0)
         self._due: set[int] = set()
         self._since: float | None = None
+
+    def __str__(self) -> str:
+        """When it saves, in words."""
+        due = [f"every {counted(self.steps, 'step')}"] if self.steps is not None else []
+        due += [f"every {duration(self.seconds)}"] if self.seconds is not None else []
+        return " or ".join(due) or "only when asked"
 
     def due_by_steps(self, step: int, previous: int) -> bool:
         """Whether a multiple of the number of steps lies after `previous` and not after `step`.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardkeep.model.manifest import OURS
+from shardkeep.model.markup import Cell, Code, facts, panel
+from shardkeep.model.summaries import brief, cut, human
 
 State = Literal["usable", "damaged", "abandoned", "deleting"]
 
@@ -51,9 +53,25 @@ class Step:
         return self.state == "usable"
 
     def __repr__(self) -> str:
-        shown = "".join(f", {name}={value:.6g}" for name, value in list(self.metrics.items())[:4])
         state = "" if self.is_usable else f", {self.state}"
-        return f"<Step {self.number}{state}{shown}: {self.path}>"
+        return f"<Step {self.number}{state}{''.join(f', {text}' for text in self._measured(4))}: {self.path}>"
+
+    def _measured(self, most: int) -> list[str]:
+        return [f"{cut(name, 40)}={value:.6g}" for name, value in list(self.metrics.items())[:most]]
+
+    def _repr_html_(self) -> str:
+        metadata = [f"{cut(str(name), 40)}={brief(value)}" for name, value in list(self.metadata.items())[:8]]
+        rows: list[tuple[str, Cell | None]] = [
+            ("state", self.state if self.is_usable else f"{self.state}: {self.reason}".removesuffix(": ")),
+            ("metrics", ", ".join(self._measured(8))),
+            ("metadata", ", ".join(metadata)),
+            ("saved", None if self.time is None else self.time.isoformat(" ", "seconds")),
+            ("size", human(self.nbytes)),
+            ("kept", ", ".join(self.kept)),
+            ("source", None if self.source == OURS else self.source),
+            ("path", Code(self.path)),
+        ]
+        return panel("Step", f"{self.number:,}", [facts(rows)])
 
 
 _NUMBERED = re.compile(r"(?P<before>|[^.].*?)(?P<number>[0-9]{1,18})")  # the name of what may be a step

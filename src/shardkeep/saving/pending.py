@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shardkeep.errors import CallbackError, ProcessError
-from shardkeep.model.reports import SaveReport
+from shardkeep.model.markup import Code, line, panel
+from shardkeep.model.reports import SaveReport, parts_of
 from shardkeep.runtime.scopes import LOOK, Latch, Scope, sweep
 from shardkeep.saving.callbacks import Callback, is_inside_callback
 
@@ -229,6 +230,15 @@ class PendingSave:
 
     def __repr__(self) -> str:
         return f"<PendingSave {self.path!r}: {self._save.describe()}>"
+
+    def _repr_html_(self) -> str:
+        state, error, report = self._save.describe(), self._save.error, self._save.report
+        parts = [line(state, heading=True)]
+        if error is not None:
+            parts.append(line(str(error).partition("\n")[0]))
+        if report is not None:
+            parts += parts_of(report)
+        return panel("PendingSave", Code(self.path), parts)
 
 
 def _forget_frames(error: BaseException | None) -> None:
