@@ -20,7 +20,7 @@ from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.model.naming import check_name, clean_name, is_table
 from shardkeep.model.pieces import CellPattern, ReadTable, TableSet, TableSource, in_tables
 from shardkeep.model.tree import Skeleton, to_json
-from shardkeep.model.values import Json, JsonObject
+from shardkeep.model.values import Json, JsonObject, as_list
 
 VERSION = 2  # of the format: raised when an older reader would misread a document
 _STEPS = 1 << 63  # recorded steps are below
@@ -147,7 +147,7 @@ def decode_manifest(document: bytes, path: str, where: str, read: ReadTable | No
     try:
         records = cast("dict[str, _TreeRecord]", body["trees"])
         tabled = _Tabled(where, read) if version > 1 else None
-        trees = {check_prefix(prefix): _decode_tree(tree, tabled) for prefix, tree in records.items()}
+        trees = {_checked_prefix(prefix): _decode_tree(tree, tabled) for prefix, tree in records.items()}
         return Manifest(path, _checked_id(body["save"]), trees)
     except NewerFormatError as error:
         raise NewerFormatError(f"{where} {error}") from None
@@ -182,6 +182,13 @@ def no_duplicates(pairs: list[tuple[str, Json]]) -> JsonObject:
     return found
 
 
+def _checked_prefix(prefix: str) -> str:
+    """The prefix, which must be in the form in which prefixes are recorded."""
+    if check_prefix(prefix) != prefix:
+        raise ValueError(f"not a prefix: {prefix!r:.80}")
+    return prefix
+
+
 def _checked_id(value: object) -> str:
     if not isinstance(value, str) or not HEX32.fullmatch(value):
         raise ValueError(f"not a save id: {value!r}")
@@ -196,8 +203,8 @@ class _Tabled:
     read: ReadTable | None
 
     def tables_of(self, data: _TreeRecord, files: Sequence[DataFile]) -> Tables:
-        sources = [self._source(record, files) for record in data["tables"]]
-        patterns = [CellPattern(tuple(map(integer, pattern))) for pattern in data.get("patterns", ())]
+        sources = [self._source(record, files) for record in as_list(data["tables"])]
+        patterns = [CellPattern(tuple(map(integer, as_list(pattern)))) for pattern in as_list(data.get("patterns", []))]
         if any(not 0 <= table < len(sources) for pattern in patterns for table in pattern.counts):
             raise ValueError("a pattern has a table that is not there")
         found = TableSet(sources, files, data["compression"] is not None, self.where, self.read)
@@ -229,7 +236,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         raise NewerFormatError(
             f"has a tree in the format {named}, which is not known here: upgrade shardkeep, or register that layout"
         )
-    files = tuple(map(decode_file, data["files"]))
+    files = tuple(map(decode_file, as_list(data["files"])))
     skeleton = Skeleton.from_json(data["structure"])
     paths = skeleton.paths()
     if len(paths) != len(data["leaves"]):
@@ -243,8 +250,8 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         if any(piece.stored is not None for array in arrays for piece in array.pieces):
             raise ValueError("a tree without compression has a compressed piece")
     metadata: Json = {} if data["metadata"] == {} else decode_metadata(data["metadata"])
-    if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool):
-        raise ValueError("metadata is not an object, or indexed is not a boolean")
+    if not isinstance(metadata, dict) or not isinstance(data["indexed"], bool) or not isinstance(data["created"], str):
+        raise ValueError("metadata is not an object, indexed is not a boolean, or created is not text")
     published = data.get("published", False)
     if not isinstance(published, bool):
         raise ValueError("published is not a boolean")
@@ -263,7 +270,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         leaves=leaves,
         files=files,
         metadata=metadata,
-        created=str(data["created"]),
+        created=data["created"],
         compression=data["compression"],
         indexed=data["indexed"],
         published=published,

@@ -33,7 +33,7 @@ from shardkeep.model.naming import check_name
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.pieces import CellPattern, StoredPieces, TableSet
 from shardkeep.model.tree import Path, join_key
-from shardkeep.model.values import Json, JsonObject, decode, encode
+from shardkeep.model.values import Json, JsonObject, as_list, decode, encode, is_plain
 
 HEX32 = re.compile(r"[0-9a-f]{32}")
 _ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
@@ -121,11 +121,13 @@ def decode_leaf(data: LeafRecord, path: Path, number: int, stored: "Tables | Seq
     if (key if isinstance(key, str) else decode(key)) != join_key(path):
         raise ValueError(f"leaf {data['key']!r} is not at this place in the structure")
     if data["kind"] == "value":
-        return StoredValue(path, decode(data["value"]))
+        if not is_plain(value := decode(data["value"])):
+            raise ValueError(f"leaf {data['key']!r} is not a plain value")
+        return StoredValue(path, value)
     is_foreign = data["kind"] not in _ARRAYS
     if is_foreign and not (isinstance(data["kind"], str) and "directory" in data):
         raise ValueError(f"unknown kind of leaf {data['kind']!r}")
-    shape = tuple(map(integer, data["shape"]))
+    shape = tuple(map(integer, as_list(data["shape"])))
     spec = _spec(shape, data["dtype"])
     if is_foreign:
         return StoredArray(path, spec, (), _decode_foreign(data, spec))
@@ -179,14 +181,14 @@ def _decode_origin(data: LeafRecord, spec: ArraySpec) -> Origin:
 
 
 def _decode_sharding(data: Json) -> JaxArray | None:
-    """A `jax.Array` with this sharding; None if its spec is malformed. The mesh is only shown: it may be missing."""
-    spec = data.get("spec", []) if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(spec, list):
+    """A `jax.Array` with this sharding; None if it is malformed. The mesh is only shown: it may be missing."""
+    if not isinstance(data, dict):
+        return None
+    spec, mesh = data.get("spec", []), data.get("mesh", {})
+    if not isinstance(spec, list) or not isinstance(mesh, dict):
         return None
     entries = tuple([tuple(axes) if isinstance(axes, list) else axes for axes in spec])
-    mesh = data.get("mesh")
-    sizes = mesh.items() if isinstance(mesh, dict) else ()
-    return _sharded(entries, tuple([(axis, size) for axis, size in sizes if type(size) is int]))
+    return _sharded(entries, tuple([(axis, integer(size)) for axis, size in mesh.items()]))
 
 
 @lru_cache(maxsize=1024)
@@ -211,7 +213,7 @@ def _spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
 def _decode_piece(data: _PieceRecord, spec: ArraySpec, files: Sequence[DataFile]) -> Piece:
     region = Region.whole(spec.shape)
     if "start" in data:
-        region = Region(tuple(map(integer, data["start"])), tuple(map(integer, cast(list[int], data.get("shape")))))
+        region = Region(*(tuple(map(integer, as_list(data.get(side)))) for side in ("start", "shape")))
         if len(region.start) != len(spec.shape) or min((*region.start, *region.shape), default=0) < 0:
             raise ValueError("invalid region")
     length = region.size * spec.dtype.itemsize
@@ -223,7 +225,7 @@ def _decode_piece(data: _PieceRecord, spec: ArraySpec, files: Sequence[DataFile]
     if not 0 <= file < len(files) or offset < 0 or offset + (length if stored is None else stored) > files[file].size:
         raise ValueError("a piece lies outside its file")
     if digests is not None:
-        if len(digests) != block_count(length) or not all(is_digest(d) for d in digests):
+        if len(as_list(digests)) != block_count(length) or not all(is_digest(d) for d in digests):
             raise ValueError("a piece has missing or invalid digests")
         digests = tuple(digests)
     return Piece(region, file, offset, length, digests, stored)

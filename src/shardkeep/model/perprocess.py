@@ -21,7 +21,7 @@ from shardkeep.model.nodes import LEAF, Child
 from shardkeep.model.shares import Shares, Writers
 from shardkeep.model.summaries import brief
 from shardkeep.model.tree import Leaf, Path, Skeleton
-from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
+from shardkeep.model.values import Json, JsonObject, NotPlainError, as_list, decode, encode, show
 
 _MAX_DEPTH = 100  # of containers in one value
 _ROUND = 64  # bytes: JAX can use rows that begin there without a copy
@@ -176,7 +176,7 @@ def _decode(data: Json, reader: _Reader, depth: int) -> Any:
         return [_decode(inside, reader, depth + 1) for inside in data]
     tag, body = next(iter(data.items())) if isinstance(data, dict) else ("", None)
     if tag == "tuple":
-        return tuple(_decode(inside, reader, depth + 1) for inside in _checked_list(body))
+        return tuple(_decode(inside, reader, depth + 1) for inside in as_list(body))
     if tag == "dict":
         pairs = [(decode(key), _decode(inside, reader, depth + 1)) for key, inside in _pairs(body)]
         if len(dict(pairs)) < len(pairs):
@@ -184,11 +184,11 @@ def _decode(data: Json, reader: _Reader, depth: int) -> Any:
         return dict(pairs)
     if tag == "data":
         return reader.take(_count(body)).tobytes()
-    return _decode_array(reader, *_checked_list(body)) if tag == "array" else decode(data)
+    return _decode_array(reader, *as_list(body)) if tag == "array" else decode(data)
 
 
 def _decode_array(reader: _Reader, name: Json, sizes: Json, order: Json = "<") -> Array:
-    dtype, shape = dtype_from_name(cast(str, name)), tuple(map(_count, _checked_list(sizes)))
+    dtype, shape = dtype_from_name(cast(str, name)), tuple(map(_count, as_list(sizes)))
     swapped = order == ">" and dtype.kind != "V"
     if not (swapped or order == "<") or not is_possible(shape, dtype.itemsize):
         raise ValueError(f"impossible array {name}{list(shape)}")
@@ -198,14 +198,8 @@ def _decode_array(reader: _Reader, name: Json, sizes: Json, order: Json = "<") -
     return array.astype(dtype.newbyteorder(">")) if swapped else array
 
 
-def _checked_list(value: Json) -> list[Json]:
-    if not isinstance(value, list):
-        raise ValueError("a list is missing")
-    return value
-
-
 def _pairs(value: Json) -> Iterator[list[Json]]:
-    return map(_checked_list, _checked_list(value))
+    return map(as_list, as_list(value))
 
 
 def _count(value: object) -> int:
@@ -235,7 +229,7 @@ class PerProcessRows:
     @classmethod
     def stored(cls, lengths: Json, spec: ArraySpec) -> "PerProcessRows":
         """The rows of a stored leaf; `ValueError` if it cannot have been written like that."""
-        found = cls(tuple(map(_count, _checked_list(lengths))), spec.shape[1] if len(spec.shape) == 2 else 0)
+        found = cls(tuple(map(_count, as_list(lengths))), spec.shape[1] if len(spec.shape) == 2 else 0)
         if spec.dtype != np.uint8 or not found.lengths or 0 in (found.width, *found.lengths):
             raise ValueError("the values of processes are missing")
         if found.shape != spec.shape:

@@ -20,7 +20,7 @@ from shardkeep.jaxapi import flatten_once
 from shardkeep.model.auxdata import check_static
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.nodes import LEAF, Child, Node, fields_of, is_loaded_otherwise, serialize_aux, usable_class
-from shardkeep.model.values import Json, JsonObject, NotPlainError, decode, encode, show
+from shardkeep.model.values import Json, JsonObject, NotPlainError, as_list, decode, encode, show
 
 log = logging.getLogger("shardkeep")
 
@@ -430,27 +430,23 @@ def _from_json(stored: Json) -> Child:
     data = cast(dict[str, Any], stored)
     kind = next(iter(data), "nothing")
     body = data[kind]
+    children = as_list(data.get("children") if kind in ("namedtuple", "custom") else body)
     if kind in ("list", "tuple"):
-        return Node(kind, tuple(str(i) for i in range(len(body))), tuple(_from_json(child) for child in body))
+        return Node(kind, tuple(map(str, range(len(children)))), tuple(map(_from_json, children)))
+    names = keys = tuple(decode(key) for key, _ in children)
+    if len(set(keys)) < len(keys):
+        raise ValueError("a dict key or a child's name appears twice")
+    below = tuple(_from_json(child) for _, child in children)
     if kind in ("dict", "odict", "defaultdict"):
-        keys = tuple(decode(key) for key, _ in body)
-        if len(set(keys)) < len(keys):
-            raise ValueError("a dict key appears twice")
-        below = tuple(_from_json(child) for _, child in body)
         return Node(kind, name_children(keys), below, keys, aux=_FACTORIES.get(str(data.get("factory"))))
     if kind not in ("namedtuple", "custom"):
         raise ValueError(f"unknown container {kind!r}")
-    names = tuple(str(decode(name)) for name, _ in data["children"])
-    if len(set(names)) < len(names):
-        raise ValueError("a child's name appears twice")
-    below = tuple(_from_json(child) for _, child in data["children"])
-    registered = decode(data.get("registered", ""))
-    if not isinstance(registered, str):
-        raise ValueError("the name of a registered class is not a string")
+    registered, fields = decode(data.get("registered", "")), tuple(as_list(data.get("fields", [])))
+    if not all(isinstance(text, str) for text in (body, registered, *names, *fields)):
+        raise ValueError("the name of a class, of a child or of a field is not a string")
     if kind == "namedtuple":
-        return Node(kind, names, below, class_name=str(body), registered=registered)
-    fields = tuple(str(name) for name in data.get("fields", ()))
-    found = Node(kind, names, below, class_name=str(body), fields=fields, has_aux="aux" in data, registered=registered)
+        return Node(kind, names, below, class_name=body, registered=registered)
+    found = Node(kind, names, below, class_name=body, fields=fields, has_aux="aux" in data, registered=registered)
     if "aux" in data:
         return replace(found, aux=decode(data["aux"]))
     if "aux_bytes" in data:

@@ -19,6 +19,8 @@ JsonObject: TypeAlias = dict[str, Json]
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_INT = re.compile(r"-?0x[0-9a-f]+")  # as `hex` and `repr` write them
+_FLOAT = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-][0-9]+)?|-?inf|nan")
 
 
 class NotPlainError(TypeError):
@@ -57,6 +59,13 @@ def decode(data: Json) -> Any:
             except (TypeError, ValueError, IndexError, OverflowError, struct.error, binascii.Error) as error:
                 raise IntegrityError(f"malformed {tag} value in a manifest: {error}") from error
     raise IntegrityError(f"malformed value in a manifest: {str(data)[:80]}")
+
+
+def as_list(value: object) -> list[Any]:
+    """The value, which must be a list of a document; `ValueError` for anything else."""
+    if not isinstance(value, list):
+        raise ValueError(f"not a list: {value!r:.80}")
+    return cast("list[Any]", value)
 
 
 def is_plain(value: object) -> bool:
@@ -128,17 +137,26 @@ def _decode_float(text: Json) -> float:
         raise TypeError("not a string")
     if text.startswith("nan:"):
         return struct.unpack(">d", bytes.fromhex(text[4:]))[0]
+    if not _FLOAT.fullmatch(text):
+        raise ValueError(f"not a float: {text!r:.80}")
     return float(text)
 
 
 def _decode_int(text: Json) -> int:
     if not isinstance(text, str):
         raise TypeError("not a string")
+    if not _INT.fullmatch(text):
+        raise ValueError(f"not an integer: {text!r:.80}")
     return int(text, 16)
 
 
-def _decode_numpy(body: Any) -> np.generic:
-    name, digits = body
+def _decode_complex(body: Json) -> complex:
+    real, imaginary = as_list(body)
+    return complex(_decode_float(real), _decode_float(imaginary))
+
+
+def _decode_numpy(body: Json) -> np.generic:
+    name, digits = as_list(body)
     dtype = dtype_from_name(name)
     raw = bytes.fromhex(digits)
     if len(raw) != dtype.itemsize:
@@ -162,10 +180,10 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "text": lambda b: base64.b64decode(b, validate=True).decode("utf-8", "surrogatepass"),
     "int": _decode_int,
     "float": _decode_float,
-    "complex": lambda b: complex(_decode_float(b[0]), _decode_float(b[1])),
+    "complex": _decode_complex,
     "bytes": lambda b: base64.b64decode(b, validate=True),
-    "tuple": lambda b: tuple(decode(v) for v in list(b)),
-    "dict": lambda b: {decode(k): decode(v) for k, v in b},
+    "tuple": lambda b: tuple(decode(v) for v in as_list(b)),
+    "dict": lambda b: {decode(k): decode(v) for k, v in map(as_list, as_list(b))},
     "numpy": _decode_numpy,
 }
 _SCALARS = frozenset((bool, int, float, complex, str, bytes))
