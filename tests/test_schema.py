@@ -187,9 +187,9 @@ INVALID: list[tuple[Callable[[Any], Any], Any, Any]] = [
         (_custom, "aux", value)
         for value in (
             *(5, 1.5, {}, {"int": 5}, {"int": "ff"}, {"int": "0xg"}, {"int": "-"}, {"float": "x"}, {"float": 1.5}),
-            *({"float": "nan:00"}, {"complex": ["1.0"]}, {"complex": "11"}, {"bytes": "!"}, {"text": "a"}, {"tuple": ""}),
-            *({"dict": {}}, {"dict": ["ab"]}, {"dict": [["a"]]}, {"numpy": ["float32"]}, {"numpy": ["object", "00"]}),
-            *({"numpy": ["int8", "0"]}, {"set": []}, {"int": "0x1", "float": "1.0"}, [5]),
+            *({"float": "nan:00"}, {"complex": ["1.0"]}, {"complex": "11"}, {"bytes": "!"}, {"text": "a"}),
+            *({"dict": {}}, {"dict": ["ab"]}, {"dict": [["a"]]}, {"numpy": ["object", "00"]}, {"tuple": ""}),
+            *({"numpy": ["float32"]}, {"numpy": ["int8", "0"]}, {"set": []}, {"int": "0x1", "float": "1.0"}, [5]),
         )
     ],
     *[(_tree_of, "files", value) for value in ({}, "", None, 5)],

@@ -1,7 +1,7 @@
 """What `mkdocs build` does beside rendering the pages under docs/.
 
 - Pages elsewhere in the repository that the navigation or a page names, such as CHANGELOG.md, become pages of the site,
-  and images become its files. A link to anything else, such as a source file, becomes the file's name.
+  and images and the schema become its files. A link to anything else, such as a source file, becomes the file's name.
 - Notebooks become pages, with what they show; the notebooks themselves can be downloaded there.
 - HTML comments are left out: they hold code that the tests run and readers need not see.
 - The first sentence of a page is its description, in the page's head and in llms.txt (https://llmstxt.org), which lists
@@ -26,7 +26,7 @@ log = logging.getLogger("mkdocs.hooks.shardkeep")  # a warning of this logger fa
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^( *```).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-_IMAGES = (".png", ".svg", ".jpg")
+_FILES = (".png", ".svg", ".jpg", ".schema.json")  # beside pages
 _NOTEBOOK = ".ipynb"
 _LONGEST_DESCRIPTION = 300  # characters: search engines and lists of pages show no more
 
@@ -133,7 +133,7 @@ def _on_site(file: File, target: str) -> str | None:
         return None
     if path.startswith("docs/"):
         return _page_of(path.removeprefix("docs/"))
-    return path if path.endswith((".md", *_IMAGES)) and path != "README.md" else None
+    return path if path.endswith((".md", *_FILES)) and path != "README.md" else None
 
 
 def _relink(link: re.Match[str], file: File) -> str:

@@ -132,11 +132,18 @@ def _encode_float(value: float) -> str:
     return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
 
 
+def _decode_hex(digits: str) -> bytes:
+    raw = bytes.fromhex(digits)
+    if raw.hex() != digits:  # capital letters or spaces
+        raise ValueError(f"not hexadecimal: {digits!r:.80}")
+    return raw
+
+
 def _decode_float(text: Json) -> float:
     if not isinstance(text, str):
         raise TypeError("not a string")
     if text.startswith("nan:"):
-        return struct.unpack(">d", bytes.fromhex(text[4:]))[0]
+        return struct.unpack(">d", _decode_hex(text[4:]))[0]
     if not _FLOAT.fullmatch(text):
         raise ValueError(f"not a float: {text!r:.80}")
     return float(text)
@@ -158,7 +165,7 @@ def _decode_complex(body: Json) -> complex:
 def _decode_numpy(body: Json) -> np.generic:
     name, digits = as_list(body)
     dtype = dtype_from_name(name)
-    raw = bytes.fromhex(digits)
+    raw = _decode_hex(digits)
     if len(raw) != dtype.itemsize:
         raise ValueError("wrong number of bytes")
     return cast(np.generic, np.frombuffer(raw, dtype=dtype)[0])
