@@ -4,6 +4,7 @@
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -53,9 +54,11 @@ def _install(npm: str) -> Path:
         cwd=made, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     if done.returncode == 0:
-        made.rename(home)
+        with contextlib.suppress(OSError):  # another test run was first
+            made.rename(home)
+    shutil.rmtree(made, ignore_errors=True)
+    if home.is_dir():
         return home
-    shutil.rmtree(made)
     problem = next((line for line in done.stderr.splitlines() if "error" in line), "")
     pytest.skip(f"npm cannot install the packages of examples/reader: {problem}")
 
@@ -66,6 +69,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         pytest.skip("Node.js and npm are not installed")
+    version = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    if int(version.lstrip("v").partition(".")[0]) < 18:
+        pytest.skip(f"Node.js is too old: {version}")
     home = tmp_path_factory.mktemp("reader")
     shutil.copy(EXAMPLE / "reader.mjs", home)
     (home / "node_modules").symlink_to(_install(npm) / "node_modules")
