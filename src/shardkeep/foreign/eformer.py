@@ -18,6 +18,7 @@ from typing import Any, NotRequired, TypedDict, cast
 from shardkeep.errors import IncompleteCheckpointError, IntegrityError
 from shardkeep.foreign.base import CompanionIndex
 from shardkeep.foreign.documents import ORBAX
+from shardkeep.foreign.orbaxmsgpack import AGGREGATE
 from shardkeep.foreign.pickles import PickledObject, decode_pickle, is_plain_within, plain_value
 from shardkeep.foreign.zarr import KIND, ZarrReader, describe, file_names, has_zarr_arrays
 from shardkeep.layouts.zarr import ZARRAY, zarr_dtype
@@ -118,7 +119,7 @@ def _discover(store: Store) -> Manifest | None:
         return None
     above = {name[:i] for name in found for i, c in enumerate(name) if c == "/"}
     # Arrays in a subdirectory with a checkpoint of its own, finished or not, do not belong to this one.
-    documents = {MANIFEST, CONTROL, TENSORSTORE_INDEX, *ORBAX}
+    documents = {MANIFEST, CONTROL, TENSORSTORE_INDEX, *ORBAX, AGGREGATE}
     if any(not documents.isdisjoint(store.children(name)) for name in sorted(above)):
         return None
     log.warning("%s has no %s; a search found %d zarr arrays", store.url, TENSORSTORE_INDEX, len(found))

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardkeep.errors import CheckpointNotFoundError, IntegrityError
 from shardkeep.foreign.flat import read_region
-from shardkeep.foreign.msgpack import FoundArray, begins_a_dict, scan
+from shardkeep.foreign.msgpack import FoundArray, begins_a_dict, scan, scan_whole
 from shardkeep.foreign.windows import FileWindow, opened
 from shardkeep.model.arrays import Array, Region
 from shardkeep.model.digests import digest
@@ -39,9 +39,7 @@ class FlaxReader:
             if not _is_named(name) and not (file.size and begins_a_dict(window.read(0, min(16, file.size)))):
                 return None
             try:
-                found, end = scan(window)
-                if end != file.size:
-                    raise ValueError(f"what it holds ends at byte {end:,}, and it has {file.size:,}")
+                found = scan_whole(window)
             except (ValueError, EOFError) as error:
                 if not _is_named(name):
                     return None
@@ -66,24 +64,30 @@ def _tree(found: object, name: str, size: int, where: str) -> Tree:
                 f"no checkpoint that can be read at {where}: its array {leaf.key!r} was sharded over several "
                 f"processes, and is in the directory {name}_gda, which this version of shardkeep cannot read"
             )
-    stored = tuple(_leaf(leaf, name) for leaf in leaves)
-    identity = digest(repr((size, [_described(leaf.value) for leaf in leaves])).encode())
+    stored = tuple(describe_leaf(leaf, name, 0) for leaf in leaves)
+    identity = identity_of(leaves, size)
     step = _STEP.fullmatch(name)
     number = None if step is None else int(step[1])
     return Tree(identity, "foreign", skeleton, stored, (DataFile(name, size),), {}, created="", step=number)
+
+
+def identity_of(leaves: Sequence[Leaf], size: int) -> str:
+    """A digest that tells a file with these leaves from others. The content of arrays is not looked at."""
+    return digest(repr((size, [_described(leaf.value) for leaf in leaves])).encode())
 
 
 def _described(value: object) -> object:
     return (value.spec.shape, value.spec.dtype.name, value.runs) if isinstance(value, FoundArray) else value
 
 
-def _leaf(leaf: Leaf, name: str) -> StoredLeaf:
+def describe_leaf(leaf: Leaf, name: str, number: int) -> StoredLeaf:
+    """A leaf that `scan` found in a file, by the name and the number of the file."""
     array = leaf.value
     if not isinstance(array, FoundArray):
         return StoredValue(leaf.path, array)
     if len(array.runs) == 1:
         ((offset, length),) = array.runs
-        piece = Piece(Region.whole(array.spec.shape), 0, offset, length, None)
+        piece = Piece(Region.whole(array.spec.shape), number, offset, length, None)
         return StoredArray(leaf.path, array.spec, (piece,), UNSHARDED)
     return StoredArray(leaf.path, array.spec, (), ForeignArray(f"{name}@{array.start}", FlaxReader.kind))
 

@@ -47,6 +47,14 @@ def scan(window: FileWindow, start: int = 0) -> tuple[object, int]:
     return scanner.value(0, 0), scanner.at
 
 
+def scan_whole(window: FileWindow) -> object:
+    """The value that a file consists of, as `scan` gives it. `ValueError` if there is anything behind it."""
+    found, end = scan(window)
+    if end != window.size:
+        raise ValueError(f"what it holds ends at byte {end:,}, and it has {window.size:,}")
+    return found
+
+
 def begins_a_dict(start: bytes) -> bool:
     """Whether these first bytes of a file can be those of a dict whose first key is a string."""
     sizes = {0xDE: 2, 0xDF: 4}

@@ -26,8 +26,13 @@ from shardkeep.foreign.chunked import (
     plain_scalar,
 )
 from shardkeep.foreign.documents import ORBAX, files_below, names_below, parse_json, read_json
+from shardkeep.foreign.flax import describe_leaf
+from shardkeep.foreign.msgpack import FoundArray
 from shardkeep.foreign.ocdbt import MANIFEST as DATABASE
+from shardkeep.foreign.ocdbt import FileSpan
+from shardkeep.foreign.orbaxmsgpack import AGGREGATE, Aggregate, is_aggregate, read_aggregate
 from shardkeep.foreign.orbaxtree import OrbaxLeaf, entries_of, impls_of, shardings_of, strings_of, tree_of
+from shardkeep.layouts.zarr import ZARRAY
 from shardkeep.model.digests import digest
 from shardkeep.model.leaves import (
     NATIVE,
@@ -63,6 +68,7 @@ _JSON = "metadata"  # the file of an item that holds JSON
 _KEYS = "jax_random_key"  # the directory of an item that holds PRNG keys, and `_METADATA` behind it
 _NUMPY_KEYS = "np_random_key"  # the same of NumPy's random state
 _ALONE = "checkpoint"  # the name of the array that is an item
+_TENSORFLOW = ".index"  # ends the name of a file of TensorFlow, which calls another one `checkpoint`
 _HANDLERS = {  # those of Orbax whose items are read, in both of its APIs
     *("StandardCheckpointHandler", "PyTreeCheckpointHandler", "ArrayCheckpointHandler", "JsonCheckpointHandler"),
     *("JaxRandomKeyCheckpointHandler", "NumpyRandomKeyCheckpointHandler", "PyTreeHandler", "JsonHandler"),
@@ -77,8 +83,8 @@ class OrbaxReader:
     kind: str = KIND
 
     def recognizes(self, names: Collection[str]) -> bool:
-        documents = not {CHECKPOINT, TREE, V1}.isdisjoint(names) or {DATABASE, _ALONE}.issubset(names)
-        return documents or bool(_items_in(names))
+        aggregate = AGGREGATE in names and not any(name.endswith(_TENSORFLOW) for name in names)
+        return aggregate or not {CHECKPOINT, TREE, V1}.isdisjoint(names) or bool(_items_in(names))
 
     def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
         where = store.url.rstrip("/")
@@ -87,7 +93,10 @@ class OrbaxReader:
         if not self.recognizes(names) and not _items_in(names_below(store, names)):
             return None
         _refuse_unfinished(store, names)
-        return _Checkpoint(store).manifest(names)
+        found = _Checkpoint(store).manifest(names)
+        if found is None and AGGREGATE in names:
+            _refuse_damaged(store, names)
+        return found
 
     def open(self, store: Store, leaf: StoredArray) -> ChunkedReader:
         return ChunkedReader(store, leaf, lambda directory: is_strict(store, directory))
@@ -100,8 +109,8 @@ def _items_in(names: Collection[str]) -> list[str]:
         names: Names with those one level below (`state/_METADATA`). Trees in directories that are numbered, or have a
             document of their own, are checkpoints and not items of one.
     """
-    found = [name.removesuffix(f"/{TREE}") for name in names if name.endswith(f"/{TREE}")]
-    return [item for item in found if not item[-1:].isdigit() and f"{item}/{CHECKPOINT}" not in names]
+    found = [name.rpartition("/")[0] for name in names if name.endswith((f"/{TREE}", f"/{AGGREGATE}"))]
+    return [item for item in dict.fromkeys(found) if not item[-1:].isdigit() and f"{item}/{CHECKPOINT}" not in names]
 
 
 def is_strict(store: Store, directory: str) -> bool | None:
@@ -128,6 +137,13 @@ def _refuse_unfinished(store: Store, names: Collection[str]) -> None:
         raise IncompleteCheckpointError(f"{where} is an unfinished Orbax checkpoint: {temporary[0]} is in it")
 
 
+def _refuse_damaged(store: Store, names: Collection[str]) -> None:
+    """`IntegrityError` if there are arrays beside a file that should say what the tree is, and does not."""
+    where = store.locate(AGGREGATE)
+    if store.size(AGGREGATE) is not None and any(ZARRAY in store.children(name) for name in names):
+        raise IntegrityError(f"{where} is damaged: it does not begin as the files of Orbax do", file=where)
+
+
 @dataclass(frozen=True)
 class _About:
     """What `_CHECKPOINT_METADATA` and the metrics say about all trees."""
@@ -147,7 +163,8 @@ class _Checkpoint:
 
     def manifest(self, names: Collection[str]) -> Manifest | None:
         about = self._about(names)
-        trees = {"": self._tree("", names, about)} if _holds_tree(names) else dict(self._items(names, about))
+        item = self._item("", names, about)
+        trees = {"": item} if item is not None else dict(self._items(names, about))
         if not trees:
             return None
         identity = digest(b"\0".join(self._read))
@@ -170,7 +187,7 @@ class _Checkpoint:
         metrics = metrics or found.get("metrics")
         if isinstance(metrics, dict) and metrics:
             metadata[_METRICS] = dict(metrics)
-        known = handlers.items() if isinstance(handlers, dict) else ()
+        known = handlers.items() if isinstance(handlers, dict) else [("", handlers)]
         there = tuple(name for name in (CHECKPOINT, COMMIT, V1) if name in names)
         more = tuple(f"{_METRICS}/{name}" for name in self._store.children(_METRICS)) if _METRICS in names else ()
         return _About({item: str(name) for item, name in known}, _time(moment), metadata, (*there, *more))
@@ -181,16 +198,9 @@ class _Checkpoint:
             if item == _METRICS or item.startswith("."):
                 continue
             inside = self._store.children(item)
-            prefix = "" if item == _DEFAULT else check_prefix(item)
-            if _holds_tree(inside):
-                tree = self._tree(item, inside, about)
-                yield prefix, _unwrapped(tree) if "ArrayCheckpoint" in about.handlers.get(item, "") else tree
-            elif _KEYS in inside:
-                yield prefix, self._keys(item, about)
-            elif _NUMPY_KEYS in inside:
-                yield prefix, self._tree(f"{item}/{_NUMPY_KEYS}", self._store.children(f"{item}/{_NUMPY_KEYS}"), about)
-            elif _JSON in inside:
-                yield prefix, self._plain(item, inside, about)
+            found = self._item(item, inside, about)
+            if found is not None:
+                yield "" if item == _DEFAULT else check_prefix(item), found
             elif about.handlers.get(item, "").rpartition(".")[2] in _HANDLERS:
                 where = self._store.locate(item)
                 problem = f"{where} holds nothing of what Orbax has saved there; {CHECKPOINT} lists the item {item!r}"
@@ -198,19 +208,40 @@ class _Checkpoint:
             elif inside:
                 log.debug("%s: its handler is not known, and it is not read", self._store.locate(item))
 
+    def _item(self, item: str, inside: Collection[str], about: _About) -> Tree | None:
+        """The tree that an item is; None if it is of a handler that is not known, or has no files."""
+        handler = about.handlers.get(item, "")
+        if self._holds_tree(item, inside):
+            tree = self._tree(item, inside, about)
+            return _unwrapped(tree) if "ArrayCheckpoint" in handler else tree
+        if _KEYS in inside:
+            return self._keys(item, about)
+        if _NUMPY_KEYS in inside:
+            directory = _join(item, _NUMPY_KEYS)
+            return self._tree(directory, self._store.children(directory), about)
+        if _JSON in inside and (item or "JsonCheckpoint" in handler):  # at the top, `metadata` is that of a manager
+            return self._plain(item, inside, about)
+        return None
+
+    def _holds_tree(self, directory: str, inside: Collection[str]) -> bool:
+        """Whether there is a tree of arrays in a directory, or what is left of one."""
+        if not {TREE, DATABASE, *_BESIDE}.isdisjoint(inside):
+            return True
+        return AGGREGATE in inside and is_aggregate(self._store, _join(directory, AGGREGATE))
+
     def _plain(self, item: str, inside: Collection[str], about: _About) -> Tree:
         """An item that is JSON: plain values."""
-        name = f"{item}/{_JSON}"
+        name = _join(item, _JSON)
         found = parse_json(self._store, name, self._store.read(name))
         self._read.append(json.dumps([name, found]).encode())
         skeleton, leaves = _flatten(found, self._store.locate(name))
         stored = tuple(StoredValue(leaf.path, leaf.value) for leaf in leaves)
-        files = ArrayFiles().listed(self._store, [f"{item}/{each}" for each in inside] + list(about.documents))
+        files = ArrayFiles().listed(self._store, [_join(item, each) for each in inside] + list(about.documents))
         return Tree("", "foreign", skeleton, stored, files, dict(about.metadata), about.created)
 
     def _keys(self, item: str, about: _About) -> Tree:
         """An item that is PRNG keys, typed or not."""
-        directory = f"{item}/{_KEYS}"
+        directory = _join(item, _KEYS)
         tree = self._tree(directory, self._store.children(directory), about)
         said = self._json(f"{directory}_metadata/{_JSON}") or {}
         if said.get("typed") and len(tree.arrays) == len(tree.leaves) == 1:
@@ -219,7 +250,7 @@ class _Checkpoint:
             if isinstance(impl, str):
                 tree = _with_leaf(tree, _as(leaf, PrngKeys(impl)))
         names = [f"{directory}_metadata/{each}" for each in self._store.children(f"{directory}_metadata")]
-        names += [name for name in (f"{item}/{COMMIT}",) if self._store.size(name) is not None]
+        names += [name for name in (_join(item, COMMIT),) if self._store.size(name) is not None]
         more = tuple(DataFile(name, self._store.size(name) or 0) for name in names)
         return _unwrapped(replace(tree, files=(*tree.files, *more)))
 
@@ -234,18 +265,26 @@ class _Checkpoint:
         cabinet = Cabinet.at(store, directory)
         if cabinet.database is not None:
             self._read.append(store.read(_join(directory, DATABASE)))
-        entries = entries_of(described, where) or _entries_found(cabinet, inside)
+        aggregate = read_aggregate(store, _join(directory, AGGREGATE)) if AGGREGATE in inside else None
+        if aggregate is not None:
+            self._read.append(aggregate.identity.encode())
         metadatas = self._store.children(_join(directory, _ARRAYS)) if _ARRAYS in inside else []
         arrays = [self._json(_join(directory, f"{_ARRAYS}/{name}")) for name in sorted(metadatas)]
         facts = _Facts(
             strings_of(self._json(_join(directory, _STRINGS)) if _STRINGS in inside else None),
             shardings_of(self._json(_join(directory, _SHARDING)) if _SHARDING in inside else None),
             impls_of([found for found in arrays if found is not None]),
+            aggregate,
         )
-        skeleton, leaves = _flatten(tree_of(entries, where), where)
+        if aggregate is not None and described is None:
+            tree = aggregate.tree
+        else:
+            entries = entries_of(described, where) or _entries_found(cabinet, inside)
+            tree = tree_of(entries, where, aggregate.values if aggregate else {})
+        skeleton, leaves = _flatten(tree, where)
         files = ArrayFiles()
         stored = tuple(_leaf(cabinet, leaf, facts, files) for leaf in leaves)
-        names = self._names(directory, inside, metadatas, cabinet)
+        names = self._names(directory, inside, metadatas, cabinet) + ([aggregate.name] if aggregate else [])
         return Tree(
             "",
             "foreign",
@@ -279,11 +318,14 @@ class _Facts:
     strings: Mapping[str, str]
     shardings: Mapping[str, JaxArray]
     impls: Mapping[str, str]
+    aggregate: Aggregate | None
 
 
 def _leaf(cabinet: Cabinet, leaf: Leaf, facts: _Facts, files: ArrayFiles) -> StoredLeaf:
     """A leaf as it is stored."""
-    entry: OrbaxLeaf = leaf.value
+    entry = leaf.value
+    if not isinstance(entry, OrbaxLeaf):
+        return _leaf_inside(leaf, facts.aggregate, files)
     name = entry.name
     if entry.kind == "string":
         if name not in facts.strings:
@@ -306,6 +348,14 @@ def _leaf(cabinet: Cabinet, leaf: Leaf, facts: _Facts, files: ArrayFiles) -> Sto
     return describe_array(chunks, leaf.path, files, KIND, was)
 
 
+def _leaf_inside(leaf: Leaf, aggregate: Aggregate | None, files: ArrayFiles) -> StoredLeaf:
+    """A leaf that is in the file with the structure."""
+    assert aggregate is not None
+    is_array = isinstance(leaf.value, FoundArray)
+    number = files.number(FileSpan(aggregate.name, 0, aggregate.size)) if is_array else 0
+    return describe_leaf(leaf, aggregate.name, number)
+
+
 def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[OrbaxLeaf]:
     """The arrays that are there, if no document lists them: dots in their names make levels."""
     if cabinet.database is not None:
@@ -316,11 +366,6 @@ def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[OrbaxLeaf]
         described = {".zarray", "zarr.json"}
         names = [name for name in found if not described.isdisjoint(store.children(_join(directory, name)))]
     return [OrbaxLeaf.found(name) for name in sorted(names)]
-
-
-def _holds_tree(inside: Collection[str]) -> bool:
-    """Whether there is a tree of arrays in a directory, or what is left of one."""
-    return not {TREE, DATABASE, *_BESIDE}.isdisjoint(inside)
 
 
 def _refuse_unfinished_item(store: Store, directory: str, inside: Collection[str]) -> None:

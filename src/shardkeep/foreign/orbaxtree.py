@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict, cast
 
-from shardkeep.errors import IntegrityError
+from shardkeep.errors import IntegrityError, MissingDataError
 from shardkeep.model.leaves import Axes, JaxArray, SavedSharding
-from shardkeep.model.tree import nest
+from shardkeep.model.tree import Path, nest
 from shardkeep.model.values import Json, JsonObject
 
 _SEQUENCE = 1  # the kind of a key that is an index; any other is a key of a dict
 _EMPTY: dict[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}  # by the kind of what has no leaves
+_STORED = ("scalar", "string", "np.ndarray", "jax.Array")  # kinds of what is stored somewhere
+_NO_VALUES: Mapping[Path, object] = {}
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,16 @@ class _Container(dict[str, object]):
     is_list: bool = False
 
 
-def tree_of(entries: Sequence[OrbaxLeaf], where: str) -> object:
-    """The tree of entries: dicts and lists, with an `OrbaxLeaf` for each leaf, and what has no leaves as it is."""
+def tree_of(entries: Sequence[OrbaxLeaf], where: str, values: Mapping[Path, object] = _NO_VALUES) -> object:
+    """The tree of entries: dicts and lists, with an `OrbaxLeaf` for each leaf, and what has no leaves as it is.
+
+    `values` are those that are known by their paths, and that stand in the tree themselves.
+    """
     if entries and all(not entry.keys and entry.name for entry in entries):
         return nest([((entry.name,), entry) for entry in entries])
     root = _Container()
     for entry in entries:
-        value = entry if not entry.is_skipped else _EMPTY.get(entry.kind)
+        value = _value_of(entry, where, values)
         if not entry.keys:
             if len(entries) > 1:
                 raise IntegrityError(f"{where} is malformed: a leaf is the tree itself, and not alone", file=where)
@@ -109,6 +114,16 @@ def tree_of(entries: Sequence[OrbaxLeaf], where: str) -> object:
             else:
                 holder[key] = value
     return _settled(root, where, 0)
+
+
+def _value_of(entry: OrbaxLeaf, where: str, values: Mapping[Path, object]) -> object:
+    path = tuple(key for key, _ in entry.keys)
+    if path in values:
+        return values[path]
+    if entry.is_skipped and entry.kind in _STORED:
+        problem = f"{where} lists {entry.name!r} as a value that is in the file checkpoint, but it is not there"
+        raise MissingDataError(problem, file=where)
+    return _EMPTY.get(entry.kind) if entry.is_skipped else entry
 
 
 def _settled(branch: object, where: str, depth: int) -> object:
