@@ -62,6 +62,14 @@ class Tally:
     violations: list[str] = field(default_factory=list)
     by_case: dict[str, int] = field(default_factory=dict)
 
+    def add(self, other: "Tally") -> None:
+        """Count what another worker did as well."""
+        for name in ("inputs", "loads", "accepted", "kept", "violations"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.lines = max(self.lines, other.lines)
+        for case, count in other.by_case.items():
+            self.by_case[case] = self.by_case.get(case, 0) + count
+
 
 class Lines:
     """The lines of our source that were run, as far as somebody looked."""
@@ -299,9 +307,7 @@ def run(quick: bool = False) -> list[Result]:
                 name, size, text = bytes(_black_box(Path(room) / str(job[1]) / "last")).split(b"\n", 2)
                 total.violations.append(f"{name.decode()}: {found}; the input is {keep(text[: int(size)])}")
                 continue
-            for name in ("inputs", "loads", "accepted", "kept", "violations"):
-                setattr(total, name, getattr(total, name) + getattr(found, name))
-            total.lines = max(total.lines, found.lines)
+            total.add(found)
     how = "manifests, indexes, headers, structures, pickles and zstd frames, changed by structure and by bytes"
     note = f"{total.loads:,} whole loads; {total.accepted:,} could be read; {total.kept:,} led to something new"
     return [Result("Hostile files", how, total.inputs, tuple(total.violations), note)]

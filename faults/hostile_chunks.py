@@ -11,9 +11,11 @@ from typing import Any
 import tensorstore  # noqa: F401  (imported now, and not when an input needs it)
 
 from faults.hostile_cases import Case, Files, MemoryStore, files_in, read_arrays
+from faults.hostile_files import PACKED
 from shardkeep.foreign.crc32c import crc32c
 from shardkeep.foreign.documents import ORBAX
 from shardkeep.foreign.ocdbt import _MANIFEST_MAGIC, _NODE_MAGIC, _opened, read_database
+from shardkeep.foreign.orbaxmsgpack import AGGREGATE
 from shardkeep.foreign.pytreedef import decode_pytreedef
 from shardkeep.targets.directory import Directory
 
@@ -23,6 +25,7 @@ FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures"
 def chunk_cases() -> Iterator[Case]:
     """All of them, made anew."""
     yield from _documents()
+    yield from _aggregates()
     yield from _databases()
     yield from _shards()
     yield from _trees()
@@ -53,6 +56,21 @@ def _documents() -> Iterator[Case]:
         files = files_in(root / fixture)
         for name in names:
             yield _case(f"orbax: {fixture}: {name}", files, files[name], lambda t, n=name: {n: t})
+
+
+def _aggregates() -> Iterator[Case]:
+    """The file with the structure of early versions, with and without a document beside it."""
+    for version in ("0.2.7", "0.5.5"):
+        files = files_in(FIXTURES / "orbax_early" / version / "together")
+        start, words = files[AGGREGATE], (*PACKED, b"\xb7PLACEHOLDER://params.a", b"\xb0PLACEHOLDER://..")
+
+        def close(text: bytes) -> Files:
+            return {AGGREGATE: text}
+
+        def parse(text: bytes, files: Files = files) -> None:
+            read_all({**files, AGGREGATE: text})
+
+        yield Case(f"orbax: early {version}", files, start, close, words, is_json=False, parse=parse)
 
 
 def _databases() -> Iterator[Case]:

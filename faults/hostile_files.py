@@ -16,7 +16,7 @@ from faults.hostile_cases import Case, Files, MemoryStore, read_arrays
 from shardkeep.foreign.registry import checks_of, detect_file
 
 # What begins values, and lengths that no file has.
-_PACKED = [
+PACKED = [
     b"\x80", b"\x81\xa1w", b"\x8f", b"\x90", b"\x91", b"\x9f", b"\xa0", b"\xbf", b"\xc0", b"\xc1", b"\xc2", b"\xc3",
     b"\xc4\x00", b"\xc4\xff", b"\xc5\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc7\x00\x01", b"\xc7\xff\x01",
     b"\xc7\x05\x02",
@@ -81,14 +81,14 @@ def _tree() -> dict[str, Any]:
 
 
 def _flax() -> Iterator[Case]:
-    yield _case("flax: a state", "state.msgpack", flax.serialization.msgpack_serialize(_tree()), _PACKED)
+    yield _case("flax: a state", "state.msgpack", flax.serialization.msgpack_serialize(_tree()), PACKED)
     before = flax.serialization.MAX_CHUNK_SIZE
     flax.serialization.MAX_CHUNK_SIZE = 20
     try:
         chunked = flax.serialization.msgpack_serialize(_tree())
     finally:
         flax.serialization.MAX_CHUNK_SIZE = before
-    yield _case("flax: arrays in chunks", "checkpoint_7", chunked, _PACKED)
+    yield _case("flax: arrays in chunks", "checkpoint_7", chunked, PACKED)
 
 
 def _numpy() -> Iterator[Case]:
