@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -216,6 +217,13 @@ def test_what_is_not_read_leaves_the_rest_of_an_archive_readable(what: str, tmp_
     assert main(["convert", str(path), str(tmp_path / "ours")]) == 2
     assert "'x/bad'" in capsys.readouterr().err
     assert main(["convert", str(path), str(tmp_path / "ours"), "--include", "good"]) == 0
+
+
+def test_a_file_of_equinox_is_named_and_not_called_damaged(tmp_path: Path) -> None:
+    """It is several `.npy` files one after the other."""
+    eqx.tree_serialise_leaves(tmp_path / "model.eqx", {"w": np.ones((2, 3)), "b": np.zeros(3)})
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="it is an Equinox checkpoint"):
+        shardkeep.load(tmp_path / "model.eqx")
 
 
 def test_no_pickle_is_ever_run(tmp_path: Path) -> None:

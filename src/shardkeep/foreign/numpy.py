@@ -44,13 +44,16 @@ class NumpyReader:
         where = store.locate(name)
         with store.open(name) as file:
             window = FileWindow(file)
-            if not name.endswith((_NPY, _NPZ)) and window.read(0, min(6, file.size)) != MAGIC:
+            is_named = name.endswith((_NPY, _NPZ))
+            if not is_named and window.read(0, min(6, file.size)) != MAGIC:
                 return None
             try:
                 tree = _archive(window, name) if name.endswith(_NPZ) else _single(window, name)
             except UnreadableError as error:
                 raise CheckpointNotFoundError(f"no checkpoint that can be read at {where}: {error}") from error
             except (ValueError, EOFError) as error:
+                if not is_named:
+                    return None  # several arrays one after the other, for example: Equinox's files
                 raise IntegrityError(f"{where} is not a complete NumPy file: {error}", file=where) from error
         return Manifest(where, tree.save_id, {"": tree})
 
