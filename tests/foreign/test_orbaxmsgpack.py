@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkeep
+from buckets.fixtures import Place, _alone, place  # noqa: F401
 from shardkeep.cli.main import main
 from support import assert_same, mesh_of
 
@@ -140,3 +141,13 @@ def test_an_array_and_json_by_themselves(tmp_path: Path) -> None:
     assert_same(np.asarray(shardkeep.load(tmp_path / "arr")), np.arange(4))
     assert shardkeep.load(tmp_path / "cfg") == {"lr": 0.1, "name": "x"}
     assert isinstance(shardkeep.load(tmp_path / "arr"), jax.Array | np.ndarray)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_it_is_read_from_a_bucket(version: str, place: Place) -> None:
+    place.upload(FIXTURES / version / "together", "c")
+    with pytest.raises(shardkeep.IncompleteCheckpointError, match=r"commit_success\.txt"):
+        shardkeep.load(f"{place.url}/c")
+    place.put("c/commit_success.txt", b"")
+    assert_same(ordered(shardkeep.load(f"{place.url}/c")), ordered(made()))
+    assert shardkeep.verify(f"{place.url}/c").ok
