@@ -21,7 +21,7 @@ test: setup
 test-processes: setup
 	$(BIN)/python -m pytest -m processes4 tests/multiprocess
 
-# Much of the suite on a pretended macOS. Left out: faults made with what only Linux has, what looks at /proc, and a script
+# Much of the suite on a simulated macOS. Left out: faults made with what only Linux has, what looks at /proc, and a script
 # that chooses JAX's devices.
 ELSEWHERE := $(addprefix tests/,test_roundtrip.py test_golden.py test_catalog.py cli/test_checking.py cli/test_converting.py \
 	loading/test_load.py loading/test_verify.py runs/test_run.py saving/test_save.py targets/test_publishing.py targets/test_transaction.py)

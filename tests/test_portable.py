@@ -1,6 +1,6 @@
-"""The core of shardkeep where the system lacks what Linux has: on pretended macOS and Windows.
+"""The core of shardkeep where the system lacks what Linux has: on simulated macOS and Windows.
 
-`make test-portable` runs much of the suite on pretended macOS. docs/portability.md says what this proves and what not.
+`make test-portable` runs much of the suite on simulated macOS. docs/portability.md says what this proves and what not.
 """
 
 import json

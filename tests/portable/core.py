@@ -1,4 +1,4 @@
-"""What must work on every system. `python core.py DIRECTORY` runs it; test_portable.py does so on pretended systems."""
+"""What must work on every system. `python core.py DIRECTORY` runs it; test_portable.py does so on simulated systems."""
 
 import importlib
 import json

@@ -64,7 +64,7 @@ log: list[tuple[str, str]] = []  # syncs and renames, in order: what was done, a
 _fsync, _readlink, _stat, _control = os.fsync, os.readlink, os.stat, fcntl.fcntl
 
 
-def pretend(name: str) -> None:
+def simulate(name: str) -> None:
     """From now on, this process is on "macos" or "windows"."""
     for module in _FIRST:
         importlib.import_module(module)

@@ -3,6 +3,6 @@
 import os
 
 if "SHARDKEEP_TEST_AS" in os.environ:
-    from portable.elsewhere import pretend
+    from portable.elsewhere import simulate
 
-    pretend(os.environ["SHARDKEEP_TEST_AS"])
+    simulate(os.environ["SHARDKEEP_TEST_AS"])
