@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test test-processes test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch test-wheel
+.PHONY: setup test test-processes test-portable test-versions test-oldest test-newest test-eformer test-easydel test-hf test-keras test-orbax test-torch test-wheel
 .PHONY: check docs docs-serve notebooks demo bench bench-quick bench-step bench-buckets bench-devices bench-orbax bench-scale faults faults-peers fuzz-parsers soak fixtures-torch format clean
 
 setup: $(STAMP)
@@ -20,6 +20,15 @@ test: setup
 # The tests of several processes once more, with four of them.
 test-processes: setup
 	$(BIN)/python -m pytest -m processes4 tests/multiprocess
+
+# Much of the suite on a simulated macOS. Left out: faults made with what only Linux has, what looks at /proc, and a script
+# that chooses JAX's devices.
+ELSEWHERE := $(addprefix tests/,test_roundtrip.py test_golden.py test_catalog.py cli/test_checking.py cli/test_converting.py \
+	loading/test_load.py loading/test_verify.py runs/test_run.py saving/test_save.py targets/test_publishing.py targets/test_transaction.py)
+
+test-portable: setup
+	SHARDKEEP_TEST_AS=macos JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/portable/site:$(CURDIR)/tests \
+		$(BIN)/python -m pytest -k 'not emory and not leak and not script and not its_threads and not a_failed_first_save' $(ELSEWHERE)
 
 # The suite on the oldest and on the newest JAX and Python that are supported, in environments of their own.
 # TESTS= runs a part of it; PYTHON= chooses the interpreter of the newest, OLDEST_PYTHON= that of the oldest.
@@ -147,6 +156,8 @@ check: setup docs
 	$(BIN)/ruff check src tests faults bench examples docs/tools docs/notebooks
 	$(BIN)/ruff format --check src tests faults bench examples docs/tools docs/notebooks
 	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonplatform Darwin
+	$(BIN)/basedpyright --pythonplatform Windows
 
 format: setup
 	$(BIN)/ruff check --fix src tests faults bench examples docs/tools docs/notebooks

@@ -26,6 +26,7 @@ PACKAGES = [
     "_version",
     "errors",
     "config",
+    "system",
     "jaxapi",
     "model",
     "runtime",

@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 from shardkeep.errors import ProcessError
+from shardkeep.system import after_fork_in_child
 
 if TYPE_CHECKING:
     import jax
@@ -435,4 +436,4 @@ def _after_fork() -> None:
     _has_lost_jax = _has_lost_jax or backends_are_in_use()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork_in_child(_after_fork)

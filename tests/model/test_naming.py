@@ -9,7 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep.model.naming import clean_name, hashed, leaf_directories, own_directory, prefix_directory
+from shardkeep import system
+from shardkeep.errors import IntegrityError
+from shardkeep.model.naming import check_name, clean_name, hashed, leaf_directories, own_directory, prefix_directory
 from shardkeep.model.tree import flatten
 from support import assert_same
 
@@ -141,6 +143,22 @@ def test_where_nothing_clashes_only_the_odd_name_changes() -> None:
 
 def test_names_that_clash_by_case_become_hashes() -> None:
     assert leaf_directories([("W",), ("w",), ("x",)]) == [hashed("W"), hashed("w"), "x"]
+
+
+def test_reserved_names_are_reserved_in_any_case() -> None:
+    assert leaf_directories([("Manifest.JSON",), ("CONFIG.json",), ("config",)]) == [
+        hashed("Manifest.JSON"), hashed("CONFIG.json"), "config",
+    ]  # fmt: skip
+
+
+def test_windows_reserves_more_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [("aux",), ("Nul.x",), ("com1",), ("auxiliary",)]
+    assert leaf_directories(paths) == ["aux", "Nul.x", "com1", "auxiliary"]
+    assert check_name("a:b") == "a:b"
+    monkeypatch.setattr(system, "RESERVES_NAMES", True)
+    assert leaf_directories(paths) == [hashed("aux"), hashed("Nul.x"), hashed("com1"), "auxiliary"]
+    with pytest.raises(IntegrityError, match="not a file name: 'C:/x'"):  # it is elsewhere, or part of another file
+        check_name("C:/x")
 
 
 @given(parts.filter(lambda p: "." not in p and p))

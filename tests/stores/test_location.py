@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import ntpath
 import os
 import re
 import time
@@ -25,7 +26,7 @@ from shardkeep.serialization.serialization import tree_deserialize_leaves, tree_
 from shardkeep.serialization.sharding_utils import create_sharding_tree_from_index
 from shardkeep.stores.bucket.store import BucketStore
 from shardkeep.stores.local.store import LocalStore
-from shardkeep.stores.location import Location, exists, is_directory, is_file, location, store_at
+from shardkeep.stores.location import Location, anywhere, exists, is_directory, is_file, location, store_at
 from support import run_python
 
 
@@ -532,3 +533,11 @@ class TestLocation:
     def test_a_url_without_a_path_or_with_a_nul_in_it_is_no_path(self, url: str) -> None:
         with pytest.raises(ValueError, match=f"not a path: '{url}'"):
             location(url)
+
+
+def test_a_path_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "path", ntpath)
+    for path in ("C:\\runs\\step_1", "C:/runs/step_1", "file:///C:/runs/step_1"):
+        found = anywhere(path)
+        names = found.text, found.name, found.parent.text, (found / "x").text
+        assert names == ("C:/runs/step_1", "step_1", "C:/runs", "C:/runs/step_1/x")

@@ -21,6 +21,7 @@ from faults import disks
 from faults.spawner import Fault, Spawner
 from faults.states import make
 from faults.sweep import left_overs
+from shardkeep import system
 from shardkeep.cli.main import main
 from shardkeep.converting.survey import survey
 from shardkeep.loading import load as loading
@@ -263,7 +264,7 @@ class TestWithoutLinks:
         def refuse(*_: Any, **__: Any) -> None:
             raise OSError(request.param, os.strerror(request.param))
 
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(system, "link", refuse)
 
     @pytest.mark.usefixtures("linkless")
     def test_there_are_copies(self, tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ class TestWithoutLinks:
     ) -> None:
         save(tmp_path, full(1, "a"))
         with monkeypatch.context() as patched:
-            patched.setattr(os, "link", _no_space_after(3))
+            patched.setattr(system, "link", _no_space_after(3))
             save(tmp_path, full(2, "a"))
         assert "the names it lists are not up to date ([Errno 28] No space left on device)" in caplog.text
         assert_same(shardkeep.load(tmp_path), full(2, "a"))
@@ -305,7 +306,7 @@ class TestWithoutLinks:
 
 
 def _no_space_after(count: int) -> Any:
-    link, calls = os.link, []
+    link, calls = system.link, []
 
     def fail(*arguments: Any) -> None:
         calls.append(None)

@@ -6,7 +6,6 @@ a save at once. Arrays that must be decompressed, cast or assembled go through t
 
 import errno
 import mmap
-import os
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from shardkeep import system
 from shardkeep.converting.blocks import Array, Opened, read_region, regions_of
 from shardkeep.converting.usage import UsageError
 from shardkeep.errors import storage_error
@@ -258,7 +258,7 @@ def _scratch(nbytes: int, directory: str) -> Array:
         return np.empty(0, np.uint8)
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
+            system.allocate(file.fileno(), 0, nbytes)
             return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
     except OSError as error:
         raise storage_error(

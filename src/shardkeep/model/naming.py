@@ -4,8 +4,9 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from shardkeep import system
 from shardkeep.errors import IntegrityError
 from shardkeep.model.tree import Path, join_key
 
@@ -15,16 +16,18 @@ TABLE = ".pieces"
 SHARD_END = re.compile(r"(-[0-9a-f]{32})?-\d{5}-of-\d{5}\Z")
 
 _MAX_NAME = 200  # bytes; file systems allow 255, and a suffix may be appended
-_MAX_PATH = 1000  # bytes of a name in a checkpoint; Linux allows 4,096 for a whole path
+_MAX_PATH = min(1000, system.longest_path() // 2)  # bytes of a name in a checkpoint; the rest is for the way to it
 _PLAIN = re.compile(r"[A-Za-z0-9_\-+=@,]([A-Za-z0-9_\-+=@,. ]*[A-Za-z0-9_\-+=@,])?")
 _CHUNK = re.compile(r"[0-9]+(\.[0-9]+)+")
 _RESERVED = frozenset((".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json", ".shardkeep", "manifest.json"))
 _RESERVED_TOP = frozenset(("tensorstore_index.json", "checkpoint_metadata.json", "config.json"))
+_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # what Windows does not call a file
 
 
 def check_name(name: object) -> str:
     """A file name from a document: relative, inside the checkpoint, without odd characters."""
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name or len(name) > 4000:
+    odd = isinstance(name, str) and ("\0" in name or "\\" in name or (system.RESERVES_NAMES and ":" in name))
+    if not isinstance(name, str) or not name or odd or len(name) > 4000:
         raise IntegrityError(f"not a file name: {str(name)[:80]!r}")
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise IntegrityError(f"the file name {name!r} points outside the checkpoint")
@@ -62,7 +65,7 @@ def clean_name(name: str, save_id: str) -> str:
     directory, mark, rest = name.partition(f"~{save_id}/")
     clean = f"{directory}/{rest}" if directory else rest
     top = clean.partition("/")[0]
-    if not mark or top in _RESERVED or top in _RESERVED_TOP:
+    if not mark or _is_reserved(top):
         raise ValueError(f"{name!r} has no clean name")
     return clean
 
@@ -143,7 +146,12 @@ def _hash_clashes(paths: Sequence[Path], names: list[list[str]]) -> None:
 
 
 def _folded(name: str) -> str:
-    return unicodedata.normalize("NFKC", name).casefold()
+    return name.lower() if name.isascii() else unicodedata.normalize("NFKC", name).casefold()
+
+
+def folded(names: Iterable[str]) -> set[str]:
+    """Names in the form in which those are equal that a file system may take for the same."""
+    return set(map(_folded, names))
 
 
 def _safe(part: str) -> str:
@@ -154,9 +162,14 @@ def _safe(part: str) -> str:
         name = "".join(c if c.isalnum() or c in "_-+=@, " else _escaped(c) for c in part) or "%"
         if name.strip(" ") != name:
             name = "".join(_escaped(c) if c == " " else c for c in name)
-    if len(os.fsencode(name)) > _MAX_NAME or part in _RESERVED or part in _RESERVED_TOP or _CHUNK.fullmatch(part):
+    if len(os.fsencode(name)) > _MAX_NAME or _is_reserved(part) or _CHUNK.fullmatch(part):
         return hashed(part)
     return name
+
+
+def _is_reserved(part: str) -> bool:
+    name = part.lower()  # where case is ignored, Config.json is config.json
+    return name in _RESERVED or name in _RESERVED_TOP or (system.RESERVES_NAMES and bool(_DEVICE.fullmatch(part)))
 
 
 def _escaped(character: str) -> str:

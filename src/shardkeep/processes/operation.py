@@ -21,7 +21,6 @@ process) and `abort` (the error of the leader).
 
 import atexit
 import json
-import os
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
@@ -33,6 +32,7 @@ from shardkeep.errors import IntegrityError, ProcessError, ShardkeepError
 from shardkeep.jaxapi import Membership, membership, present_client, set_key, set_new_key
 from shardkeep.processes.group import LEADER, Group, Record, doing, post
 from shardkeep.processes.waiting import Arrivals, Watch, as_error, collect, hear
+from shardkeep.system import after_fork_in_child
 
 _PLACE = ("leaf", "file", "span", "problem")  # what an IntegrityError says beside its message
 
@@ -246,6 +246,6 @@ def _leave_parent() -> None:
 ALONE = Operation("")
 _groups: dict[int, Group] = {}  # by the id of JAX's current client
 _inherited: Any = None  # the client of the process this one was forked from
-os.register_at_fork(after_in_child=_leave_parent)
+after_fork_in_child(_leave_parent)
 _tells_end = False
 tell_end_at_exit()

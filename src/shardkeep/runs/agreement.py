@@ -19,7 +19,6 @@ A process that closes its run announces that as a round of its own, the last one
 import atexit
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -33,6 +32,7 @@ from shardkeep.processes.group import LEADER, ROOT, Group, post
 from shardkeep.processes.operation import present_group
 from shardkeep.processes.waiting import Arrivals, Watch, as_error, collect, hear
 from shardkeep.runtime.scopes import LOOK, Latch
+from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
@@ -320,4 +320,4 @@ def _close_all() -> None:
 
 
 _open: set[_Several] = set()
-os.register_at_fork(after_in_child=_open.clear)
+after_fork_in_child(_open.clear)

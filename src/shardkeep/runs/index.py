@@ -8,7 +8,6 @@ loaded is always read from the manifest itself.
 import datetime
 import json
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from shardkeep.runs.steps import Step, StepName
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL
 from shardkeep.stores.location import store_at
+from shardkeep.system import after_fork_in_child
 from shardkeep.targets.resolve import find_complete, look
 
 log = logging.getLogger("shardkeep")
@@ -367,4 +367,4 @@ def _renew_locks() -> None:
 
 
 _all: weakref.WeakSet[RunIndex] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_renew_locks)
+after_fork_in_child(_renew_locks)

@@ -6,13 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Protocol
+
+from shardkeep.system import c_function
 
 log = logging.getLogger("shardkeep")
 
 REPEATS = 10.0  # seconds after the first signal in which further ones are ignored: launchers often send several
+_FINAL = frozenset[str](("SIGKILL", "SIGSTOP"))  # by name, because not every system has them
 _ROOM = 1024  # bytes, more than the `struct sigaction` of any platform
 
 
@@ -123,25 +126,18 @@ def parse_signals(signals: Any) -> list[signal.Signals]:
             number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
         except (KeyError, ValueError):
             raise ValueError(f'signals: {given!r} is not a signal; use names such as "SIGTERM" or "SIGUSR1"') from None
-        if number in (signal.SIGKILL, signal.SIGSTOP):
+        if number.name in _FINAL:
             raise ValueError(f"signals: no program can handle {number.name}")
         found.append(number)
     return list(dict.fromkeys(found))
 
 
-def _libc_sigaction() -> Callable[..., int] | None:
-    try:
-        return ctypes.CDLL(None).sigaction
-    except (OSError, AttributeError):
-        return None
-
-
 def _action_of(number: int) -> ctypes.Array[ctypes.c_char] | None:
     """What the system does on a signal. A handler in C, such as JAX's own, is unknown to Python."""
-    sigaction, action = _libc_sigaction(), ctypes.create_string_buffer(_ROOM)
+    sigaction, action = c_function("sigaction"), ctypes.create_string_buffer(_ROOM)
     return action if sigaction is not None and sigaction(number, None, action) == 0 else None
 
 
 def _restore_action(number: int, action: ctypes.Array[ctypes.c_char] | None) -> None:
-    if action is not None and (sigaction := _libc_sigaction()) is not None:
+    if action is not None and (sigaction := c_function("sigaction")) is not None:
         sigaction(number, action, None)

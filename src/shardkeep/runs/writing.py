@@ -20,6 +20,7 @@ from shardkeep.runs.retention import Retention
 from shardkeep.runs.schedule import Schedule
 from shardkeep.runs.steps import State, StepName
 from shardkeep.saving.pending import BackgroundSave
+from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
@@ -231,7 +232,7 @@ class LastSave:
 
 
 _open: weakref.WeakSet[Writer] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)
+after_fork_in_child(_open.clear)
 
 
 @atexit.register

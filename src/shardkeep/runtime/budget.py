@@ -1,7 +1,6 @@
 """The memory budget: how much host memory pending saves and running loads may hold in total."""
 
 import logging
-import os
 import threading
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +8,7 @@ from typing import Protocol
 from shardkeep.config import MEMORY_BUDGET, read
 from shardkeep.runtime.hostmemory import available_memory
 from shardkeep.runtime.scopes import LOOK, Bell, Scope, is_nested, sweep
+from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
@@ -125,7 +125,7 @@ class Claim:
 
 
 budget = MemoryBudget()
-os.register_at_fork(after_in_child=budget.start_over)
+after_fork_in_child(budget.start_over)
 
 
 def set_memory_budget(nbytes: int | None) -> None:

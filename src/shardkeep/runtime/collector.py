@@ -1,13 +1,13 @@
 """Pauses of Python's cyclic garbage collector."""
 
 import gc
-import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardkeep.runtime.scopes import Scope, frame_above
+from shardkeep.system import after_fork_in_child
 
 _MANY = 10_000  # new objects that are worth moving to the oldest generation
 
@@ -77,4 +77,4 @@ class _Pause:
 
 
 collector = _Collector()
-os.register_at_fork(after_in_child=collector.start_over)
+after_fork_in_child(collector.start_over)

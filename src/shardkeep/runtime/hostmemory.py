@@ -1,14 +1,13 @@
 """Host memory: aligned for JAX, shared by many arrays, given back; and how much of it is free."""
 
-import ctypes
 import mmap
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from shardkeep import system
 from shardkeep.model.arrays import Array
 from shardkeep.model.fastclass import fast_dataclass
 
@@ -17,7 +16,6 @@ _SLAB = 32 << 20  # limits the memory that one array keeps alive when the others
 ALIGN = 64  # bytes: JAX uses host memory that is aligned so without a copy
 PAGE = 4096  # bytes: what the kernel maps, and what O_DIRECT is aligned to
 _CGROUPS, _OWN_CGROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"  # where all are, and which are those of this process
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def aligned_empty(nbytes: int) -> Array:
@@ -26,16 +24,12 @@ def aligned_empty(nbytes: int) -> Array:
         memory = np.empty(nbytes + ALIGN, dtype=np.uint8)
         start = -memory.ctypes.data % ALIGN
         return memory[start : start + nbytes]
-    # Not reserved: if only a part of a large array is read, only the touched pages use memory.
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype=np.uint8)
+    return np.frombuffer(system.anonymous_memory(nbytes, system.HUGEPAGE), dtype=np.uint8)
 
 
 def release_freed() -> int:
     """Return freed memory that the C library keeps to the system; gives the number of bytes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = system.c_function("malloc_trim")
     if trim is None:
         return 0
     before = _resident()
@@ -132,7 +126,7 @@ def available_memory() -> int:
 
     The page cache counts as available, as in the kernel's own estimate: it goes when the memory is needed.
     """
-    free = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = _meminfo("MemAvailable") or system.assumed_memory()
     for group in _cgroups():
         most, used = _number(group.limit), _number(group.usage)
         if most is not None and used is not None:

@@ -11,7 +11,6 @@ therefore never guarded by a non-reentrant lock.
 
 import atexit
 import logging
-import os
 import queue
 import sys
 import threading
@@ -20,6 +19,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple, Protocol, TypeVar
+
+from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
@@ -227,4 +228,4 @@ def _forget() -> None:
 
 
 atexit.register(sweep)
-os.register_at_fork(after_in_child=_forget)
+after_fork_in_child(_forget)

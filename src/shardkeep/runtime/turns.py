@@ -1,13 +1,13 @@
 """Turns in a line: calls that wait for those before them."""
 
 import datetime
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar
 
 from shardkeep.runtime.scopes import LOOK, Latch, Scope, sweep
+from shardkeep.system import after_fork_in_child
 
 
 class Turn(ABC):
@@ -27,7 +27,7 @@ class Turn(ABC):
 
     def __init_subclass__(cls) -> None:
         cls.line = []
-        os.register_at_fork(after_in_child=cls.line.clear)
+        after_fork_in_child(cls.line.clear)
 
     def __init__(self, key: object, scope: Scope) -> None:
         self._key, self.scope = key, scope

@@ -7,7 +7,6 @@ and XLA gets its memory back immediately.
 """
 
 import heapq
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from shardkeep.runtime.budget import budget
 from shardkeep.runtime.crew import Crew, Task
 from shardkeep.runtime.hostmemory import PAGE, Shard, aligned_empty, lay_out, release_freed
 from shardkeep.saving.transfer import AnyShard
+from shardkeep.system import after_fork_in_child
 
 _COPY_FROM = 64 << 20  # below this size, allocating new memory is fast enough
 _WATCHED = 4  # arrays: one alone may be a constant that no step replaces
@@ -183,4 +183,4 @@ class Staging:
 
 donations = Donations()
 budget.add_idle(donations)
-os.register_at_fork(after_in_child=donations.__init__)
+after_fork_in_child(donations.__init__)

@@ -14,6 +14,7 @@ from shardkeep.model.markup import Code, line, panel
 from shardkeep.model.reports import SaveReport, parts_of
 from shardkeep.runtime.scopes import LOOK, Latch, Scope, sweep
 from shardkeep.saving.callbacks import Callback, is_inside_callback
+from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
@@ -249,7 +250,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 _unwaited: set[BackgroundSave] = set()
-os.register_at_fork(after_in_child=_unwaited.clear)
+after_fork_in_child(_unwaited.clear)
 
 
 @atexit.register

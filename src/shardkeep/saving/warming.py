@@ -8,7 +8,6 @@ the program alive. It reads for at most half of the time, and stops while saves 
 import atexit
 import errno
 import logging
-import os
 import re
 import threading
 import time
@@ -24,6 +23,7 @@ from shardkeep.runtime.save_queue import QueueEntry
 from shardkeep.runtime.scopes import LOOK, Latch
 from shardkeep.stores.base import Store
 from shardkeep.stores.local.pagecache import bring_in, send_out
+from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
@@ -162,4 +162,4 @@ def _end() -> None:
         warming.wait(LOOK)
 
 
-os.register_at_fork(after_in_child=Warming.line.clear)
+after_fork_in_child(Warming.line.clear)

@@ -195,14 +195,16 @@ def anywhere(path: object, call: str = "") -> Location:
         raise PathError(f"not a path: {text!r} {'contains a NUL character' if text else 'is empty'}")
     # `pathlib` turns two slashes into one. Nobody means a directory called "gs:".
     text = _ONE_SLASH.sub(lambda found: found[1] + ("///" if found[1] == "file:" else "//"), text)
-    if text.startswith("file://"):
-        return Location(os.path.abspath(_path_in(text)))
     if Location(text).is_url:
         return _in_bucket(text)
-    if "://" in text:
+    if text.startswith("file://"):
+        path = _path_in(text)
+    elif "://" in text:
         raise PathError(f"{text!r}: unknown URL scheme; use a local path, file://, gs:// or s3://")
+    else:
+        path = os.path.expanduser(text)
     try:
-        return Location(os.path.abspath(os.path.expanduser(text)))
+        return Location(os.path.abspath(path).replace(os.path.sep, "/"))  # Windows has another separator
     except FileNotFoundError as error:
         raise PathError(
             f"{text!r} is a relative path, and the working directory no longer exists; pass an absolute path"
@@ -219,7 +221,8 @@ def _path_in(url: str) -> str:
     path = unquote_to_bytes(os.fsencode(rest))
     if not slash or b"\0" in path:
         raise PathError(f"not a path: {url!r}")
-    return slash + os.fsdecode(path)
+    text = os.fsdecode(path)
+    return text if os.path.splitdrive(text)[0] else slash + text  # on Windows, /C:/x is C:/x
 
 
 def _in_bucket(url: str) -> Location:

@@ -22,7 +22,7 @@ from shardkeep.layouts.safetensors import SafetensorsLayout
 from shardkeep.model.digests import digest
 from shardkeep.model.document import decode_manifest, encode_manifest, is_foreign_manifest
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
-from shardkeep.model.naming import hashed, own_directory, prefix_directory
+from shardkeep.model.naming import folded, hashed, own_directory, prefix_directory
 from shardkeep.runtime.collector import collector
 from shardkeep.stores.base import Store, children_inside
 from shardkeep.targets import publishing
@@ -176,7 +176,10 @@ class Directory:
             if all(plan.save_id in file.name for file in tree.files) or self._claims(clean, current, reserved):
                 trees.append(clean)
             else:
-                trees.append(tree.named(f"{own_directory(prefix, plan.save_id)}/"))
+                own = tree.named(f"{own_directory(prefix, plan.save_id)}/")
+                if _overlap(own.names, reserved):  # prefixes that differ only by case
+                    own = tree.named(f"{own_directory(prefix, plan.save_id)}-{len(trees)}/")
+                trees.append(own)
         return replace(plan, trees=tuple(trees))
 
     def _claims(self, plan: TreePlan, current: Manifest | None, reserved: Sequence[str]) -> bool:
@@ -346,5 +349,5 @@ class _NameClaim:
 
 def _overlap(names: Iterable[str], others: Iterable[str]) -> bool:
     """Whether two sets of names share one, or one needs as a directory what is a file of the other."""
-    ours, theirs = set(names), set(others)
+    ours, theirs = folded(names), folded(others)
     return bool(ours & (theirs | parents(theirs)) or theirs & parents(ours))

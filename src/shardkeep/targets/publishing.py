@@ -16,6 +16,7 @@ from shardkeep.foreign.base import CompanionIndex, Companions
 from shardkeep.foreign.registry import COMPANIONS
 from shardkeep.layouts.zarr import ZARRAY, ZGROUP, ZGROUP_BYTES, groups_above
 from shardkeep.model.manifest import Manifest, Tree
+from shardkeep.model.naming import folded
 from shardkeep.runtime.priority import priority
 from shardkeep.stores.base import EditableStore, Store, children_inside, is_editable
 
@@ -51,9 +52,10 @@ def find_obstacle(store: Store, names: Iterable[str], own: Collection[str], othe
         others: Names of other trees and of running saves, whether they exist yet or not.
     """
     wanted = [name for name in names if name not in own]
-    known = set(others)
+    known = folded(others)
     taken = known | parents(known)
-    shared = next((name for name in wanted if name in taken or not known.isdisjoint(parents([name]))), None)
+    forms = {name: folded([name]) for name in wanted}
+    shared = next((name for name in wanted if forms[name] & taken or known & parents(forms[name])), None)
     if shared is not None:
         return shared
     if not store.is_taken(wanted):

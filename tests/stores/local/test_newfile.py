@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkeep import system
 from shardkeep.runtime.hostmemory import PAGE, aligned_empty
 from shardkeep.stores.local.mounts import mount_of
 from shardkeep.stores.local.newfile import DIRECT, LocalNewFile
@@ -63,13 +64,13 @@ def test_most_of_what_is_aligned_does_not_go_through_the_page_cache(
 ) -> None:
     _needs_direct(tmp_path)
     written: dict[bool, int] = {True: 0, False: 0}
-    plain = os.pwritev
+    plain = system.pwritev
 
     def watched(descriptor: int, buffers: Any, offset: int) -> int:
         written[_is_direct(descriptor)] += sum(map(len, buffers))
         return plain(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "pwritev", watched)
+    monkeypatch.setattr(system, "pwritev", watched)
     data = _aligned(20 * MIB + 5)
     with LocalNewFile(str(tmp_path / "file"), data.size, direct=True) as file:
         for start, end in itertools.pairwise([0, 9 * MIB + 1, data.size]):
@@ -80,7 +81,7 @@ def test_most_of_what_is_aligned_does_not_go_through_the_page_cache(
 
 
 def test_a_disk_with_larger_blocks_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = os.pwritev
+    plain = system.pwritev
     refused: list[int] = []
 
     def picky(descriptor: int, buffers: Any, offset: int) -> int:
@@ -89,7 +90,7 @@ def test_a_disk_with_larger_blocks_is_written_all_the_same(tmp_path: Path, monke
             raise OSError(errno.EINVAL, "Invalid argument")
         return plain(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "pwritev", picky)
+    monkeypatch.setattr(system, "pwritev", picky)
     data = _aligned(2 * MIB + 5)
     with LocalNewFile(str(tmp_path / "file"), data.size, direct=True) as file:
         file.write_aligned(0, data)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkeep.stores.local import mapping
+from shardkeep import system
 from shardkeep.stores.local.pagecache import bring_in, send_out
 from support import cached_pages
 
@@ -39,7 +39,7 @@ def test_a_file_is_brought_in_part_by_part_and_sent_out(file: Path) -> None:
 
 
 def test_a_kernel_that_cannot_read_mappings_in(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "_POPULATE_READ", 99)  # the kernel refuses it as it refuses all it does not know
+    monkeypatch.setattr(system, "POPULATE_READ", 99)  # the kernel refuses it as it refuses all it does not know
     assert bring_in(str(file), 2 << 20, SIZE) == SIZE - (2 << 20)
     assert cached_pages(file) > (PAGES - (2 << 20) // mmap.PAGESIZE) // 2
 

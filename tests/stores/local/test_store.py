@@ -23,6 +23,7 @@ import shardkeep
 from faults.spawner import Fault, Pause, Spawner
 from faults.states import make, same
 from faults.sweep import left_overs
+from shardkeep import system
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.local.descriptors import Descriptor, make_directories, write_at
 from shardkeep.stores.local.mapping import MAPPABLE
@@ -346,7 +347,7 @@ class TestFiles:
         def refuse(*_: Any) -> None:
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(system, "link", refuse)
         data = np.random.default_rng(0).bytes(size)
         new = store.write_new("a", size, [memoryview(data)])
         new.close() if new is not None else None

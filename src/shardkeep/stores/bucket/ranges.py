@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import obstore
 
+from shardkeep import system
 from shardkeep.errors import IntegrityError, StorageError
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.hostmemory import aligned_empty
@@ -100,6 +101,4 @@ def merged(needed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _small_pages(nbytes: int) -> Array:
     """Memory of which only the filled pages are used, for sparse reads."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(pages, dtype=np.uint8)
+    return np.frombuffer(system.anonymous_memory(nbytes, system.NOHUGEPAGE), dtype=np.uint8)

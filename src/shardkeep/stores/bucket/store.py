@@ -29,6 +29,7 @@ from shardkeep.stores.bucket.leases import Lease, is_dead
 from shardkeep.stores.bucket.listing import FEW, SizeListing, sizes_of
 from shardkeep.stores.bucket.objects import REFUSED, Objects, version_of
 from shardkeep.stores.bucket.ranges import GAP, BucketFile
+from shardkeep.system import after_fork_in_child
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion
@@ -427,7 +428,7 @@ class _Lock:
 
 
 _locks: set[_Lock] = set()
-os.register_at_fork(after_in_child=_locks.clear)
+after_fork_in_child(_locks.clear)
 
 
 class _SaveRecord(Lease):

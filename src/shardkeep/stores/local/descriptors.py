@@ -4,10 +4,12 @@ writes of any size, and directories and files that survive a power cut."""
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
-_MAX_PATH = 4096  # bytes: PATH_MAX of Linux
+from shardkeep import system
+
+_MAX_PATH = system.longest_path()
 _MAX_WRITE = 1 << 30  # one system call takes at most 2 GiB
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 
@@ -30,7 +32,7 @@ class Descriptor:
         self.path = path
         self._numbers: list[int] = []
         # A single call, so that no signal handler can raise between opening the file and storing its descriptor.
-        self._numbers.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
+        self._numbers.extend(map(os.open, (path,), (flags | system.OPEN_FLAGS,), (0o666,)))
 
     @property
     def number(self) -> int:
@@ -69,7 +71,7 @@ def write_at(file: Descriptor, offset: int, buffers: Sequence[memoryview]) -> in
             if total >= _MAX_WRITE:
                 break
         try:
-            count = os.pwritev(file.number, batch, offset)
+            count = system.pwritev(file.number, batch, offset)
         except OSError as error:
             error.filename = error.filename or file.path
             raise
@@ -100,11 +102,16 @@ def make_directories(path: str, durable: bool = True) -> None:
                 sync_path(os.path.dirname(directory))
 
 
-def sync_path(path: str) -> None:
-    """Make a file or a directory survive a power cut."""
-    with Descriptor(path, os.O_RDONLY) as opened:
+def sync_path(path: str, sync: Callable[[int], None] = system.fsync) -> None:
+    """Make a file or a directory survive a power cut. With `os.fsync`, the cache of the drive may keep it."""
+    flags = os.O_RDONLY
+    if not system.OPENS_DIRECTORIES:
+        if os.path.isdir(path):
+            return
+        flags = os.O_RDWR  # such systems do not sync what was opened for reading
+    with Descriptor(path, flags) as opened:
         try:
-            os.fsync(opened.number)
+            sync(opened.number)
         except OSError as error:
             error.filename = error.filename or path
             raise
@@ -112,7 +119,7 @@ def sync_path(path: str) -> None:
 
 def sync_file_system(path: str) -> bool:
     """Sync the whole file system of `path` in one call; False where there is no such call."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    call = system.c_function("syncfs")
     if call is None:
         return False
     with Descriptor(path, os.O_RDONLY) as opened:

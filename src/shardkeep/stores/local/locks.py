@@ -5,12 +5,12 @@ counts as alive until it was not renewed for a lease; and the lock is, beside, a
 """
 
 import errno
-import fcntl
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shardkeep import system
 from shardkeep.config import LEASE, read
 from shardkeep.errors import ConflictError
 from shardkeep.runtime.scopes import Scope, sweep
@@ -37,11 +37,11 @@ class LockFile:
         self.file = Descriptor(self.path, os.O_RDWR | flags)
         return self.file
 
-    def try_lock(self, how: int = fcntl.LOCK_EX) -> bool:
+    def try_lock(self, how: int = system.LOCK_EXCLUSIVE) -> bool:
         """Lock the file; False if another program has locked it. Nothing is locked where there are no locks."""
         assert self.file is not None
         try:
-            fcntl.flock(self.file.number, how | fcntl.LOCK_NB)
+            system.flock(self.file.number, how | system.LOCK_NOW)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -72,15 +72,16 @@ class LockFile:
     def now(self) -> float:
         """The time of the file system, by whose clock files are changed."""
         assert self.file is not None
-        os.utime(self.file.number)
-        return os.fstat(self.file.number).st_mtime
+        where = system.fd_or_path(self.file.number, self.path) if self.file.is_open else self.path
+        os.utime(where)
+        return os.stat(where).st_mtime
 
     def release(self) -> None:
         if self.renewal is not None:
             self.renewal.stop()
         if self.file is not None and self.file.is_open:
             with suppress(OSError):  # there may be no locks here
-                fcntl.flock(self.file.number, fcntl.LOCK_UN)  # closing is not enough if a child was just forked
+                system.flock(self.file.number, system.UNLOCK)  # closing is not enough if a child was just forked
             self.file.close()
         _locks.discard(self)
 
@@ -101,7 +102,7 @@ def _let_go() -> None:
     _locks.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+system.after_fork_in_child(_let_go)
 
 
 @dataclass(eq=False)
@@ -116,7 +117,7 @@ class LocalHeld(LockFile):
         while not self.try_lock():  # somebody looks whether it is alive
             time.sleep(0.001)
         write_at(file, 0, [memoryview(line + b"\n")])
-        os.fsync(file.number)
+        system.fsync(file.number)
         sync_path(os.path.dirname(self.path))
         if self.is_renewed or not self.is_lockable:
             self.renewal = _RenewedRecord(self)
@@ -144,7 +145,7 @@ class LocalHeld(LockFile):
         assert self.file is not None
         end = os.fstat(self.file.number).st_size
         write_at(self.file, end, [memoryview(line + b"\n")])
-        os.fsync(self.file.number)
+        system.fsync(self.file.number)
 
     def confirm(self, age: float) -> None:
         # The kernel keeps the lock for as long as the process lives. Only the file may have been removed.
@@ -158,6 +159,8 @@ class LocalHeld(LockFile):
 
     def remove(self) -> None:
         if self.file is None or self.file.is_open:  # closed: it is removed already, or it belongs to the parent
+            if not system.HAS_LOCKS:
+                self.release()  # such systems do not remove open files
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
         self.release()
@@ -173,7 +176,7 @@ class _RenewedRecord(Renewed):
     def renew(self) -> None:
         self._held.confirm(0)
         if (file := self._held.file) is not None:
-            os.utime(file.number)
+            os.utime(system.fd_or_path(file.number, file.path))
             self._renewed = time.monotonic()
 
 
@@ -224,7 +227,9 @@ class HeldFile(Renewed):
         now = self._lock.now()
         try:
             with Descriptor(self._path, os.O_RDONLY) as file:
-                return os.pread(file.number, 100, 0).decode("ascii", "replace"), now - os.fstat(file.number).st_mtime
+                return system.pread(file.number, 100, 0).decode("ascii", "replace"), now - os.fstat(
+                    file.number
+                ).st_mtime
         except FileNotFoundError:
             return "", 0.0
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from shardkeep import system
 from shardkeep.model.arrays import Array
 from shardkeep.stores.local.descriptors import Descriptor
 
 _MAX_READ = 1 << 30  # bytes: one system call reads at most 2 GiB
-_HUGEPAGE = 14  # MADV_HUGEPAGE: the page cache uses huge pages, which is as fast as O_DIRECT and faster to map
 _HUGE = 2 << 20  # bytes: a huge page of x86-64 and most ARM kernels
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: returns an error where touching the page would raise SIGBUS
 # File systems on which no other machine can change a mapped file.
 MAPPABLE = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "bcachefs", "ramfs"))
 
@@ -30,7 +29,7 @@ class LocalFile(Descriptor):
     def read_into(self, offset: int, buffer: Array) -> None:
         target = buffer.data
         while len(target):
-            count = os.preadv(self.number, [target[:_MAX_READ]], offset)
+            count = system.preadv(self.number, [target[:_MAX_READ]], offset)
             if count == 0:
                 raise EOFError(f"{self.path} is truncated: it ends before byte {offset + len(target)}")
             target = target[count:]
@@ -59,12 +58,15 @@ class LocalMappedFile:
             raise OSError(errno.EIO, "Input/output error", self._path)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc = system.c_library()
+if _libc is not None:
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
+_READ: int = getattr(mmap, "PROT_READ", 0)
+_SHARED: int = getattr(mmap, "MAP_SHARED", 0)
 
 
 class Pages:
@@ -79,9 +81,9 @@ class Pages:
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._address, self._length = None, length
-        if len(Pages.addresses) >= Pages.most:
-            raise OSError(errno.ENOMEM, "too many mapped files in this process")
-        self._address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
+        if _libc is None or len(Pages.addresses) >= Pages.most:
+            raise OSError(errno.ENOMEM, "too many mapped files in this process")  # none, where files cannot be mapped
+        self._address = _libc.mmap(None, length, _READ, _SHARED, descriptor, offset)
         if self._address == _FAILED:
             self._address = None
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -96,14 +98,17 @@ class Pages:
         address = self._address or 0
         low = max((address + start) // _HUGE * _HUGE, address)
         high = min(-(-(address + end) // _HUGE) * _HUGE, address + self._length)
-        _libc.madvise(low, high - low, _HUGEPAGE)
+        if _libc is not None and system.HUGEPAGE is not None:
+            _libc.madvise(low, high - low, system.HUGEPAGE)
 
     def populate(self, start: int, length: int) -> int:
-        """Read pages from the disk. Returns 0, or the errno."""
-        failed = _libc.madvise((self._address or 0) + start, length, _POPULATE_READ) != 0
+        """Read pages from the disk. Returns 0, or the errno: `EINVAL` where the system cannot."""
+        if _libc is None or system.POPULATE_READ is None:
+            return errno.EINVAL
+        failed = _libc.madvise((self._address or 0) + start, length, system.POPULATE_READ) != 0
         return ctypes.get_errno() if failed else 0
 
-    def __del__(self, unmap: Any = _libc.munmap, failed: Any = _FAILED) -> None:
+    def __del__(self, unmap: Any = getattr(_libc, "munmap", None), failed: Any = _FAILED) -> None:
         if self._address not in (None, failed):
             type(self).addresses.discard(self._address)  # before unmapping: the next mapping may get the same address
             unmap(self._address, self._length)

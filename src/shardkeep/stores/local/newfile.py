@@ -9,13 +9,12 @@ import errno
 import os
 from collections.abc import Sequence
 
+from shardkeep import system
 from shardkeep.model.arrays import Array
 from shardkeep.runtime.hostmemory import PAGE
 from shardkeep.stores.local.descriptors import Descriptor, write_at
 
-DIRECT = (
-    frozenset(("ext4", "xfs")) if hasattr(os, "O_DIRECT") else frozenset[str]()
-)  # file systems on which this is faster
+DIRECT = frozenset(("ext4", "xfs"))  # file systems on which this is faster
 _LARGE = 256 << 10  # writes of at least this size start writeback immediately
 
 
@@ -32,10 +31,10 @@ class LocalNewFile:
         self._file = Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._direct: Descriptor | None = None
         try:
-            if direct:
-                self._direct = Descriptor(path, os.O_WRONLY | os.O_DIRECT)
-            if size:
-                os.posix_fallocate(self._file.number, 0, size)  # parallel writes are faster into allocated space
+            if direct and system.DIRECT is not None:
+                self._direct = Descriptor(path, os.O_WRONLY | system.DIRECT)
+            if size and system.fallocate is not None:
+                system.fallocate(self._file.number, 0, size)  # parallel writes are faster into allocated space
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 error.filename = error.filename or path
@@ -48,8 +47,8 @@ class LocalNewFile:
 
     def _send(self) -> None:
         """Start writeback of this file, and drop clean pages from the page cache."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+        if system.fadvise is not None:
+            system.fadvise(self._file.number, 0, 0, system.DONTNEED)
 
     def write_aligned(self, offset: int, memory: Array) -> None:
         """Write `memory` at `offset`; both must have the same distance from a block boundary."""
@@ -70,7 +69,7 @@ class LocalNewFile:
 
     def sync(self) -> None:
         try:
-            os.fsync(self._file.number)
+            system.fsync(self._file.number)
         except OSError as error:
             error.filename = error.filename or self._file.path
             raise

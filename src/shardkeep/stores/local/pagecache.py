@@ -4,6 +4,7 @@ import errno
 import os
 from contextlib import suppress
 
+from shardkeep import system
 from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.stores.local.descriptors import Descriptor
 from shardkeep.stores.local.mapping import LocalFile, Pages
@@ -21,7 +22,7 @@ def bring_in(path: str, start: int, length: int) -> int:
         start: Where the part begins, a multiple of the size of a huge page.
         length: How many bytes it has; fewer are read at the end of the file.
     """
-    with LocalFile(path, os.O_RDONLY | os.O_NONBLOCK) as file:
+    with LocalFile(path, os.O_RDONLY | system.NONBLOCK) as file:
         length = max(min(length, os.fstat(file.number).st_size - start), 0)
         if length == 0:
             return 0
@@ -39,5 +40,7 @@ def bring_in(path: str, start: int, length: int) -> int:
 
 def send_out(path: str) -> None:
     """Let a file leave the page cache, but for pages that are mapped or not on the disk yet."""
-    with suppress(OSError), Descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as file:
-        os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+    if system.fadvise is None:
+        return
+    with suppress(OSError), Descriptor(path, os.O_RDONLY | system.NONBLOCK) as file:
+        system.fadvise(file.number, 0, 0, system.DONTNEED)

@@ -1,7 +1,6 @@
 """A checkpoint in a local (or locally mounted) directory."""
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 
+from shardkeep import system
 from shardkeep.config import LEASE, read
 from shardkeep.errors import IntegrityError
 from shardkeep.runtime.crew import run_tasks
@@ -31,7 +31,7 @@ _MAX_DOCUMENT = 2 << 30  # bytes: a leaf takes about 200 in a manifest, so this 
 _COPIED = 8 << 20  # bytes read at a time when a file is copied
 _MANY = 64  # files: more are looked at concurrently where each look may cost a round trip
 _LOOKS = 16  # looks at once: network file systems answer so many from one client without queueing them
-# What os.link raises where there are no hard links, or no more of this file.
+# What a hard link raises where there are no hard links, or no more of this file.
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _UNSHARED = "locks-are-not-shared"  # the file in the control directory that says so
 _lockless: set[str] = set()  # directories in which no file can be locked
@@ -67,7 +67,7 @@ class LocalStore:
 
     @property
     def has_leases(self) -> bool:
-        if self._root in _lockless:
+        if self._root in _lockless or not system.HAS_LOCKS:
             return True
         mount = self._mount
         trusted = mount.kind in LOCAL or mount.shares_locks
@@ -126,7 +126,7 @@ class LocalStore:
         if linked and self._confined and not self._is_inside(path):
             raise _leads_out(path, self._root)
         try:
-            file = LocalFile(path, os.O_RDONLY | os.O_NONBLOCK)
+            file = LocalFile(path, os.O_RDONLY | system.NONBLOCK)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise IntegrityError(f"{path} is a broken symbolic link", file=path) from None
@@ -199,7 +199,7 @@ class LocalStore:
         if len(paths) > _FEW_FILES and sync_file_system(self._root):
             return
         for path in paths:
-            sync_path(path)
+            sync_path(path, os.fsync)
         directories: set[str] = set()
         for name in names:
             parent: str = name
@@ -207,7 +207,9 @@ class LocalStore:
                 parent = os.path.dirname(parent)
                 directories.add(self.locate(parent))
         for directory in directories:
-            sync_path(directory)
+            sync_path(directory, os.fsync)
+        if system.HAS_FULL_SYNC and paths:
+            sync_path(paths[0])  # empties the cache of the drive, once for all of them
 
     def replace(self, name: str, data: bytes) -> None:
         path = self.locate(name)
@@ -215,10 +217,10 @@ class LocalStore:
         try:
             with Descriptor(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as new:
                 write_at(new, 0, [memoryview(data)])
-                os.fsync(new.number)
+                system.fsync(new.number)
             if self._guard is not None:
                 self._guard.confirm_taken()
-            os.rename(aside, path)
+            os.replace(aside, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(aside)
@@ -261,7 +263,7 @@ class LocalStore:
     def rename(self, name: str, new: str) -> None:
         if self._guard is not None:
             self._guard.confirm_taken()
-        os.rename(self.locate(name), self.locate(new))
+        os.replace(self.locate(name), self.locate(new))
         sync_path(os.path.dirname(self.locate(new)))
 
     def link(self, name: str, new: str) -> None:
@@ -273,7 +275,7 @@ class LocalStore:
             )
         for _ in range(3):
             try:
-                return os.link(old, path)
+                return system.link(old, path)
             except FileNotFoundError:
                 if os.path.isdir(directory):
                     raise
@@ -295,6 +297,8 @@ class LocalStore:
         sync_path(self.locate(name))
 
     def remove_control(self) -> None:
+        if self._lock is not None and not system.HAS_LOCKS:
+            self._lock.release()  # such systems do not remove open files; the guard still excludes others
         for name in ("saves", "claims", ""):
             directory = self.locate(f"{self.control}/{name}".rstrip("/"))
             for inside in self.children(f"{self.control}/{name}".rstrip("/")):
@@ -396,7 +400,7 @@ class LocalStore:
         try:
             with self.open(name) as record:
                 lock = LockFile(record.path, file=record)
-                is_free = lock.try_lock(fcntl.LOCK_SH)
+                is_free = lock.try_lock(system.LOCK_SHARED)
                 if is_free and (self.has_leases or not lock.is_lockable):  # by this clock: nothing is written
                     is_free = time.time() - os.fstat(record.number).st_mtime > read(LEASE)
                 lock.release()
@@ -430,15 +434,14 @@ class LocalStore:
         place = self._root
         while not os.path.isdir(place):  # the directory could not be created
             place = os.path.dirname(place)
-        stats = os.statvfs(place)
-        return stats.f_bavail * stats.f_frsize
+        return shutil.disk_usage(place).free
 
 
 def _copy(old: str, new: str) -> None:
     """Copy a file to a new name."""
     with Descriptor(old, os.O_RDONLY) as source, Descriptor(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as copy:
         at = 0
-        while data := os.pread(source.number, _COPIED, at):
+        while data := system.pread(source.number, _COPIED, at):
             write_at(copy, at, [memoryview(data)])
             at += len(data)
 
