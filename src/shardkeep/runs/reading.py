@@ -144,6 +144,11 @@ class ReadableRun:
         entry = listing.entries.get(number)
         if entry is None:
             raise CheckpointNotFoundError(f"{doing}: {there_is_none(self._place, number, listing)}")
+        if isinstance(step, Step) and step.save_id not in ("", entry.step.save_id):
+            raise CheckpointNotFoundError(
+                f"{doing}: {entry.step.path} was saved again since this Step was listed; take the new one from "
+                "steps(), latest() or watch()"
+            )
         return entry
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:

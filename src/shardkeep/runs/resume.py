@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from shardkeep.catalog import open_checkpoint
-from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError, RemapError
+from shardkeep.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConflictError,
+    IntegrityError,
+    PrefixError,
+    RemapError,
+)
 from shardkeep.foreign.registry import checkpoint_files
 from shardkeep.loading.load import load
 from shardkeep.loading.remapping import FromTemplate
@@ -86,15 +93,18 @@ class Candidate:
     state: str
     reason: str
     by_run: bool
+    is_pinned: bool
 
 
 def candidates_of(listing: Listing) -> list[list[object]]:
     """The steps of a run as values that can be sent to other processes, the newest first."""
-    entries = sorted(listing.entries.items(), reverse=True)
-    return [
-        [number, entry.name, entry.step.path, entry.step.save_id, entry.step.state, entry.step.reason, entry.by_run]
-        for number, entry in entries
-    ]
+    found: list[list[object]] = []
+    for number, entry in sorted(listing.entries.items(), reverse=True):
+        step = entry.step
+        found.append(
+            [number, entry.name, step.path, step.save_id, step.state, step.reason, entry.by_run, entry.is_pinned]
+        )
+    return found
 
 
 class Resumption:
@@ -243,10 +253,17 @@ class Resumption:
             raise CheckpointNotFoundError(
                 f"resume(step={number}): the run {self._place} has no such step. It has (the newest first): {there}"
             )
+        later = [c for c in candidates if c.number > number and c.state == "usable"]
+        for other in later:
+            if other.is_pinned:
+                raise ConflictError(
+                    f"resume(step={number}): {other.path} is pinned, and going back would abandon it: the run replaces "
+                    "it when it saves that step again. Unpin it first, or start another run with "
+                    f"init_from={one.path!r}. Nothing was changed"
+                )
         state, states = self.load(one)
         arguments = self._template.arguments
         is_verified = arguments.get("include") is None and arguments.get("verify", True)
-        later = [c for c in candidates if c.number > number and c.state == "usable"]
         with join(f"going back to step {number} of {self._place}") as operation:
             if operation.leads:
                 self._restore(one, is_verified)

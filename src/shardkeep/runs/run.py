@@ -170,7 +170,8 @@ class Run(ReadableRun):
 
         Raises:
             IntegrityError: There are steps, and none of them can be used.
-            ConflictError: Another program writes to the run.
+            ConflictError: Another program writes to the run; or a step after `step` is pinned, which going back would
+                abandon.
             ShardingError: There are several devices, and nothing says how to use them.
             RemapError: A rule cannot be applied, or there is no `init_from` to apply it to.
             MissingLeafError: The step has no state of one of the iterators.

@@ -17,6 +17,7 @@ from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
 from shardkeep.jaxapi import device_put, eval_shape, jit
+from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.matching import NumpyStruct
 from shardkeep.loading.request import Filler
 from shardkeep.loading.shardings import Place, ShapedLeaf, check_sharding, resolve_shardings
@@ -91,9 +92,12 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
     seen: list[tuple[Any, list[Any]]] = []  # the structure, and the leaves that are no arrays
 
     def arrays_of() -> list[Any]:
-        leaves, structure = jax.tree_util.tree_flatten(function())
-        seen[:] = [(structure, [_NOTHING if _is_array(leaf) else leaf for leaf in leaves])]
-        return [_strongly_typed(leaf) for leaf in leaves if _is_array(leaf)]
+        named, structure = jax.tree_util.tree_flatten_with_path(function())
+        seen[:] = [(structure, [_NOTHING if _is_array(leaf) else leaf for _, leaf in named])]
+        arrays = [(path, leaf) for path, leaf in named if _is_array(leaf)]
+        for path, leaf in arrays:
+            _refuse_truncation(leaf, path)
+        return [_strongly_typed(leaf) for _, leaf in arrays]
 
     def filled(arrays: Sequence[Any]) -> Any:
         structure, others = seen[0]
@@ -163,7 +167,16 @@ def _is_key(dtype: Any) -> bool:
 
 def _strongly_typed(leaf: Any) -> Any:
     """A checkpoint does not keep weak types; then a new state has none either, and nothing is compiled twice."""
-    return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=leaf.dtype)
+    return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _refuse_truncation(leaf: Any, path: Any) -> None:
+    """Raise an error if JAX would cut the integers of a NumPy array to 32 bits, which changes their values."""
+    if not isinstance(leaf, np.ndarray) or leaf.size == 0 or kind_of(leaf.dtype) != "int":
+        return
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if dtype != leaf.dtype:
+        check_fits(int(leaf.min()), int(leaf.max()), dtype, jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
 def _without_weak_type(value: object) -> object:
