@@ -132,6 +132,27 @@ class Resumption:
         self._iterators, self._redistribute = iterators or {}, redistribute
         self._prefix = prefix
 
+    def resume(
+        self,
+        number: int | None,
+        candidates: list[Candidate],
+        init_from: object,
+        name: StepName,
+        changes: Mapping[str, object],
+    ) -> tuple[Any, Resumed]:
+        """The state, and how it came about: from the step that was asked for, the newest one, or none.
+
+        Args:
+            number: The step that was asked for; None for the newest.
+            candidates: The steps of the run, the newest first.
+            init_from: See `fresh`.
+            name: See `fresh`.
+            changes: See `fresh`.
+        """
+        if number is not None:
+            return self.exactly(number, candidates)
+        return self.newest(candidates) if candidates else self.fresh(init_from, name, changes)
+
     def newest(self, candidates: list[Candidate]) -> tuple[Any, Resumed]:
         """The newest step that can be loaded. `IntegrityError` if there are steps and none can be."""
         skipped: list[tuple[int, str]] = []

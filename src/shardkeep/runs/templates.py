@@ -92,12 +92,12 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
     seen: list[tuple[Any, list[Any]]] = []  # the structure, and the leaves that are no arrays
 
     def arrays_of() -> list[Any]:
-        named, structure = jax.tree_util.tree_flatten_with_path(function())
-        seen[:] = [(structure, [_NOTHING if _is_array(leaf) else leaf for _, leaf in named])]
-        arrays = [(path, leaf) for path, leaf in named if _is_array(leaf)]
-        for path, leaf in arrays:
-            _refuse_truncation(leaf, path)
-        return [_strongly_typed(leaf) for _, leaf in arrays]
+        state = function()
+        for leaf in flatten(state)[1]:
+            _refuse_truncation(leaf)
+        leaves, structure = jax.tree_util.tree_flatten(state)
+        seen[:] = [(structure, [_NOTHING if _is_array(leaf) else leaf for leaf in leaves])]
+        return [_strongly_typed(leaf) for leaf in leaves if _is_array(leaf)]
 
     def filled(arrays: Sequence[Any]) -> Any:
         structure, others = seen[0]
@@ -167,16 +167,22 @@ def _is_key(dtype: Any) -> bool:
 
 def _strongly_typed(leaf: Any) -> Any:
     """A checkpoint does not keep weak types; then a new state has none either, and nothing is compiled twice."""
-    return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=_canonical(leaf.dtype))
 
 
-def _refuse_truncation(leaf: Any, path: Any) -> None:
+def _refuse_truncation(leaf: Leaf) -> None:
     """Raise an error if JAX would cut the integers of a NumPy array to 32 bits, which changes their values."""
-    if not isinstance(leaf, np.ndarray) or leaf.size == 0 or kind_of(leaf.dtype) != "int":
+    value = leaf.value
+    if not isinstance(value, np.ndarray) or value.size == 0 or kind_of(value.dtype) != "int":
         return
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    if dtype != leaf.dtype:
-        check_fits(int(leaf.min()), int(leaf.max()), dtype, jax.tree_util.keystr(path, simple=True, separator="/"))
+    dtype = _canonical(value.dtype)
+    if dtype != value.dtype:
+        check_fits(int(value.min()), int(value.max()), dtype, name_leaf(leaf.path))
+
+
+def _canonical(dtype: Any) -> np.dtype[Any]:
+    """The dtype that an array has in JAX."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _without_weak_type(value: object) -> object:
