@@ -174,11 +174,17 @@ class ReadableRun:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            ConflictError: It is being deleted.
+            ConflictError: It is being deleted; or it is abandoned or damaged, so that it is replaced when it is saved
+                again.
         """
         if not _leads():
             return
         entry = self._entry(step, "pin")
+        if entry.step.state in ("abandoned", "damaged"):
+            raise ConflictError(
+                f"{entry.step.path} is {entry.step.state}, and the run replaces it when it saves that step again, so "
+                "it cannot be pinned. Copy it to another place to keep it"
+            )
         if entry.is_pinned:
             return
         mark = self._control.mark("pinned", entry.name, entry.step.save_id)

@@ -139,7 +139,7 @@ class Resumption:
         init_from: object,
         name: StepName,
         changes: Mapping[str, object],
-    ) -> tuple[Any, Resumed]:
+    ) -> tuple[object, Resumed]:
         """The state, and how it came about: from the step that was asked for, the newest one, or none.
 
         Args:
