@@ -383,7 +383,7 @@ class Run(ReadableRun):
                 self._writer = None
 
     def _known(self) -> list[tuple[str, str | None]]:
-        saving, writer = self._last.save, self._writer
+        saving, writer = self._saves.last, self._writer
         doing = "reading" if writer is None else "writing, and about to stop" if self._stopping else "writing"
         return [
             ("open for", doing),

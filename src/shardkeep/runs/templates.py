@@ -21,7 +21,7 @@ from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.matching import NumpyStruct
 from shardkeep.loading.request import Filler
 from shardkeep.loading.shardings import Place, ShapedLeaf, check_sharding, resolve_shardings
-from shardkeep.model.arrays import kind_of, parse_dtype
+from shardkeep.model.arrays import DType, kind_of, parse_dtype
 from shardkeep.model.tree import Leaf, flatten, name_leaf
 
 _PLACING = ("mesh", "partition_rules", "shardings", "dtype")  # the arguments of load that are used up here
@@ -180,7 +180,7 @@ def _refuse_truncation(leaf: Leaf) -> None:
         check_fits(int(value.min()), int(value.max()), dtype, name_leaf(leaf.path))
 
 
-def _canonical(dtype: Any) -> np.dtype[Any]:
+def _canonical(dtype: DType) -> DType:
     """The dtype that an array has in JAX."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
