@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardkeep import Run
 from shardkeep.errors import ConflictError
 from shardkeep.runs.control import Control, WriterLock
 from shardkeep.stores.location import location
@@ -131,6 +132,18 @@ def test_the_holds_of_dead_readers_are_removed_once_they_are_old(tmp_path: Path)
     os.utime(record, (1, 1))
     assert not control.is_held("step_1")
     assert not record.exists()
+
+
+def test_who_opens_a_run_removes_old_holds_of_the_dead_on_steps_that_are_gone(tmp_path: Path) -> None:
+    Other(tmp_path, "hold").kill()
+    (record,) = (tmp_path / ".shardkeep-run" / "holds").iterdir()
+    os.utime(record, (1, 1))
+    hold = Control(location(tmp_path)).take_hold("step_2")
+    with Run(tmp_path) as run:
+        run.resume({"n": 0})
+        run.wait()
+        assert [each.name.partition("~")[0] for each in record.parent.iterdir()] == ["step_2"]
+    hold.release()
 
 
 def test_late_metrics_come_in_the_order_in_which_they_were_recorded(tmp_path: Path) -> None:

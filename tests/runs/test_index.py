@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import shardkeep
-from runs.runs import numbers, state_of, trained
-from shardkeep import Run
+from runs.runs import ONE, new_state, numbers, state_of, trained
+from shardkeep import Keep, Run
 from shardkeep.runs.control import Control
 from shardkeep.runs.index import RunIndex
 from shardkeep.runs.steps import StepName
+from shardkeep.runs.viewing import RunView
 from shardkeep.stores.location import location
 
 INDEX = ".shardkeep-run/index.json"
@@ -68,6 +69,14 @@ def test_the_index_has_all_steps_when_a_run_is_closed(tmp_path: Path) -> None:
     trained(tmp_path / "run", [1, 2, 3])
     assert index_of(tmp_path / "run").read().is_indexed
     assert sorted(json.loads((tmp_path / "run" / INDEX).read_bytes())["steps"]) == ["step_1", "step_2", "step_3"]
+
+
+def test_new_rules_are_noted_when_a_run_is_opened(tmp_path: Path) -> None:
+    trained(tmp_path, [1, 2], keep=None)
+    keep = Keep(best=1, metric="loss", mode="min")
+    with Run(tmp_path, keep=keep) as run:
+        run.resume(new_state, shardings=ONE)
+        assert RunView(location(tmp_path)).keep == keep
 
 
 def test_other_files_and_directories_are_no_steps(tmp_path: Path) -> None:

@@ -60,6 +60,25 @@ def test_a_step_that_is_saved_again_after_going_back_comes_again(tmp_path: Path)
     assert list(watching) == []
 
 
+def test_a_step_that_was_listed_before_it_was_saved_again_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
+    """The metric of an evaluator that was still busy with the old weights would choose the wrong step as the best."""
+    trained(tmp_path / "run", [1, 2])
+    reader = Run(tmp_path / "run")
+    old = reader.latest()
+    assert old is not None
+    with Run(tmp_path / "run", keep=None) as run:
+        run.resume(new_state, step=1, shardings=ONE)
+        run.save(2, state_of(22)).wait()
+        for use in (reader.load, reader.pin, run.delete, lambda step: reader.record(step, {"eval": 1})):
+            with pytest.raises(CheckpointNotFoundError, match="step_2 was saved again since this Step was listed"):
+                use(old)
+    new = reader.latest()
+    assert new is not None
+    assert "eval" not in new.metrics
+    reader.record(new, {"eval": 2})
+    assert reader.load(new)["n"] == 22
+
+
 def test_a_watcher_that_stops_or_fails_leaves_no_hold(tmp_path: Path) -> None:
     trained(tmp_path / "run", [1, 2])
     holds = tmp_path / "run" / ".shardkeep-run" / "holds"

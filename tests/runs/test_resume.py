@@ -17,6 +17,7 @@ from runs.runs import ONE, damage, data_file, new_state, numbers, state_of, trai
 from shardkeep import Keep, Run, remap
 from shardkeep.errors import (
     CheckpointNotFoundError,
+    ConflictError,
     IncompleteCheckpointError,
     IntegrityError,
     StorageError,
@@ -203,6 +204,21 @@ def test_going_back_abandons_later_steps_durably(tmp_path: Path) -> None:
     assert states(run) == {2: "usable", 3: "usable", 4: "abandoned"}
     assert run.load()["n"] == 30
     assert run.steps()[1].metadata == {"lineage": "second"}
+
+
+def test_going_back_before_a_pinned_step_is_refused(tmp_path: Path) -> None:
+    """It would be abandoned, and replaced when the run comes to it again; but pinned steps stay."""
+    path = tmp_path / "run"
+    trained(path, [1, 2, 3])
+    with Run(path) as run:
+        run.pin(2)
+        with pytest.raises(ConflictError, match=r"step_2 is pinned, and going back would abandon it.*Unpin it first"):
+            run.resume(new_state, step=1, shardings=ONE)
+        assert set(states(run).values()) == {"usable"}
+        assert run.resume(new_state, step=2, shardings=ONE)[1] == 2
+        run.unpin(2)
+        assert run.resume(new_state, step=1, shardings=ONE)[1] == 1
+        assert states(run) == {1: "usable", 2: "abandoned", 3: "abandoned"}
 
 
 def test_one_can_go_back_to_an_abandoned_step(tmp_path: Path) -> None:

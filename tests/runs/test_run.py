@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shardkeep
-from runs.runs import ONE, new_state, numbers, state_of, trained
+from runs.runs import ONE, damage, new_state, numbers, state_of, trained
 from shardkeep import Keep, Run
 from shardkeep.errors import (
     CheckpointExistsError,
@@ -489,6 +489,18 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path) -> None:
         run.unpin(5)
         run.delete(5)
     assert numbers(run) == []
+
+
+def test_a_step_that_will_be_replaced_cannot_be_pinned(tmp_path: Path) -> None:
+    trained(tmp_path / "run", [1, 2, 3])
+    damage(tmp_path / "run", 3)
+    with Run(tmp_path / "run") as run:
+        assert run.resume(new_state, shardings=ONE)[1] == 2
+        run.resume(new_state, step=1, shardings=ONE)
+        with pytest.raises(ConflictError, match=r"step_2 is abandoned, and the run replaces it .* cannot be pinned"):
+            run.pin(2)
+        with pytest.raises(ConflictError, match="step_3 is damaged, and the run replaces it"):
+            run.pin(3)
 
 
 def test_the_state_may_be_donated_as_soon_as_step_returns(tmp_path: Path) -> None:

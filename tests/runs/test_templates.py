@@ -168,6 +168,22 @@ def test_a_mesh_that_is_set_is_used_for_specs(tmp_path: Path) -> None:
     check_equal(fresh, loaded)
 
 
+def test_a_none_in_shardings_where_the_state_has_none_is_no_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh_and_loaded(tmp_path, lambda: {"w": jnp.ones(4), "ema": None}, shardings={"w": ALL, "ema": None})
+    assert "match no array" not in caplog.text
+
+
+def test_integers_that_jax_would_cut_to_32_bits_are_an_error_and_smaller_ones_pass_without_a_warning() -> None:
+    with pytest.raises(ValueError, match="leaf 'data/seen' holds 1000000000000 to 1000000000000, which does not fit"):
+        read_template(lambda: {"data": {"seen": np.array([10**12])}}, {"shardings": ONE})
+    template = read_template(lambda: {"seen": np.array([10**9]), "mean": np.zeros(2)}, {"shardings": ONE})
+    assert template.make is not None
+    made = template.make()
+    assert (int(made["seen"][0]), made["mean"].dtype) == (10**9, jnp.float32)
+
+
 def test_functions_in_shardings_are_refused() -> None:
     with pytest.raises(ShardingError, match="resume takes no functions in shardings"):
         read_template(new_state, {"shardings": {"w": lambda x: x}})

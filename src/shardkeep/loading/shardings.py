@@ -238,7 +238,8 @@ class _Named:
         return chosen
 
     def warn_unused(self) -> None:
-        unused = [name_leaf(path) for found in self._entries.values() for path, _ in found if path not in self._used]
+        entries = [entry for found in self._entries.values() for entry in found]  # None: perhaps a None of the state
+        unused = [name_leaf(path) for path, value in entries if value is not None and path not in self._used]
         if unused:
             log.warning("shardings for %s match no array", _some(unused))
 

@@ -165,6 +165,11 @@ class Control:
                 held = self._is_alive(f"{RUN_CONTROL}/holds/{name}") or held
         return held
 
+    def remove_dead_holds(self) -> None:
+        """Remove the holds of readers that died, also those on steps that are gone."""
+        for name in self._names("holds"):
+            self._is_alive(f"{RUN_CONTROL}/holds/{name}")
+
     def protection(self, step: str, save_id: str | None = None) -> Literal["pinned", "held"] | None:
         """Why a step must not be deleted, other than by the rules. Ask when its deletion is announced.
 
@@ -186,7 +191,10 @@ class Control:
         }
 
     def _is_alive(self, name: str) -> bool:
-        """Whether a hold is held. Where clocks could deceive, only a hold that was taken over is dead."""
+        """Whether a hold is held. Where clocks could deceive, only a hold that was taken over is dead.
+
+        That of a dead reader is removed, unless it is so young that its reader may be about to take it.
+        """
         if self.store.is_held(name):
             return True
         written = self.store.modified(name)

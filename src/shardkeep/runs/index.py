@@ -122,7 +122,7 @@ class RunIndex:
             parsed = {name: self._name.parse(name) for name in directories if name not in self.deleted}
             names = {name: number for name, number in parsed.items() if number is not None}
             has_control = RUN_CONTROL in directories
-            indexed, known_metrics = self._read_index() if has_control else ({}, {})
+            indexed, known_metrics, same_rules = self._read_index() if has_control else ({}, {}, False)
             marks = self._control.marks() if has_control else []
             records = self._control.metric_records() if has_control else []
             entries, unfinished, looked = self._entries(names, indexed)
@@ -135,22 +135,26 @@ class RunIndex:
             for name, entry in entries.items()
         }
         void = [one for one in (*marks, *records) if self._is_void(one, entries, unfinished)]
-        same = not looked and indexed.keys() == entries.keys() and known_metrics.keys() == metrics.keys()
+        same = same_rules and not looked
+        same = same and indexed.keys() == entries.keys() and known_metrics.keys() == metrics.keys()
         return Listing(found, tuple(unfinished), tuple(void), metrics, same)
 
-    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]]]:
-        """What the index says; nothing if there is none, or it cannot be used."""
+    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]], bool]:
+        """What the index says, and whether its rules are those of this program; nothing if it cannot be used."""
         try:
             with self.lock:
                 content = self._control.store.read(INDEX)
             found = json.loads(content)
             if found["version"] != _VERSION:
-                return {}, {}
+                return {}, {}, False
             entries = {name: self._decoded(name, one) for name, one in found["steps"].items()}
             metrics = {file: numbers_in(decode_metadata(values)) for file, values in found["metrics"].items()}
         except (FileNotFoundError, KeyError, TypeError, AttributeError, *UNREADABLE):
-            return {}, {}
-        return entries, metrics
+            return {}, {}, False
+        return entries, metrics, found.get("rules") == self._rules()
+
+    def _rules(self) -> dict[str, object]:
+        return encode_rules(Rules(self._name.pattern, self._keep))
 
     def _decoded(self, name: str, one: Mapping[str, Any]) -> Entry:
         number = self._name.parse(name)
@@ -175,7 +179,7 @@ class RunIndex:
         readable = [e for e in known if e.step.save_id and not e.by_others and e.name not in self.distrusted]
         document = {
             "version": _VERSION,
-            "rules": encode_rules(Rules(self._name.pattern, self._keep)),
+            "rules": self._rules(),
             "steps": {entry.name: _encoded(entry) for entry in readable},
             "metrics": {file: encode_metadata(values) for file, values in listing.metrics.items()},
         }

@@ -144,6 +144,11 @@ class ReadableRun:
         entry = listing.entries.get(number)
         if entry is None:
             raise CheckpointNotFoundError(f"{doing}: {there_is_none(self._place, number, listing)}")
+        if isinstance(step, Step) and step.save_id not in ("", entry.step.save_id):
+            raise CheckpointNotFoundError(
+                f"{doing}: {entry.step.path} was saved again since this Step was listed; take the new one from "
+                "steps(), latest() or watch()"
+            )
         return entry
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
@@ -169,11 +174,17 @@ class ReadableRun:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            ConflictError: It is being deleted.
+            ConflictError: It is being deleted; or it is abandoned or damaged, so that it is replaced when it is saved
+                again.
         """
         if not _leads():
             return
         entry = self._entry(step, "pin")
+        if entry.step.state in ("abandoned", "damaged"):
+            raise ConflictError(
+                f"{entry.step.path} is {entry.step.state}, and the run replaces it when it saves that step again, so "
+                "it cannot be pinned. Copy it to another place to keep it"
+            )
         if entry.is_pinned:
             return
         mark = self._control.mark("pinned", entry.name, entry.step.save_id)

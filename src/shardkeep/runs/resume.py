@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from shardkeep.catalog import open_checkpoint
-from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, PrefixError, RemapError
+from shardkeep.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConflictError,
+    IntegrityError,
+    PrefixError,
+    RemapError,
+)
 from shardkeep.foreign.registry import checkpoint_files
 from shardkeep.loading.load import load
 from shardkeep.loading.remapping import FromTemplate
@@ -86,15 +93,18 @@ class Candidate:
     state: str
     reason: str
     by_run: bool
+    is_pinned: bool
 
 
 def candidates_of(listing: Listing) -> list[list[object]]:
     """The steps of a run as values that can be sent to other processes, the newest first."""
-    entries = sorted(listing.entries.items(), reverse=True)
-    return [
-        [number, entry.name, entry.step.path, entry.step.save_id, entry.step.state, entry.step.reason, entry.by_run]
-        for number, entry in entries
-    ]
+    found: list[list[object]] = []
+    for number, entry in sorted(listing.entries.items(), reverse=True):
+        step = entry.step
+        found.append(
+            [number, entry.name, step.path, step.save_id, step.state, step.reason, entry.by_run, entry.is_pinned]
+        )
+    return found
 
 
 class Resumption:
@@ -121,6 +131,27 @@ class Resumption:
         self._control, self._index, self._template = control, index, template
         self._iterators, self._redistribute = iterators or {}, redistribute
         self._prefix = prefix
+
+    def resume(
+        self,
+        number: int | None,
+        candidates: list[Candidate],
+        init_from: object,
+        name: StepName,
+        changes: Mapping[str, object],
+    ) -> tuple[object, Resumed]:
+        """The state, and how it came about: from the step that was asked for, the newest one, or none.
+
+        Args:
+            number: The step that was asked for; None for the newest.
+            candidates: The steps of the run, the newest first.
+            init_from: See `fresh`.
+            name: See `fresh`.
+            changes: See `fresh`.
+        """
+        if number is not None:
+            return self.exactly(number, candidates)
+        return self.newest(candidates) if candidates else self.fresh(init_from, name, changes)
 
     def newest(self, candidates: list[Candidate]) -> tuple[Any, Resumed]:
         """The newest step that can be loaded. `IntegrityError` if there are steps and none can be."""
@@ -243,10 +274,17 @@ class Resumption:
             raise CheckpointNotFoundError(
                 f"resume(step={number}): the run {self._place} has no such step. It has (the newest first): {there}"
             )
+        later = [c for c in candidates if c.number > number and c.state == "usable"]
+        for other in later:
+            if other.is_pinned:
+                raise ConflictError(
+                    f"resume(step={number}): {other.path} is pinned, and going back would abandon it: the run replaces "
+                    "it when it saves that step again. Unpin it first, or start another run with "
+                    f"init_from={one.path!r}. Nothing was changed"
+                )
         state, states = self.load(one)
         arguments = self._template.arguments
         is_verified = arguments.get("include") is None and arguments.get("verify", True)
-        later = [c for c in candidates if c.number > number and c.state == "usable"]
         with join(f"going back to step {number} of {self._place}") as operation:
             if operation.leads:
                 self._restore(one, is_verified)

@@ -105,7 +105,7 @@ class Retention:
         return self._index.read()
 
     def remove_remains(self) -> None:
-        """Remove saves that were never committed, and marks and metrics of steps that are gone."""
+        """Remove saves that were never committed, marks and metrics of steps that are gone, and holds of the dead."""
         listing = self._index.read()
         for name in listing.unfinished:
             try:
@@ -117,6 +117,7 @@ class Retention:
         if listing.unfinished:
             listing = self._index.read()  # their marks are void now
         self._control.remove(listing.void)
+        self._control.remove_dead_holds()
 
     def run(
         self, resumed_from: int | None, in_use: Collection[int], now: datetime.datetime

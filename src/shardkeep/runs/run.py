@@ -5,23 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from shardkeep.errors import ConflictError
 from shardkeep.layouts.registry import layout_named
 from shardkeep.processes.operation import join
 from shardkeep.runs.agreement import Agreed
-from shardkeep.runs.contents import Contents, checked_metadata
+from shardkeep.runs.contents import Contents
 from shardkeep.runs.iterators import Redistribute
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.preemption import parse_signals
 from shardkeep.runs.reading import ReadableRun, check_number
 from shardkeep.runs.resume import Candidate, Resumed, Resumption, candidates_of, check_arguments, take_changes
-from shardkeep.runs.retention import delete_step
 from shardkeep.runs.schedule import Interval, Schedule
 from shardkeep.runs.steps import Step
 from shardkeep.runs.templates import read_template
-from shardkeep.runs.writing import LastSave, Writer
+from shardkeep.runs.writing import Saves, Writer
 from shardkeep.saving.pending import BackgroundSave, PendingSave
-from shardkeep.saving.save import FormatName, start_save
+from shardkeep.saving.save import FormatName
 
 log = logging.getLogger("shardkeep")
 
@@ -89,16 +87,14 @@ class Run(ReadableRun):
             raise ValueError(f'on_error must be "raise" or "log", not {on_error!r}')
         layout_named(format, None)
         self._schedule = Schedule(save_every)
-        self._metadata = checked_metadata(metadata)
-        self._format: FormatName = format
         self._signals = [number.name for number in parse_signals(signals)] if on_preemption == "save" else []
-        self._last = LastSave(raises=on_error == "raise")
         self._writer: Writer | None = None
         self._enter: Callable[[], Agreed | None] | None = None  # the agreement's `enter`, once this program writes
         self._stop_asked = self._is_closed = False
         self._stopping = False
         self._resumed: Resumed | None = None
         super().__init__(path, keep=keep, name=name)
+        self._saves = Saves(self._place, self._name, format, metadata, raises=on_error == "raise")
 
     @property
     def stopping(self) -> bool:
@@ -170,7 +166,8 @@ class Run(ReadableRun):
 
         Raises:
             IntegrityError: There are steps, and none of them can be used.
-            ConflictError: Another program writes to the run.
+            ConflictError: Another program writes to the run; or a step after `step` is pinned, which going back would
+                abandon.
             ShardingError: There are several devices, and nothing says how to use them.
             RemapError: A rule cannot be applied, or there is no `init_from` to apply it to.
             MissingLeafError: The step has no state of one of the iterators.
@@ -183,19 +180,14 @@ class Run(ReadableRun):
         changes = take_changes(arguments, init_from)
         plan = read_template(template, arguments)
         with join(f"resuming the run {self.path}") as operation:
-            self._last.settle()
+            self._saves.settle()
             found: list[list[object]] = []
             if operation.leads:
                 writer.wait()
                 found = candidates_of(self._index.read())
             candidates = [Candidate(*row) for row in operation.share(found)]
         resumption = Resumption(self._control, self._index, plan, iterators, redistribute, prefix)
-        if number is not None:
-            state, resumed = resumption.exactly(number, candidates)
-        elif candidates:
-            state, resumed = resumption.newest(candidates)
-        else:
-            state, resumed = resumption.fresh(init_from, self._name, changes)
+        state, resumed = resumption.resume(number, candidates, init_from, self._name, changes)
         if writer.leads:
             writer.note(self._index.read())
         writer.resumed = True
@@ -240,9 +232,9 @@ class Run(ReadableRun):
                 with several, at the next call that saves, on all of them.
         """
         enter = self._enter or self._open_and_enter()
-        saving, writer = self._last.save, self._writer
-        if saving is not None and saving.error is not None and self._is_alone:
-            self._last.settle()
+        saving, writer = self._saves.last, self._writer
+        if saving is not None and saving.error is not None and writer is not None and writer.is_alone:
+            self._saves.settle()
         number = step if type(step) is int and step >= 0 else check_number(step)
         agreed = enter()
         due = self._schedule.passed(number)
@@ -271,11 +263,6 @@ class Run(ReadableRun):
             return True
         writer = self._writer
         return self._schedule.seconds is not None and writer is not None and writer.is_alone and writer.is_time(number)
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this program writes the run and has one process."""
-        return self._writer is not None and self._writer.is_alone
 
     def save(
         self,
@@ -307,13 +294,13 @@ class Run(ReadableRun):
         agreed = enter()
         self._schedule.passed(number)
         begun = self._save(number, Contents(state, metrics, iterators, trees, metadata, pin), agreed)
-        return begun or PendingSave(BackgroundSave.nothing(str(self._place / self._name.of(number))))
+        return begun or PendingSave(BackgroundSave.nothing(self._saves.path_of(number)))
 
     def _save(self, number: int, contents: Contents, agreed: Agreed | None) -> PendingSave | None:
         """Save a step, on all processes in the same call. None if it is committed already."""
         writer = self._open()
         try:
-            background = self._start(writer, number, contents)
+            background = self._saves.start(writer, number, contents)
             if background is None and contents.pin:
                 self.pin(number)
             if agreed is not None and agreed.stop:
@@ -324,32 +311,9 @@ class Run(ReadableRun):
             raise
         return None if background is None else PendingSave(background)
 
-    def _start(self, writer: Writer, number: int, contents: Contents) -> BackgroundSave | None:
-        """Start the save of a step; None if it is committed already."""
-        with join(f"saving step {number} of {self.path}") as operation:
-            self._last.settle()
-            checked = contents.checked(self._metadata)
-            operation.gather(None)  # all have come here without an error
-            how = operation.share(writer.decide(number) if operation.leads else None)
-            fulfilled = writer.begin()
-            if how == "skip":
-                writer.fulfil(fulfilled)
-                return None
-            request = checked.request(
-                self._place / self._name.of(number),
-                self._format,
-                number,
-                replaces=how == "replace",
-                before=writer.confirm,
-                after=lambda: writer.committed(number, fulfilled),
-                order=self,
-            )
-            self._last.save = start_save(request, operation)
-            return self._last.save
-
     def _stop(self, number: int, agreed: Agreed) -> None:
         """Wait until the step is durable, and then say that the run stops."""
-        if self._last.settle():
+        if self._saves.settle():
             log.warning("the run %s stops after step %d, which is saved (%s)", self.path, number, agreed.why)
         else:  # with on_error="log"
             log.error("the run %s stops after step %d, which could not be saved (%s)", self.path, number, agreed.why)
@@ -369,8 +333,8 @@ class Run(ReadableRun):
             MetadataError: A metric is not a number.
             CheckpointNotFoundError: There is no such step.
         """
-        saving = self._last.save
-        if saving is not None and saving.path == str(self._place / self._name.of(check_number(step))):
+        saving = self._saves.last
+        if saving is not None and saving.path == self._saves.path_of(check_number(step)):
             saving.wait()
         super().record(step, metrics)
 
@@ -386,18 +350,10 @@ class Run(ReadableRun):
         """
         writer = self._open()
         with join(f"deleting a step of {self.path}") as operation:
-            self._last.settle()
+            self._saves.settle()
             if operation.leads:
                 writer.wait()
-                entry = self._entry(step, "delete")
-                outcome = "pinned" if entry.is_pinned else delete_step(self._control, entry)
-                if outcome != "deleted":
-                    how = "call unpin() first" if outcome == "pinned" else "wait until its reader has finished"
-                    raise ConflictError(f"{entry.step.path} is {outcome} and was not deleted; {how}")
-                self._index.deleted.add(entry.name)
-                listing = self._index.read()
-                writer.note(listing)
-                self._index.write(listing)
+                writer.delete(self._entry(step, "delete"))
             operation.share()
 
     def stop(self) -> None:
@@ -409,7 +365,7 @@ class Run(ReadableRun):
 
     def wait(self) -> None:
         """Wait until the save in the background is committed, and deletions are done. Raises what went wrong."""
-        self._last.settle()
+        self._saves.settle()
         if self._writer is not None:
             self._writer.wait()
 
@@ -420,14 +376,14 @@ class Run(ReadableRun):
         """
         self._is_closed, self._enter = True, None
         try:
-            self._last.settle()
+            self._saves.settle()
         finally:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
 
     def _known(self) -> list[tuple[str, str | None]]:
-        saving, writer = self._last.save, self._writer
+        saving, writer = self._saves.last, self._writer
         doing = "reading" if writer is None else "writing, and about to stop" if self._stopping else "writing"
         return [
             ("open for", doing),

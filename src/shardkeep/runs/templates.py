@@ -17,10 +17,11 @@ from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
 from shardkeep.jaxapi import device_put, eval_shape, jit
+from shardkeep.loading.adapt import check_fits
 from shardkeep.loading.matching import NumpyStruct
 from shardkeep.loading.request import Filler
 from shardkeep.loading.shardings import Place, ShapedLeaf, check_sharding, resolve_shardings
-from shardkeep.model.arrays import kind_of, parse_dtype
+from shardkeep.model.arrays import DType, kind_of, parse_dtype
 from shardkeep.model.tree import Leaf, flatten, name_leaf
 
 _PLACING = ("mesh", "partition_rules", "shardings", "dtype")  # the arguments of load that are used up here
@@ -91,7 +92,10 @@ def _from_function(function: Callable[[], Any], placing: Mapping[str, Any], rest
     seen: list[tuple[Any, list[Any]]] = []  # the structure, and the leaves that are no arrays
 
     def arrays_of() -> list[Any]:
-        leaves, structure = jax.tree_util.tree_flatten(function())
+        state = function()
+        for leaf in flatten(state)[1]:
+            _refuse_truncation(leaf)
+        leaves, structure = jax.tree_util.tree_flatten(state)
         seen[:] = [(structure, [_NOTHING if _is_array(leaf) else leaf for leaf in leaves])]
         return [_strongly_typed(leaf) for leaf in leaves if _is_array(leaf)]
 
@@ -163,7 +167,22 @@ def _is_key(dtype: Any) -> bool:
 
 def _strongly_typed(leaf: Any) -> Any:
     """A checkpoint does not keep weak types; then a new state has none either, and nothing is compiled twice."""
-    return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=leaf.dtype)
+    return leaf if _is_key(leaf.dtype) else jnp.asarray(leaf, dtype=_canonical(leaf.dtype))
+
+
+def _refuse_truncation(leaf: Leaf) -> None:
+    """Raise an error if JAX would cut the integers of a NumPy array to 32 bits, which changes their values."""
+    value = leaf.value
+    if not isinstance(value, np.ndarray) or value.size == 0 or kind_of(value.dtype) != "int":
+        return
+    dtype = _canonical(value.dtype)
+    if dtype != value.dtype:
+        check_fits(int(value.min()), int(value.max()), dtype, name_leaf(leaf.path))
+
+
+def _canonical(dtype: DType) -> DType:
+    """The dtype that an array has in JAX."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _without_weak_type(value: object) -> object:

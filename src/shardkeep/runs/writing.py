@@ -6,20 +6,23 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from shardkeep.errors import CallbackError, CheckpointExistsError
-from shardkeep.processes.operation import Operation
+from shardkeep.errors import CallbackError, CheckpointExistsError, ConflictError
+from shardkeep.processes.operation import Operation, join
 from shardkeep.runs.agreement import Agreement
+from shardkeep.runs.contents import Contents, checked_metadata
 from shardkeep.runs.control import POLL, Control, WriterLock
 from shardkeep.runs.housekeeping import Housekeeping, Task
-from shardkeep.runs.index import Listing, RunIndex
+from shardkeep.runs.index import Entry, Listing, RunIndex
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.preemption import Signals
-from shardkeep.runs.retention import Retention
+from shardkeep.runs.retention import Retention, delete_step
 from shardkeep.runs.schedule import Schedule
 from shardkeep.runs.steps import State, StepName
 from shardkeep.saving.pending import BackgroundSave
+from shardkeep.saving.save import FormatName, start_save
+from shardkeep.stores.location import Location
 from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
@@ -183,6 +186,17 @@ class Writer:
         if not listing.is_indexed:
             self._index.write(listing)
 
+    def delete(self, entry: Entry) -> None:
+        """Delete a step. Called on the leader. `ConflictError` if it is pinned or held."""
+        outcome = "pinned" if entry.is_pinned else delete_step(self._control, entry)
+        if outcome != "deleted":
+            how = "call unpin() first" if outcome == "pinned" else "wait until its reader has finished"
+            raise ConflictError(f"{entry.step.path} is {outcome} and was not deleted; {how}")
+        self._index.deleted.add(entry.name)
+        listing = self._index.read()
+        self.note(listing)
+        self._index.write(listing)
+
     def wait(self) -> None:
         """Wait until housekeeping has nothing left to do."""
         if self._housekeeping is not None:
@@ -200,35 +214,70 @@ class Writer:
         _open.discard(self)  # last: what an interrupt has cut short is completed at the end of the program
 
 
-class LastSave:
-    """The save of a run that goes on in the background. There is one at a time.
+class Saves:
+    """The saves of a run, each in the background, one at a time.
 
     Args:
+        place: The directory of the run.
+        name: How its steps are named.
+        format: How arrays are stored.
+        metadata: What is stored with every step.
         raises: Whether what goes wrong is raised; else it is only logged.
 
     Attributes:
-        save: The save; None if there is none, or it is over and its error was told.
+        last: The save that began last; None if there is none, or it is over and its error was told.
     """
 
-    def __init__(self, raises: bool) -> None:
-        self._raises = raises
-        self.save: BackgroundSave | None = None
+    def __init__(
+        self, place: Location, name: StepName, format: FormatName, metadata: Mapping[str, object] | None, raises: bool
+    ) -> None:
+        self._place, self._name, self._raises = place, name, raises
+        self._format: FormatName = format
+        self._metadata = checked_metadata(metadata)
+        self.last: BackgroundSave | None = None
+
+    def path_of(self, number: int) -> str:
+        """Where a step is saved."""
+        return str(self._place / self._name.of(number))
 
     def settle(self) -> bool:
-        """Wait for it. What went wrong is raised, or was logged when it happened: then False is returned."""
-        if self.save is None:
+        """Wait for the last save. What went wrong is raised, or was logged when it happened: then False is returned."""
+        if self.last is None:
             return True
         try:
-            self.save.wait()
+            self.last.wait()
         except CallbackError:
             pass  # committed; what could not be tidied up afterwards was logged
         except Exception:
-            self.save = None
+            self.last = None
             if self._raises:
                 raise
             return False
-        self.save = None
+        self.last = None
         return True
+
+    def start(self, writer: Writer, number: int, contents: Contents) -> BackgroundSave | None:
+        """Start the save of a step, on all processes in the same call; None if it is committed already."""
+        with join(f"saving step {number} of {self._place}") as operation:
+            self.settle()
+            checked = contents.checked(self._metadata)
+            operation.gather(None)  # all have come here without an error
+            how = operation.share(writer.decide(number) if operation.leads else None)
+            fulfilled = writer.begin()
+            if how == "skip":
+                writer.fulfil(fulfilled)
+                return None
+            request = checked.request(
+                self._place / self._name.of(number),
+                self._format,
+                number,
+                replaces=how == "replace",
+                before=writer.confirm,
+                after=lambda: writer.committed(number, fulfilled),
+                order=self,
+            )
+            self.last = start_save(request, operation)
+            return self.last
 
 
 _open: weakref.WeakSet[Writer] = weakref.WeakSet()
