@@ -82,7 +82,8 @@ def _choose_by_template(tree: Tree, request: LoadRequest, collected: list[Mismat
     per_process = {leaf.path for leaf in tree.leaves if leaf.processes is not None and _is_included(leaf.path, request)}
     if per_process:
         skeleton, leaves = fold_containers(skeleton, leaves, per_process)
-    fitting = _Fitting(tree, request, Choice(skeleton, [], {}))
+    saved = ByLooseKey((leaf.path, leaf) for leaf in tree.leaves)
+    fitting = _Fitting(tree, saved, request, Choice(skeleton, [], {}))
     for leaf in leaves:
         if _is_asked_for(leaf, request, leaf.path in per_process):
             fitting.add(leaf)
@@ -104,15 +105,13 @@ class _Fitting:
     """The leaves of a template, one after another, with what a tree has for each."""
 
     tree: Tree
+    saved: ByLooseKey[StoredLeaf]
     request: LoadRequest
     choice: Choice
     problems: list[Mismatch] = field(default_factory=list[Mismatch])
     unloaded: list[Mismatch] = field(default_factory=list[Mismatch])  # the template's values are used
     never_saved: list[str] = field(default_factory=list[str])
     total: int = 0
-
-    def __post_init__(self) -> None:
-        self._saved = ByLooseKey((leaf.path, leaf) for leaf in self.tree.leaves)
 
     @cached_property
     def _empty(self) -> set[str]:
@@ -127,7 +126,7 @@ class _Fitting:
     def add(self, leaf: Leaf) -> None:
         """Load what is saved for a leaf, keep the template's value, or note why neither can be."""
         self.total += 1
-        stored = self._saved.get(leaf.path)
+        stored = self.saved.get(leaf.path)
         if stored is None and self._may_be_missing(leaf):
             self.keep(leaf)
             return
