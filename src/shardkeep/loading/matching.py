@@ -138,7 +138,7 @@ def _per_process_as_template(stored: StoredLeaf, leaf: Leaf) -> Wanted | Mismatc
 
 
 @lru_cache(maxsize=16)
-def key_dtype(impl: str) -> Any:
+def key_dtype(impl: str) -> object:
     """The dtype of PRNG keys; None if JAX does not have the implementation. No key is made, which would compile."""
     try:
         make = partial(jax.random.key, impl=impl)
