@@ -4,6 +4,7 @@ docs/format.md specifies them. What is read is validated here, field by field, b
 it.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -36,6 +37,7 @@ from shardkeep.model.tree import Path, join_key
 from shardkeep.model.values import Json, JsonObject, as_list, decode, encode, is_plain
 
 HEX32 = re.compile(r"[0-9a-f]{32}")
+to_text = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # as documents are written
 _ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
 
 
@@ -74,23 +76,40 @@ class LeafRecord(TypedDict):
     was: NotRequired["LeafRecord"]
 
 
-def encode_leaf(leaf: StoredLeaf, pieces: StoredPieces | None, patterns: dict[CellPattern, int]) -> Json:
-    """The record of a leaf, with the pieces of an array that has any. `patterns` get numbers when they are met."""
-    key = join_key(leaf.path)
-    written = key if key.isascii() else encode(key)
-    if not isinstance(leaf, StoredArray):
-        return {"key": written, "kind": leaf.kind, "value": encode(leaf.value)}
-    record: JsonObject = {
-        "key": written,
-        "kind": leaf.origin.kind,
-        "dtype": dtype_name(leaf.spec.dtype),
-        "shape": list(leaf.spec.shape),
-    }
-    if pieces is not None and pieces.grid.count > 1:
-        record["grid"] = pieces.grid.encode()
-    if pieces is not None and pieces.pattern is not None:
-        record["pattern"] = patterns.setdefault(pieces.pattern, len(patterns))
-    return {**record, **encode_origin(leaf.origin)}
+class LeafWriter:
+    """Writes the records of the leaves of a tree, as JSON. Thousands of arrays share what their records say of them.
+
+    `patterns` are those that the records name, each with its number.
+    """
+
+    def __init__(self) -> None:
+        self.patterns: dict[CellPattern, int] = {}
+        self._known: dict[tuple[int, int], tuple[str, str]] = {}  # by spec and origin, which the tree holds
+
+    def write(self, leaf: StoredLeaf, pieces: StoredPieces | None) -> str:
+        """The record of a leaf, with the pieces of an array that has any."""
+        key = join_key(leaf.path)
+        start = f'{{"key":{to_text(key if key.isascii() else encode(key))}'
+        if not isinstance(leaf, StoredArray):
+            return f'{start},"kind":{to_text(leaf.kind)},"value":{to_text(encode(leaf.value))}}}'
+        shared = id(leaf.spec), id(leaf.origin)
+        if shared not in self._known:
+            self._known[shared] = _described(leaf.spec, leaf.origin)
+        array, origin = self._known[shared]
+        if pieces is None or (pieces.grid.count == 1 and pieces.pattern is None):
+            return f"{start}{array}{origin}}}"
+        grid = f',"grid":{to_text(pieces.grid.encode())}' if pieces.grid.count > 1 else ""
+        if pieces.pattern is None:
+            return f"{start}{array}{grid}{origin}}}"
+        number = self.patterns.setdefault(pieces.pattern, len(self.patterns))
+        return f'{start}{array}{grid},"pattern":{number}{origin}}}'
+
+
+def _described(spec: ArraySpec, origin: Origin) -> tuple[str, str]:
+    """What the record of an array says before its pieces, and after them."""
+    array: JsonObject = {"kind": origin.kind, "dtype": dtype_name(spec.dtype), "shape": list(spec.shape)}
+    more = encode_origin(origin)
+    return "," + to_text(array)[1:-1], "," + to_text(more)[1:-1] if more else ""
 
 
 def encode_origin(origin: Origin) -> JsonObject:
