@@ -122,9 +122,7 @@ class Row:
         return self.root + self.tables_read.total() + self.pieces_read
 
 
-def timed(
-    work: Callable[[], T], rounds: int = 1, clock: Callable[[], float] = time.thread_time
-) -> tuple[float, T]:
+def timed(work: Callable[[], T], rounds: int = 1, clock: Callable[[], float] = time.thread_time) -> tuple[float, T]:
     """The median of the seconds that it takes, and what it gives. By default those of the processor."""
     found: list[float] = []
     for _ in range(rounds):

@@ -13,14 +13,14 @@ from typing import NotRequired, SupportsIndex, TypedDict, cast
 
 from shardkeep.errors import IntegrityError, NewerFormatError, an
 from shardkeep.model.digests import ALGORITHM, BLOCK, check_seal, seal
-from shardkeep.model.leafrecords import HEX32, LeafRecord, LeafWriter, Tables, decode_leaf, integer, is_digest, to_text
+from shardkeep.model.leafrecords import HEX32, LeafRecord, LeafWriter, Tables, decode_leaf, integer, is_digest
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import OURS, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.model.naming import check_name, clean_name, is_table
 from shardkeep.model.pieces import CellPattern, ReadTable, TableSet, TableSource, in_tables
 from shardkeep.model.tree import Skeleton, to_json
-from shardkeep.model.values import Json, JsonObject, as_list
+from shardkeep.model.values import Json, JsonObject, as_list, to_text
 
 VERSION = 2  # of the format: raised when an older reader would misread a document
 _STEPS = 1 << 63  # recorded steps are below

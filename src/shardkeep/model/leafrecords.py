@@ -4,9 +4,9 @@ docs/format.md specifies them. What is read is validated here, field by field, b
 it.
 """
 
-import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, NotRequired, TypedDict, TypeGuard, cast
 
@@ -34,10 +34,9 @@ from shardkeep.model.naming import check_name
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.pieces import CellPattern, StoredPieces, TableSet
 from shardkeep.model.tree import Path, join_key
-from shardkeep.model.values import Json, JsonObject, as_list, decode, encode, is_plain
+from shardkeep.model.values import Json, JsonObject, as_list, decode, encode, is_plain, to_text
 
 HEX32 = re.compile(r"[0-9a-f]{32}")
-to_text = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # as documents are written
 _ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
 
 
@@ -76,15 +75,16 @@ class LeafRecord(TypedDict):
     was: NotRequired["LeafRecord"]
 
 
+@dataclass(eq=False)
 class LeafWriter:
     """Writes the records of the leaves of a tree, as JSON. Thousands of arrays share what their records say of them.
 
     `patterns` are those that the records name, each with its number.
     """
 
-    def __init__(self) -> None:
-        self.patterns: dict[CellPattern, int] = {}
-        self._known: dict[tuple[int, int], tuple[str, str]] = {}  # by spec and origin, which the tree holds
+    patterns: dict[CellPattern, int] = field(default_factory=dict[CellPattern, int])
+    # What it says before the pieces, and after them, by spec and origin: the tree holds those.
+    _known: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict[tuple[int, int], tuple[str, str]])
 
     def write(self, leaf: StoredLeaf, pieces: StoredPieces | None) -> str:
         """The record of a leaf, with the pieces of an array that has any."""
@@ -94,7 +94,9 @@ class LeafWriter:
             return f'{start},"kind":{to_text(leaf.kind)},"value":{to_text(encode(leaf.value))}}}'
         shared = id(leaf.spec), id(leaf.origin)
         if shared not in self._known:
-            self._known[shared] = _described(leaf.spec, leaf.origin)
+            array = {"kind": leaf.origin.kind, "dtype": dtype_name(leaf.spec.dtype), "shape": leaf.spec.shape}
+            more = encode_origin(leaf.origin)
+            self._known[shared] = "," + to_text(array)[1:-1], "," + to_text(more)[1:-1] if more else ""
         array, origin = self._known[shared]
         if pieces is None or (pieces.grid.count == 1 and pieces.pattern is None):
             return f"{start}{array}{origin}}}"
@@ -103,13 +105,6 @@ class LeafWriter:
             return f"{start}{array}{grid}{origin}}}"
         number = self.patterns.setdefault(pieces.pattern, len(self.patterns))
         return f'{start}{array}{grid},"pattern":{number}{origin}}}'
-
-
-def _described(spec: ArraySpec, origin: Origin) -> tuple[str, str]:
-    """What the record of an array says before its pieces, and after them."""
-    array: JsonObject = {"kind": origin.kind, "dtype": dtype_name(spec.dtype), "shape": list(spec.shape)}
-    more = encode_origin(origin)
-    return "," + to_text(array)[1:-1], "," + to_text(more)[1:-1] if more else ""
 
 
 def encode_origin(origin: Origin) -> JsonObject:

@@ -180,7 +180,7 @@ class SaveJob:
                         each.draft.prefix: assemble(each, {writer: own[number] for writer, own in everyones.items()})
                         for number, each in enumerate(plan.trees)
                     }
-                    others = names_of_others(everyones)
+                    others = names_of_others(everyones) if operation.size > 1 else {}
                 files = [file for tree in trees.values() for file in tree.files]
                 for tree in trees.values():
                     self.check(tree)
