@@ -51,6 +51,11 @@ def rows(found: Medians) -> Iterator[Row]:
             yield Row(f"{w}: {us}: durable save, × Orbax", ratio(w, (ORBAX, "durable"), (us, "durable")), least)
     for w in each(LARGE[:4]):
         yield Row(f"{w}: durable save, × safetensors + fsync", ratio(w, (FLAX, "durable"), (US, "durable")), 1.0)
+    for w in each(("c",)):
+        yield Row(f"{w}: durable save, of safetensors + fsync", ratio(w, (US, "durable"), (FLAX, "durable")), 1.3, True)
+    for w in each(("b512", "b2048")):
+        what = f"{w}: load of one layer, of safetensors.flax"
+        yield Row(what, ratio(w, (US, "one layer"), (FLAX, "one layer")), 1.0, True)
     for us in (US, ZARR):
         for w in each(LARGE):
             yield Row(f"{w}: {us}: load, warm, × Orbax", ratio(w, (ORBAX, "load"), (us, "load")), 10)

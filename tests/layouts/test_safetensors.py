@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -249,9 +250,13 @@ def _document(header: Any, data: int = 24) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, 8 + len(text) + data
 
 
+def entries_of(tensors: Mapping[str, object]) -> list[str]:
+    return [json.dumps({name: entry})[1:-1] for name, entry in tensors.items()]
+
+
 def test_a_header_goes_out_and_comes_in() -> None:
     tensors = {"w": _ENTRY, "": {"dtype": "U8", "shape": [0], "data_offsets": [24, 24]}}
-    start = encode_header({"format": "pt", "é": "\ud800"}, tensors, room=5000)
+    start = encode_header({"format": "pt", "é": "\ud800"}, entries_of(tensors), room=5000)
     assert len(start) % 4096 == 0
     metadata, found, begin = decode_header(start, len(start) + 24, "x")
     assert (metadata, found, begin) == ({"format": "pt", "é": "\ud800"}, tensors, len(start))
@@ -312,7 +317,8 @@ def test_a_header_above_the_limit_of_the_format_is_refused() -> None:
         header_length(struct.pack("<Q", 100_000_001), 10**12, "here")
 
 
-_GOOD = encode_header({"format": "pt"}, {"w": _ENTRY, "v": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}})
+_V = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
+_GOOD = encode_header({"format": "pt"}, entries_of({"w": _ENTRY, "v": _V}))
 _TEXT = len(_GOOD.rstrip())
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.crew import Crew, run_tasks
 from support import crew_of, run_python
 
 
@@ -124,7 +124,7 @@ def test_ctrl_c_waits_for_the_helpers() -> None:
         """
 import signal, threading, time, _thread
 from shardkeep.runtime.scopes import Scope
-from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.crew import Crew, run_tasks
 ended = []
 def slow():
     time.sleep(0.6)
@@ -147,7 +147,7 @@ def test_the_program_ends_although_a_crew_was_never_closed_by_an_error() -> None
     run_python(
         """
 from shardkeep.runtime.scopes import Scope
-from shardkeep.runtime.crew import Crew
+from shardkeep.runtime.crew import Crew, run_tasks
 try:
     with Scope("a test") as scope:
         scope.add(Crew(3)).run([lambda: 1 / 0])
@@ -156,3 +156,16 @@ except ZeroDivisionError:
 """,
         timeout=20,
     )
+
+
+def test_a_few_tasks_start_only_as_many_threads() -> None:
+    """A store may allow hundreds of requests at a time, and most saves need two or three."""
+    before, seen = _ours(), list[int]()
+    meet = threading.Barrier(3, timeout=10)
+
+    def work() -> None:
+        meet.wait()
+        seen.append(_ours() - before)
+
+    run_tasks([work] * 3, 100)
+    assert max(seen) == 2

@@ -6,7 +6,7 @@ page, then pieces whose length is a multiple of 64. A mapped file can then be us
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar, cast
 
@@ -16,7 +16,7 @@ from shardkeep.layouts.plan import Draft, FilePlan, PiecePlan, StagedArray, Stag
 from shardkeep.model.arrays import ArraySpec, DType, Region, cut, dtype_from_name, dtype_name, is_possible, split_counts
 from shardkeep.model.document import no_duplicates
 from shardkeep.model.tree import Path, join_key
-from shardkeep.model.values import Json
+from shardkeep.model.values import Json, to_text
 from shardkeep.processes.assignment import SMALL
 from shardkeep.runtime.hostmemory import PAGE, file_order
 
@@ -149,36 +149,43 @@ def pack(
     name: str, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
 ) -> FilePlan:
     """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
-    entries: list[tuple[PiecePlan, str, tuple[int, ...], int]] = []
+    ordered = [pieces[number] for number in file_order([piece.nbytes for piece in pieces])]
+    known: dict[tuple[DType, tuple[int, ...]], tuple[str, bool]] = {}
     notes: dict[str, str] = {}
+    entries: list[str] = []
     end = 0
-    for piece in [pieces[number] for number in file_order([piece.nbytes for piece in pieces])]:
-        spec = arrays[piece.array].spec
-        code = TO_CODE.get(dtype_name(spec.dtype))
-        tail: tuple[int, ...] = ()
-        if code is None:  # stored as bytes; the bytes of a wider dtype become a last axis
-            code, tail = "U8", () if spec.dtype.itemsize == 1 else (spec.dtype.itemsize,)
-            notes[piece.name] = spec.dtype.name
-        entries.append((piece, code, tail, end))
+    for piece in ordered:
+        dtype = arrays[piece.array].spec.dtype
+        kind = dtype, piece.region.shape
+        if kind not in known:
+            code = TO_CODE.get(dtype_name(dtype))
+            # Without a code it is stored as bytes; the bytes of a wider dtype become a last axis.
+            tail = () if code is not None or dtype.itemsize == 1 else (dtype.itemsize,)
+            entry = {"dtype": code or "U8", "shape": [*piece.region.shape, *tail]}
+            known[kind] = f'{to_text(entry)[:-1]},"data_offsets":', code is None
+        start, is_noted = known[kind]
+        if is_noted:
+            notes[piece.name] = dtype.name
+        entries.append(f"{to_text(piece.name)}:{start}[{end},{end + piece.nbytes}]}}")
         end += piece.nbytes
     if notes:
         metadata = {**metadata, "dtypes": json.dumps(notes)}
-    tensors: dict[str, TensorEntry] = {
-        piece.name: {
-            "dtype": code,
-            "shape": [*piece.region.shape, *tail],
-            "data_offsets": [at, at + piece.nbytes],
-        }
-        for piece, code, tail, at in entries
-    }
-    header = encode_header(metadata, tensors, room)
-    placed = tuple(piece.placed(len(header) + at, piece.name) for piece, _, _, at in entries)
-    return FilePlan(name, header, placed, len(header) + end)
+    header = encode_header(metadata, entries, room)
+    placed: list[PiecePlan] = []
+    at = len(header)
+    for piece in ordered:
+        placed.append(piece.placed(at, piece.name))
+        at += piece.nbytes
+    return FilePlan(name, header, tuple(placed), at)
 
 
-def encode_header(metadata: dict[str, str], tensors: Mapping[str, TensorEntry], room: int = 0) -> bytes:
-    """The start of a file, padded with spaces so that data begins on a page boundary."""
-    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+def encode_header(metadata: dict[str, str], entries: Sequence[str], room: int = 0) -> bytes:
+    """The start of a file, padded with spaces so that data begins on a page boundary. `entries` are those of tensors.
+
+    No two of them have the same name.
+    """
+    start = f'{{"__metadata__":{to_text(metadata)}'
+    text = (",".join([start, *entries]) + "}").encode()
     length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
     if length > HEADER_LIMIT:
         raise TreeError(

@@ -13,14 +13,14 @@ from typing import NotRequired, SupportsIndex, TypedDict, cast
 
 from shardkeep.errors import IntegrityError, NewerFormatError, an
 from shardkeep.model.digests import ALGORITHM, BLOCK, check_seal, seal
-from shardkeep.model.leafrecords import HEX32, LeafRecord, Tables, decode_leaf, encode_leaf, integer, is_digest
+from shardkeep.model.leafrecords import HEX32, LeafRecord, LeafWriter, Tables, decode_leaf, integer, is_digest
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import OURS, DataFile, Manifest, Tree, check_prefix
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.model.naming import check_name, clean_name, is_table
 from shardkeep.model.pieces import CellPattern, ReadTable, TableSet, TableSource, in_tables
 from shardkeep.model.tree import Skeleton, to_json
-from shardkeep.model.values import Json, JsonObject, as_list
+from shardkeep.model.values import Json, JsonObject, as_list, to_text
 
 VERSION = 2  # of the format: raised when an older reader would misread a document
 _STEPS = 1 << 63  # recorded steps are below
@@ -70,16 +70,15 @@ def encode_manifest(manifest: Manifest, nonce: str | None = None) -> bytes:
         "block": BLOCK,
         "save": manifest.save_id,
         **({} if nonce is None else {"nonce": nonce}),
-        "trees": {prefix: _encode_tree(tree) for prefix, tree in manifest.trees.items()},
     }
-    return seal(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
+    trees = ",".join([f"{to_text(prefix)}:{_encode_tree(tree)}" for prefix, tree in manifest.trees.items()])
+    return seal(f'{to_text(body)[:-1]},"trees":{{{trees}}}}}'.encode())
 
 
-def _encode_tree(tree: Tree) -> Json:
-    found = in_tables(tree)
-    patterns: dict[CellPattern, int] = {}
-    leaves = [encode_leaf(leaf, found.pieces.get(number), patterns) for number, leaf in enumerate(tree.leaves)]
-    return {
+def _encode_tree(tree: Tree) -> str:
+    found, writer = in_tables(tree), LeafWriter()
+    leaves = ",".join([writer.write(leaf, found.pieces.get(number)) for number, leaf in enumerate(tree.leaves)])
+    body: JsonObject = {
         "save": tree.save_id,
         "format": _NAMES_ON_DISK.get(tree.format, tree.format),
         "compression": tree.compression,
@@ -92,9 +91,9 @@ def _encode_tree(tree: Tree) -> Json:
         "structure": to_json(tree.skeleton.root),
         "files": list(map(encode_file, tree.files)),
         "tables": [_encode_source(source) for source in found.sources],
-        **({"patterns": [list(pattern.tables) for pattern in patterns]} if patterns else {}),
-        "leaves": leaves,
+        **({"patterns": [list(pattern.tables) for pattern in writer.patterns]} if writer.patterns else {}),
     }
+    return f'{to_text(body)[:-1]},"leaves":[{leaves}]}}'
 
 
 def _encode_source(source: TableSource) -> Json:

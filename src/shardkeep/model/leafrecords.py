@@ -6,6 +6,7 @@ it.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, NotRequired, TypedDict, TypeGuard, cast
 
@@ -33,7 +34,7 @@ from shardkeep.model.naming import check_name
 from shardkeep.model.perprocess import PerProcessRows
 from shardkeep.model.pieces import CellPattern, StoredPieces, TableSet
 from shardkeep.model.tree import Path, join_key
-from shardkeep.model.values import Json, JsonObject, as_list, decode, encode, is_plain
+from shardkeep.model.values import Json, JsonObject, as_list, decode, encode, is_plain, to_text
 
 HEX32 = re.compile(r"[0-9a-f]{32}")
 _ARRAYS = tuple(origin.kind for origin in (JaxArray, NumpyArray, PrngKeys, PerProcessRows))
@@ -74,23 +75,36 @@ class LeafRecord(TypedDict):
     was: NotRequired["LeafRecord"]
 
 
-def encode_leaf(leaf: StoredLeaf, pieces: StoredPieces | None, patterns: dict[CellPattern, int]) -> Json:
-    """The record of a leaf, with the pieces of an array that has any. `patterns` get numbers when they are met."""
-    key = join_key(leaf.path)
-    written = key if key.isascii() else encode(key)
-    if not isinstance(leaf, StoredArray):
-        return {"key": written, "kind": leaf.kind, "value": encode(leaf.value)}
-    record: JsonObject = {
-        "key": written,
-        "kind": leaf.origin.kind,
-        "dtype": dtype_name(leaf.spec.dtype),
-        "shape": list(leaf.spec.shape),
-    }
-    if pieces is not None and pieces.grid.count > 1:
-        record["grid"] = pieces.grid.encode()
-    if pieces is not None and pieces.pattern is not None:
-        record["pattern"] = patterns.setdefault(pieces.pattern, len(patterns))
-    return {**record, **encode_origin(leaf.origin)}
+@dataclass(eq=False)
+class LeafWriter:
+    """Writes the records of the leaves of a tree, as JSON. Thousands of arrays share what their records say of them.
+
+    `patterns` are those that the records name, each with its number.
+    """
+
+    patterns: dict[CellPattern, int] = field(default_factory=dict[CellPattern, int])
+    # What it says before the pieces, and after them, by spec and origin: the tree holds those.
+    _known: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict[tuple[int, int], tuple[str, str]])
+
+    def write(self, leaf: StoredLeaf, pieces: StoredPieces | None) -> str:
+        """The record of a leaf, with the pieces of an array that has any."""
+        key = join_key(leaf.path)
+        start = f'{{"key":{to_text(key if key.isascii() else encode(key))}'
+        if not isinstance(leaf, StoredArray):
+            return f'{start},"kind":{to_text(leaf.kind)},"value":{to_text(encode(leaf.value))}}}'
+        shared = id(leaf.spec), id(leaf.origin)
+        if shared not in self._known:
+            array = {"kind": leaf.origin.kind, "dtype": dtype_name(leaf.spec.dtype), "shape": leaf.spec.shape}
+            more = encode_origin(leaf.origin)
+            self._known[shared] = "," + to_text(array)[1:-1], "," + to_text(more)[1:-1] if more else ""
+        array, origin = self._known[shared]
+        if pieces is None or (pieces.grid.count == 1 and pieces.pattern is None):
+            return f"{start}{array}{origin}}}"
+        grid = f',"grid":{to_text(pieces.grid.encode())}' if pieces.grid.count > 1 else ""
+        if pieces.pattern is None:
+            return f"{start}{array}{grid}{origin}}}"
+        number = self.patterns.setdefault(pieces.pattern, len(self.patterns))
+        return f'{start}{array}{grid},"pattern":{number}{origin}}}'
 
 
 def encode_origin(origin: Origin) -> JsonObject:

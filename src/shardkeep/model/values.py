@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import json
 import math
 import re
 import struct
@@ -18,6 +19,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 JsonObject: TypeAlias = dict[str, Json]
 
 
+to_text = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # the JSON of documents and headers
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _INT = re.compile(r"-?0x[0-9a-f]+")  # as `hex` and `repr` write them
 _FLOAT = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-][0-9]+)?|-?inf|nan")

@@ -87,15 +87,16 @@ class Crew:
 
 
 def run_tasks(tasks: Iterable[Task], size: int | None = None) -> None:
-    """Run every task on a new crew; the first error is raised.
+    """Run every task on a new crew, of no more threads than tasks; the first error is raised.
 
     >>> done = []
     >>> run_tasks([lambda: done.append(1), lambda: done.append(2)])
     >>> sorted(done)
     [1, 2]
     """
+    todo = list(tasks)
     with Scope("running tasks") as scope:
-        scope.add(Crew(size)).run(tasks)
+        scope.add(Crew(None if size is None else min(size, max(len(todo), 1)))).run(todo)
 
 
 class _TaskBatch:

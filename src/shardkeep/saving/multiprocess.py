@@ -24,6 +24,7 @@ from shardkeep.model.tree import Leaf, name_leaf
 from shardkeep.model.values import JsonObject, encode
 from shardkeep.processes.agreement import SAME
 from shardkeep.processes.operation import LEADER, Operation
+from shardkeep.runtime.collector import collector
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.saving.rows import settle_rows, unsettled_lengths
 from shardkeep.saving.snapshot import Snapshot
@@ -117,7 +118,8 @@ def hand_in(
         read[process] = _read_parts(store, transaction, process)
 
     tasks = (partial(read_one, process) for process in range(operation.size) if process != LEADER)
-    run_tasks(tasks, store.traits.documents_at_once)
+    with collector.paused():
+        run_tasks(tasks, store.traits.documents_at_once)
     everyones = {LEADER: parts, **{process: read[process][0] for process in sorted(read)}}
     return everyones, {**checksums, **{key: text for _, more in read.values() for key, text in more.items()}}
 

@@ -180,10 +180,11 @@ class SaveJob:
                         each.draft.prefix: assemble(each, {writer: own[number] for writer, own in everyones.items()})
                         for number, each in enumerate(plan.trees)
                     }
+                    others = names_of_others(everyones) if operation.size > 1 else {}
                 files = [file for tree in trees.values() for file in tree.files]
                 for tree in trees.values():
                     self.check(tree)
-                transaction.commit(trees, names_of_others(everyones) if operation.size > 1 else {})
+                transaction.commit(trees, others)
             # Now all processes know that it is committed, and how many bytes and files it has.
             total = operation.share([sum(file.size for file in files), len(files)])
             if not operation.leads:

@@ -31,6 +31,7 @@ _ROOM = 8 << 20  # memory for bytes that are assembled or copied before they are
 _KEPT = 32  # finished files that are not closed yet
 _FEW = 8  # files: up to so many are synced one by one, so that an error names its file
 _SMALL = 64 << 10  # smaller pieces and files take longer in the interpreter than on the disk
+_OFTEN = 8  # small pieces between two looks at the clock: they take 0.1 ms, and a pause is due after 2
 _BATCH = 8 << 20  # bytes of small files that one task writes
 _FILE_COST = 64 << 10  # creating a file takes about as long as writing this
 
@@ -198,7 +199,7 @@ class _FileWriter:
                 several = len(piece.sources) > 1
                 memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
                 raw = gather(piece, self._shards, memory)
-                stable = several or all(self._shards[shard].stable for shard, _ in piece.sources)
+                stable = len(piece.sources) != 1 or self._shards[piece.sources[0][0]].stable
                 for block, start, end in blocks(first, last, raw.size):
                     data = raw[start:end]
                     if not stable:  # the program could change it between hashing and writing
@@ -208,7 +209,7 @@ class _FileWriter:
                     digests[block] = digest(view)
                     run.add(view)
                     self._progress(end - start)
-                if piece.nbytes < _SMALL:
+                if piece.nbytes < _SMALL and number % _OFTEN == 0:
                     priority.yield_to_training()
 
     def _write_in_place(self, part: BlockRanges, offset: int, memory: Array) -> None:
@@ -368,7 +369,7 @@ def gather(piece: PiecePlan, shards: Sequence[AnyShard], memory: Array | None = 
     (shard, region), *others = piece.sources
     if not others:
         data = shards[shard].data
-        if region != piece.region:
+        if region is not piece.region and region != piece.region:
             data = data[piece.region.within(region).slices]
         return (data if data.flags.c_contiguous else np.ascontiguousarray(data)).reshape(-1).view(np.uint8)
     memory = aligned_empty(piece.nbytes) if memory is None else memory

@@ -278,7 +278,9 @@ class Directory:
             # Note their versions: they are replaced only if nobody else does so now.
             for name in self.companions:
                 self.store.identity(name)
-        self.store.replace(MANIFEST, encode_manifest(manifest))
+        with collector.paused():
+            document = encode_manifest(manifest)
+        self.store.replace(MANIFEST, document)
         if has_index and self.store.traits.late_requests:
             self._update_companions(manifest)
         return MANIFEST
