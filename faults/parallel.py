@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,18 +20,28 @@ class Hang(BaseException):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """`Hang` in the main thread, if what is inside takes longer."""
+    """`Hang` in the main thread, if what is inside takes longer.
+
+    It rings again until it is heard: an exception in a callback of the collector is only reported, and its report reads
+    source files.
+    """
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hang(f"still running after {seconds:g} s")
 
+    def report(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(unraisable.exc_value, Hang):
+            report_before(unraisable)
+
+    report_before, sys.unraisablehook = sys.unraisablehook, report
     before = signal.signal(signal.SIGALRM, ring)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = report_before
 
 
 def spread(
