@@ -1129,3 +1129,37 @@ def test_the_path_may_be_relative_or_begin_with_a_tilde(saved: Path, monkeypatch
     assert shardkeep.load("c", include="step") == {"step": 100}
     monkeypatch.setenv("HOME", str(saved.parent))
     assert shardkeep.load("~/c", include="step") == {"step": 100}
+
+
+def _new_state() -> dict[str, jax.Array]:
+    return {"w": jnp.zeros(3)}
+
+
+def test_a_function_is_no_template(tmp_path: Path) -> None:
+    """`Run.resume` takes a function that makes a new state. `load` says what to pass instead."""
+    shardkeep.save(tmp_path / "a", _new_state())
+    for call in (shardkeep.load, shardkeep.plan_load):
+        with pytest.raises(
+            TypeError, match=r"template must be a tree, not a function; pass jax.eval_shape\(_new_state\)"
+        ):
+            call(tmp_path / "a", template=_new_state)
+    assert shardkeep.load(tmp_path / "a", template=jax.eval_shape(_new_state))["w"].shape == (3,)
+    model = jax.tree_util.Partial(_new_state, w=jnp.zeros(3))  # can be called, and is a tree
+    shardkeep.save(tmp_path / "b", model)
+    assert shardkeep.load(tmp_path / "b", template=model).keywords["w"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": (2, 4)}, r"mesh must be a jax.sharding.Mesh, not \(2, 4\); jax.make_mesh makes one"),
+        ({"partition_rules": {".*": P()}}, r"partition_rules must be a list of pairs .* not \{'\.\*'"),
+        ({"partition_rules": (".*", P())}, "partition_rules must be a list of pairs"),
+        ({"partition_rules": ".*"}, "partition_rules must be a list of pairs"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    shardkeep.save(tmp_path / "a", _new_state())
+    for call in (shardkeep.load, shardkeep.plan_load, shardkeep.abstract):
+        with pytest.raises(shardkeep.ShardingError, match=message):
+            call(tmp_path / "a", **arguments)

@@ -22,9 +22,9 @@ from shardkeep.loading.place import place
 from shardkeep.loading.plan import plan_destinations
 from shardkeep.loading.read import read_into, read_tables
 from shardkeep.loading.remapping import as_missing, remapped, settle
-from shardkeep.loading.request import LoadRequest
+from shardkeep.loading.request import LoadRequest, refuse_function
 from shardkeep.loading.select import Choice, abstract_leaf, choose, choose_places, choose_process
-from shardkeep.loading.shardings import Rules
+from shardkeep.loading.shardings import Rules, as_mesh, as_partition_rules
 from shardkeep.model.arrays import parse_dtype
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import is_table
@@ -190,12 +190,14 @@ def make_request(
         raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
     if extra not in ("ignore", "error"):
         raise ValueError(f'extra must be "ignore" or "error", not {extra!r}')
+    if callable(template):
+        refuse_function(template)
     return LoadRequest(
         template=template,
         prefix=prefix,
         include=None if include is None else _pattern(include),
-        mesh=mesh,
-        rules=partition_rules,
+        mesh=None if mesh is None else as_mesh(mesh),
+        rules=None if partition_rules is None else as_partition_rules(partition_rules),
         shardings=shardings,
         dtype=None if dtype is None else parse_dtype(dtype),
         verify=verify,
@@ -257,8 +259,8 @@ def abstract(
     request = LoadRequest(
         prefix=prefix,
         include=_pattern(include),
-        mesh=mesh,
-        rules=partition_rules,
+        mesh=None if mesh is None else as_mesh(mesh),
+        rules=None if partition_rules is None else as_partition_rules(partition_rules),
         shardings=shardings,
         dtype=None if dtype is None else parse_dtype(dtype),
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh
 
 from shardkeep.loading.shardings import Rules
@@ -62,3 +63,12 @@ class LoadRequest:
     remap: tuple[Rule, ...] = ()  # applied to the tree of the checkpoint
     missing: Literal["error", "keep"] | Filler = "error"  # leaves that the checkpoint does not have
     extra: str = "ignore"  # leaves that the template does not have; "error" refuses them
+
+
+def refuse_function(template: Callable[..., object]) -> None:
+    """Refuse a function in place of the tree that it makes. A model that can be called is a tree."""
+    if jax.tree_util.all_leaves([template]):
+        name = getattr(template, "__name__", repr(template))
+        raise TypeError(
+            f"template must be a tree, not a function; pass jax.eval_shape({name}) or the result of {name}()"
+        )

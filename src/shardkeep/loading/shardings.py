@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import jax
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import Partial
 
 from shardkeep.errors import ShardingError, counted
@@ -54,6 +54,25 @@ class ShapedLeaf:
     @property
     def name(self) -> str:
         return name_leaf(self.path)
+
+
+def as_mesh(mesh: object) -> Mesh:
+    """The argument `mesh` of a load."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ShardingError(f"mesh must be a jax.sharding.Mesh, not {mesh!r:.80}; jax.make_mesh makes one")
+    return cast(Mesh, mesh)
+
+
+def as_partition_rules(rules: object) -> Rules:
+    """The argument `partition_rules` of a load."""
+    if isinstance(rules, Sequence) and not isinstance(rules, str):
+        pairs = cast("Sequence[Sequence[object]]", rules)
+        if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            return cast(Rules, pairs)
+    raise ShardingError(
+        'partition_rules must be a list of pairs of a pattern and a PartitionSpec, such as [(".*kernel", '
+        f'P("fsdp", "tp")), (".*", P())], not {rules!r:.80}'
+    )
 
 
 def resolve_shardings(
