@@ -1,8 +1,12 @@
 """What a call has taken is given back however the call ends, and nobody waits forever for one that was interrupted."""
 
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +105,53 @@ except KeyboardInterrupt:
 """
     )
     assert printed == "interrupted\nreleased\n"
+
+
+def test_a_call_that_leaves_a_generator_while_another_thread_looks_is_running() -> None:
+    """A suspended generator has no caller, so the stack that the other thread walks ends there."""
+    inside, go, suspended, end = (threading.Event() for _ in range(4))
+    found: list[Scope] = []
+    released: list[str] = []
+
+    class Resource:
+        def release(self) -> None:
+            released.append("released")
+
+    def steps() -> Iterator[None]:
+        inside.set()
+        assert go.wait(60)
+        yield
+
+    def call() -> None:
+        with Scope("a call") as scope:
+            scope.add(Resource())
+            found.append(scope)
+            for _ in steps():
+                suspended.set()
+                assert end.wait(60)
+
+    def look(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not scopes._Owner.is_running.__code__:
+            return None
+        if event == "line" and frame.f_locals.get("frame") is not None and not go.is_set():
+            go.set()
+            assert suspended.wait(60)
+        return look
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert inside.wait(60)
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        found[0].close_if_left()
+    finally:
+        sys.settrace(before)
+    assert suspended.is_set()
+    assert released == []
+    end.set()
+    thread.join()
+    assert released == ["released"]
 
 
 def test_a_scope_of_a_running_call_is_left_alone() -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import FrameType
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from shardkeep.system import after_fork_in_child
 
 log = logging.getLogger("shardkeep")
 
+_SUSPENDS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR  # flags of code whose frames can be suspended
 LOOK = 0.5  # seconds between two checks of a waiting thread whether its condition can still become true
 
 
@@ -48,12 +50,15 @@ class _Owner(NamedTuple):
     frame: FrameType
 
     def is_running(self) -> bool:
+        """Whether the call is on the stack of its thread, or may be: that thread goes on while this one looks."""
+        last = None
         frame = sys._current_frames().get(self.thread)  # pyright: ignore[reportPrivateUsage]
         while frame is not None:
             if frame is self.frame:
                 return True
-            frame = frame.f_back
-        return False
+            last, frame = frame, frame.f_back
+        # The frame of a generator that has been suspended meanwhile has no caller: what is below it is not known.
+        return last is not None and bool(last.f_code.co_flags & _SUSPENDS)
 
 
 class Scope(AbstractContextManager["Scope", None]):
@@ -130,7 +135,8 @@ class Scope(AbstractContextManager["Scope", None]):
         if thread is not None and thread.ident is not None:
             if not thread.is_alive():
                 self.close()
-        elif not self._owner.is_running() and (thread is None or self._take_right()):
+        # Only the call starts the thread, so a thread that has not begun after the call has returned never will.
+        elif not self._owner.is_running() and (thread is None or (thread.ident is None and self._take_right())):
             self.close()
 
     def __exit__(self, kind: object, *_: object) -> None:
