@@ -94,7 +94,7 @@ class Service:
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self._changed:
-            self.requests["set"] += 1
+            self.requests["heartbeat" if "/alive/" in key else "set"] += 1
             if key in self._keys and not allow_overwrite:
                 raise JaxRuntimeError(f"ALREADY_EXISTS: {key}")
             self._keys[key] = value

@@ -37,6 +37,8 @@ class Device:
 
     id: int
     process_index: int
+    platform: str = "cpu"  # at which a mesh of JAX 0.12 looks, as at the next
+    device_kind: str = "cpu"
 
 
 def held(shape: tuple[int, ...], counts: tuple[int, ...], holders: Holders, itemsize: int = 1) -> _Held:
