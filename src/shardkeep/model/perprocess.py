@@ -35,13 +35,13 @@ _Sequence: TypeAlias = Sequence[object]
 class PerProcess:
     """A leaf whose value differs between processes, such as the state of a data iterator.
 
-    Put it anywhere in a tree. Each process saves its own value, and `load` gives each process its own value back,
-    without the wrapper. The number of processes must be the same then; with `load(..., per_process="all")` every
-    process gets the list of all values instead, whatever the number of processes. JAX takes it as a leaf.
+    Use it anywhere in a tree; JAX treats it as a leaf. Each process saves its own value, and `load` returns each
+    process's own value, without the wrapper. This needs the same number of processes as the save. With
+    `load(..., per_process="all")`, any number of processes can load, and each gets the list of all values.
 
     Args:
-        value: A str, int, float, complex, bool, None, bytes, NumPy scalar or NumPy array, or dicts, lists and tuples of
-            them, nested as you like. A JAX array of this process is saved, and comes back, as a NumPy array.
+        value: A str, int, float, complex, bool, None, bytes, NumPy scalar or NumPy array, or nested dicts, lists and
+            tuples of them. A JAX array of this process is saved and loaded as a NumPy array.
 
     >>> import numpy as np, shardkeep
     >>> state = {"w": np.zeros(3), "data": PerProcess({"epoch": 2, "offset": 1024})}
