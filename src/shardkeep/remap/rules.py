@@ -51,7 +51,7 @@ Fill = float | str  # a number, "zeros" or "keep"
 
 @dataclass(frozen=True, repr=False)
 class Rule:
-    """A change to the tree of a checkpoint. The functions of `shardkeep.remap` make rules."""
+    """A change to the tree of a checkpoint, made by one of the functions of `shardkeep.remap`."""
 
     name: ClassVar[str] = ""
 

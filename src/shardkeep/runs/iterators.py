@@ -18,15 +18,20 @@ Redistribute: TypeAlias = Callable[[list[Any], int], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A data iterator, or its state, that has the same state on every process.
+    """Marks a data iterator, or its state, as identical on every process.
 
-    Each process saves the state of its own iterators, so a run can only be resumed on as many processes. One state for
-    all does not depend on their number.
+    By default, each process saves the state of its own iterators, so a run must be resumed with the same number of
+    processes, or with `redistribute`. A `Global` state is saved once and can be restored on any number of processes.
 
     Args:
         iterator: An iterator with `get_state` and `set_state`, or `state_dict` and `load_state_dict`; or a state.
 
-    >>> take({"train": Global({"seen": 4096})}).tree
+    >>> import numpy as np, shardkeep
+    >>> with shardkeep.Run(tmp / "exp1") as run:
+    ...     _ = run.save(100, {"w": np.zeros(3)}, iterators={"train": shardkeep.Global({"seen": 4096})})
+    >>> with shardkeep.Run(tmp / "exp1") as run:
+    ...     state, step = run.resume({"w": np.zeros(3)}, iterators={"train": shardkeep.Global(None)})
+    >>> run.resumed.iterators
     {'train': {'seen': 4096}}
     """
 
