@@ -247,7 +247,7 @@ def test_iterators_that_were_not_saved_are_an_error(tmp_path: Path) -> None:
 def test_trees_and_metadata_must_not_use_names_of_the_run(tmp_path: Path) -> None:
     with Run(tmp_path / "run") as run:
         run.resume(new_state, shardings=ONE)
-        with pytest.raises(ValueError, match="iterators are saved under this name"):
+        with pytest.raises(ValueError, match="this name is reserved for iterators"):
             run.save(1, state_of(1), trees={"iterators": {}})
         with pytest.raises(MetadataError, match="choose another key"):
             run.save(1, state_of(1), metadata={"shardkeep_run": 1})

@@ -112,7 +112,7 @@ def reshard(x: Any, target_sharding: Sharding | None) -> Any:
         A JAX array; a NumPy array for 64-bit types without `jax_enable_x64`, which JAX would truncate.
     """
     if isinstance(x, np.ndarray) and stays_numpy(x.dtype):
-        log.warning("a %s array stays in NumPy: set jax_enable_x64 to put it on devices", x.dtype.name)
+        log.warning("a %s array is kept as a NumPy array: set jax_enable_x64 to put it on devices", x.dtype.name)
         return x
     return move(x, target_sharding)
 

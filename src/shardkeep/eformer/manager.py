@@ -280,7 +280,7 @@ class AsyncCheckpointManager(CheckpointLoader):
     ) -> Any:
         """The tree as it will be stored: gathered, cast and moved to the host as requested."""
         if mesh is None:
-            log.warning("no mesh given: arrays keep their sharding, or are gathered on the CPU if you asked for that")
+            log.warning("no mesh was passed: arrays keep their sharding, or are gathered on the CPU on request")
         tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
         return move_tree(tree, dtype, mesh, do_all_gather, cpu_offload)

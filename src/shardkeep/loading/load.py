@@ -306,7 +306,7 @@ def load_request(path: Location, request: LoadRequest, operation: Operation) -> 
         )
     operation.share()
     raise IntegrityError(
-        f"{path} was replaced {TRIES} times while it was being loaded; load it when nothing is saving to it"
+        f"{path} was replaced {TRIES} times while it was being loaded; try again when no save is running"
     )
 
 

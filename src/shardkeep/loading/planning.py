@@ -192,7 +192,9 @@ def plan_load(path: object, **arguments: Any) -> LoadPlan:
             attempt.sure = True  # what it reads beside the manifest has digests there
         if plan is not None:
             return plan
-    raise IntegrityError(f"{place} was replaced {TRIES} times while the load was planned; try when nothing is saving")
+    raise IntegrityError(
+        f"{place} was replaced {TRIES} times while the load was planned; try again when no save is running"
+    )
 
 
 def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable[[], object]) -> LoadPlan:

@@ -69,7 +69,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
             attempt.sure = report.ok
         if report is not None and not attempt.replaced:  # else it looked damaged while it was being replaced
             return report
-    text = f"{place} was replaced {TRIES} times while it was being checked; check it when nothing is saving to it"
+    text = f"{place} was replaced {TRIES} times while it was being checked; try again when no save is running"
     problem = Problem(None, str(place), text)
     return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
 

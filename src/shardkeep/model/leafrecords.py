@@ -170,7 +170,7 @@ def _decode_foreign(data: LeafRecord, spec: ArraySpec) -> ForeignArray:
     origin = None
     if was is not None:
         if was["kind"] not in (JaxArray.kind, NumpyArray.kind, PrngKeys.kind):
-            raise ValueError(f"leaf {data['key']!r} was of an unknown kind")
+            raise ValueError(f"leaf {data['key']!r} has an origin of an unknown kind")
         origin = _decode_origin({**was, "key": data["key"]}, spec)
         assert not isinstance(origin, ForeignArray | PerProcessRows)
     return ForeignArray(check_name(data.get("directory")), data["kind"], origin)

@@ -290,7 +290,7 @@ def _build_custom(node: Node, children: list[Any]) -> Any:
     try:
         return cast("PyTreeDef", _treedef(cls, _with_aux(cls, node))).unflatten(children)
     except Exception as error:  # the class's own code: it may refuse what an older version of it saved
-        raise TreeError(f"{node.class_name} refused the saved values ({error}); load with template=") from error
+        raise TreeError(f"{node.class_name} rejected the saved values ({error}); pass template=") from error
 
 
 def _with_aux(cls: type[object], node: Node) -> Node:

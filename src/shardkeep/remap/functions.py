@@ -195,9 +195,9 @@ def apply(
     remap.apply('.*/scale', abs, elementwise=True)
     """
     if not callable(function):
-        raise RemapError(f"remap.apply({pattern!r}): a function is needed, not {function!r}")
+        raise RemapError(f"remap.apply({pattern!r}): function must be callable, not {function!r}")
     if elementwise and shape is not None:
-        raise RemapError(f"remap.apply({pattern!r}): an elementwise function keeps the shape; leave shape= out")
+        raise RemapError(f"remap.apply({pattern!r}): an elementwise function cannot change the shape; remove shape=")
     try:
         made = None if dtype is None else parse_dtype(dtype)
     except ValueError as error:
@@ -221,7 +221,7 @@ def within(pattern: str, rules: Rule | Sequence[Rule]) -> Rule:
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise RemapError(f"remap.{name}: a list of strings is needed, not {values!r}")
+        raise RemapError(f"remap.{name}: expected a list of strings, not {values!r}")
     return tuple(cast("Sequence[str]", values))
 
 
@@ -234,7 +234,7 @@ def _numbers(name: str, values: object) -> tuple[int, ...]:
     several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
     found = tuple(map(_number, cast("Sequence[int]", values))) if several else None
     if found is None or isinstance(values, str) or not all(type(value) is int for value in found):
-        raise RemapError(f"remap.{name}: a list of integers is needed, not {values!r}")
+        raise RemapError(f"remap.{name}: expected a list of integers, not {values!r}")
     return found
 
 
@@ -255,7 +255,7 @@ def to_json(rules: Rule | Sequence[Rule]) -> list[Json]:
 
 def _rule_to_json(rule: Rule) -> JsonObject:
     if isinstance(rule, Apply):
-        raise RemapError(f"{rule} has no JSON form, because it has a function")
+        raise RemapError(f"{rule} has no JSON form, because it contains a function")
     found: JsonObject = {"rule": rule.name}
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
@@ -294,7 +294,7 @@ def from_json(data: object) -> list[Rule]:
     [remap.drop('old/.*')]
     """
     if not isinstance(data, list):
-        raise RemapError(f"rules are a JSON list of objects, not {an(type(data).__name__)}")
+        raise RemapError(f"rules must be a JSON list of objects, not {an(type(data).__name__)}")
     try:
         return [_rule_from_json(each) for each in cast("list[object]", data)]
     except RecursionError:
@@ -308,8 +308,8 @@ def _rule_from_json(data: object) -> Rule:
         fields["rules"] = from_json(fields["rules"])
     maker = _MAKERS.get(name) if isinstance(name, str) else None
     if maker is None:
-        raise RemapError(f'{data!r:.200} is no rule: "rule" must be one of {", ".join(_MAKERS)}')
+        raise RemapError(f'{data!r:.200} is not a rule: "rule" must be one of {", ".join(_MAKERS)}')
     try:
         return maker(**fields)
     except TypeError as error:
-        raise RemapError(f"{data!r:.200} is no rule: {error}") from None
+        raise RemapError(f"{data!r:.200} is not a rule: {error}") from None
