@@ -42,14 +42,14 @@ _OWN = ("path", "template", "per_process", "mapped")  # the arguments of load th
 
 @dataclass(frozen=True, repr=False)
 class Resumed:
-    """How a run was resumed: what `run.resumed` says after `run.resume`.
+    """How a run was resumed. `run.resumed` returns it after a call of `run.resume`.
 
     Attributes:
-        step: The step that the run continues with; 0 for a new run.
+        step: The step that the run continues from; 0 for a new run.
         path: The checkpoint that was loaded; None for a new state.
-        fresh: Whether the run had no steps, so that it begins now.
-        init_from: For a new run that began with the weights of another, the path of the checkpoint; else None.
-        skipped: Newer steps that are damaged or gone, each with the reason.
+        fresh: Whether the run had no steps and starts from the beginning.
+        init_from: The path of the checkpoint that a new run started from; None if there was none.
+        skipped: Newer steps that are damaged or missing, each with the reason.
         iterators: The states of the data iterators, by name.
     """
 
