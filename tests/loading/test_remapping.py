@@ -139,9 +139,7 @@ class TestMissing:
 
     def test_shapes_have_no_values_to_keep(self, saved: Path) -> None:
         template = {"new": jax.ShapeDtypeStruct((8, 4), jnp.float32), "embed": jnp.zeros((6, 4))}
-        with pytest.raises(
-            MissingLeafError, match=r"no values to keep, for 1 leaf: 'new'. Pass a template with"
-        ):
+        with pytest.raises(MissingLeafError, match=r"no values to keep, for 1 leaf: 'new'. Pass a template with"):
             shardkeep.load(saved, template=template, missing="keep")
 
     def test_by_default_they_are_an_error(self, saved: Path) -> None:

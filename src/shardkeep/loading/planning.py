@@ -158,7 +158,7 @@ def plan_load(path: object, **arguments: Any) -> LoadPlan:
 
     Args:
         path: The checkpoint, as for `load`.
-        arguments: Any other arguments of `load`.
+        arguments: The other arguments of `load`.
 
     Returns:
         A `LoadPlan`, which prints as a table. `plan.load()` executes it, and `plan.inverse()` returns rules that undo

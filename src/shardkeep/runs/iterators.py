@@ -142,7 +142,7 @@ def _protocol_of(name: str, inside: Any) -> tuple[str, str] | None:
     pairs = "get_state and set_state, {} state_dict and load_state_dict"
     found = f"has only {', '.join(has)} of {pairs.format('or')}" if has else f"has neither {pairs.format('nor')}"
     raise UnsupportedLeafError(
-        f"iterator {name!r}: {an(type(inside).__name__)} {found}, and is no state either (str, numbers, bytes, None, "
+        f"iterator {name!r}: {an(type(inside).__name__)} {found}, and is not a state (str, numbers, bytes, None, "
         "NumPy arrays, and dicts, lists and tuples of them). Pass an iterator that has both, or its position as a "
         "plain value"
     )
@@ -165,7 +165,7 @@ def _refuse_missing(iterators: Mapping[str, Any], kinds: Mapping[str, Kind], wha
 def _other_count(names: Sequence[str], processes: int | None, size: int, what: str) -> ProcessError:
     saved = counted(processes or 0, "process", "processes")
     return ProcessError(
-        f"{what}: the state of iterator {', '.join(map(repr, names))} was saved by {saved}, each its own, and now "
+        f"{what}: the state of iterator {', '.join(map(repr, names))} was saved by {saved}, each its own, but now "
         f"there {'is' if size == 1 else 'are'} {size:,}. Pass redistribute=function, where function(states, count) "
         f"takes the list of the {processes} saved states and returns a list of {size}; or leave iterators out. A state "
         "that is the same on every process can be saved as shardkeep.Global(iterator), for any number of them"

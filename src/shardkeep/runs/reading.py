@@ -175,8 +175,8 @@ class ReadableRun:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            ConflictError: The step is being deleted; or it is abandoned or damaged, and would be replaced when it is saved
-                again.
+            ConflictError: The step is being deleted; or it is abandoned or damaged, and would be replaced when it is
+                saved again.
         """
         if not _leads():
             return
