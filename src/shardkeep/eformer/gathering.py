@@ -47,7 +47,7 @@ def to_host(x: Any, float_dtype: object, mesh: Mesh | None, cpu_offload: bool) -
     """Gather an array.
 
     Args:
-        x: The array. Anything else is returned unchanged.
+        x: The array. Other values are returned unchanged.
         float_dtype: The dtype to cast floats to. None keeps them.
         mesh: The mesh to replicate the array on. None: one device.
         cpu_offload: Whether the result goes to the CPU instead, so that no gathered copy stays on the accelerators.
