@@ -23,10 +23,10 @@ environment:
 
 _ABOUT = """List, inspect, verify, compare, convert and clean up checkpoints.
 
-PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or an
-eFormer checkpoint, on disk or in a bucket (gs://, s3://). RUN@latest, RUN@best and RUN@1000 are
-steps of the run RUN, wherever a command reads a checkpoint. No command uses an accelerator or
-executes code stored in a checkpoint."""
+PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or a
+checkpoint of another library (Orbax, PyTorch, Flax, Keras, NumPy, eFormer), on disk or in a
+bucket (gs://, s3://). Commands that read a checkpoint also accept steps of a run: RUN@latest,
+RUN@best and RUN@1000. No command uses an accelerator or executes code from a checkpoint."""
 _INCLUDE = "only leaves whose key (names joined with /) matches this regular expression (re.search)"
 
 
