@@ -258,7 +258,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         if not is_table(file.name):
             check_name(clean_name(file.name, _checked_id(data["save"])))
     if "step" in data and not 0 <= integer(data["step"]) < _STEPS:
-        raise ValueError(f"impossible step {data['step']}")
+        raise ValueError(f"invalid step {data['step']}")
     source = data.get("source", OURS if data["format"] != "foreign" else _FIRST_SOURCE)
     if not isinstance(source, str) or not _SOURCE.fullmatch(source):
         raise ValueError("source is not the name of a kind of checkpoint")

@@ -150,7 +150,7 @@ def decode_leaf(data: LeafRecord, path: Path, number: int, stored: "Tables | Seq
     else:
         pieces = tuple([_decode_piece(piece, spec, stored) for piece in data["pieces"]])
         if not is_partition(shape, [piece.region for piece in pieces]):
-            raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
+            raise ValueError(f"the pieces of leaf {data['key']!r} do not cover it exactly once")
     return StoredArray(path, spec, pieces, _decode_origin(data, spec))
 
 

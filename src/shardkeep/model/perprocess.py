@@ -191,7 +191,7 @@ def _decode_array(reader: _Reader, name: Json, sizes: Json, order: Json = "<") -
     dtype, shape = dtype_from_name(cast(str, name)), tuple(map(_count, as_list(sizes)))
     swapped = order == ">" and dtype.kind != "V"
     if not (swapped or order == "<") or not is_possible(shape, dtype.itemsize):
-        raise ValueError(f"impossible array {name}{list(shape)}")
+        raise ValueError(f"invalid array {name}{list(shape)}")
     raw = reader.take(math.prod(shape) * dtype.itemsize)
     array: Array = np.empty(shape, dtype)  # its own memory: the caller may write to it
     array.reshape(-1).view(np.uint8)[...] = raw
