@@ -149,17 +149,17 @@ def _deeper(place: Location) -> Location | None:
 
 
 def inspect(path: object) -> Manifest:
-    """What a checkpoint holds, without reading any array: leaves, shapes, dtypes, sizes, metadata, step.
+    """Read what a checkpoint contains, without its arrays: leaves, shapes, dtypes, sizes, metadata and step.
 
     Args:
-        path: A checkpoint: its directory, a `.safetensors` file or its index, or a `gs://` or `s3://` URL.
+        path: The checkpoint, as for `load`.
 
     Returns:
-        The `Manifest`. Its `leaves` maps keys to `StoredLeaf`s, `trees` maps prefixes to `Tree`s.
+        A `Manifest`. Its `leaves` maps keys to `StoredLeaf`s, and its `trees` maps prefixes to `Tree`s.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
-        IntegrityError: The checkpoint's manifest is damaged, or a save to the path has not been committed.
+        IntegrityError: The manifest is damaged, or no save to the path has been committed.
 
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros((2, 3), np.float32)}, step=1, metadata={"loss": 0.5})
@@ -171,18 +171,19 @@ def inspect(path: object) -> Manifest:
 
 
 def exists(path: object) -> bool:
-    """Whether there is a committed checkpoint whose files are all there and have the sizes that were saved.
+    """Whether there is a complete checkpoint: it is committed, and all its files are present with the recorded sizes.
 
-    Contents are not read: `verify` and `load` find changed bytes. This costs the manifest and one `stat` per file; in a
-    bucket, one LIST request per 1,000 objects of the checkpoint. For files of other programs, sizes are checked as far
-    as they are known. A checkpoint in a later format version counts as existing, and `load` says what to do.
+    The contents of files are not checked; `verify` and `load` do that. The cost is one read of the manifest and one
+    `stat` per file; in a bucket, one LIST request per 1,000 objects. For checkpoints of other programs, sizes are
+    checked only where they are known. A checkpoint in a newer format version exists as well; `load` raises an error
+    that says to upgrade.
 
     Args:
-        path: A path or URL as `load` takes it.
+        path: The checkpoint, as for `load`.
 
     Returns:
-        False if there is nothing, if no save was committed (or the first one is still running), if the manifest is
-        damaged, or if a file is missing or has another size.
+        False if there is no checkpoint, if no save was committed (or the first one is still running), if the manifest
+        is damaged, or if a file is missing or has a different size.
 
     Raises:
         PathError: It cannot be the path of a checkpoint.
@@ -210,29 +211,30 @@ def exists(path: object) -> bool:
 
 
 def latest(path: object) -> str | None:
-    """The newest complete checkpoint in a directory or below a URL; None if there is none.
+    """Return the newest complete checkpoint in a directory or bucket, or None.
 
-    Complete means what `exists` checks: committed, and all files there with their sizes. Others are skipped, with a
-    warning if they are damaged. The order is:
+    A checkpoint is complete if `exists` returns True. Others are skipped, with a warning if they are damaged. The order
+    is:
 
-    1. Checkpoints with a recorded step (`save(..., step=...)`) are ordered by it. If it is the last number in the
-       name, that number also stands for the step in names that differ only in numbers.
+    1. Checkpoints with a recorded step (`save(..., step=...)`) are ordered by step. If the step is also the last number
+       in the name, then names that differ only in numbers are taken to contain their step as well.
     2. Checkpoints without a step whose names differ only in their last number (`step_90`, `step_100`) are ordered by
        that number.
-    3. Otherwise, and between these groups, the time of the save decides.
+    3. All others, and these groups relative to each other, are ordered by the time of the save.
 
     Only checkpoints directly in the directory are considered. If there are none and `path` is a complete checkpoint
     itself, it is returned.
 
-    Cost: of names that differ only in numbers, the manifests of the three with the highest last number are read. All
-    are read only if a recorded step is not the last number in its name, or if the names differ in more than the last
-    number and no step is recorded. Sizes are checked from the newest on, until a checkpoint is complete.
+    Cost: among names that differ only in numbers, the manifests of the three with the highest last number are read. All
+    manifests are read only if a recorded step is not the last number in its name, or if the names differ in more than
+    the last number and no step is recorded. File sizes are checked from the newest checkpoint backwards, until one is
+    complete.
 
     Args:
         path: A directory of checkpoints, or its `gs://` or `s3://` URL.
 
     Returns:
-        The path of the checkpoint, to pass to `load`.
+        The path of the checkpoint, to pass to `load`, or None if there is none.
 
     >>> import numpy as np, shardkeep
     >>> for step in (9, 10):
@@ -249,12 +251,13 @@ def latest(path: object) -> str | None:
 
 
 def delete(path: object) -> None:
-    """Remove a checkpoint, first its manifest, so that no reader ever sees half of it. Other files there stay.
+    """Delete a checkpoint. The manifest is deleted first, so readers never see a partial checkpoint.
 
-    What an unfinished save left is removed too. Arrays that a running program has mapped from the files stay valid.
+    Leftovers of unfinished saves are deleted as well; other files in the directory are kept. Arrays that a running
+    program has memory-mapped from the files stay valid.
 
     Args:
-        path: A path or URL as `load` takes it.
+        path: The path or URL of the checkpoint.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or another program wrote it. Nothing was deleted.

@@ -2,10 +2,10 @@
 
 ShardkeepError
 ├── CheckpointNotFoundError   (FileNotFoundError)  there is no checkpoint at the path
-├── CheckpointExistsError     (FileExistsError)    there is already one, and overwrite=False
+├── CheckpointExistsError     (FileExistsError)    a checkpoint already exists, and overwrite=False
 ├── IntegrityError            (ValueError)         the stored data is not the data that was saved
 │   ├── MissingDataError      (FileNotFoundError)  a file of the checkpoint is missing
-│   └── IncompleteCheckpointError                  a save that was never committed, or is still running
+│   └── IncompleteCheckpointError                  a save was never committed, or is still running
 ├── NewerFormatError          (ValueError)         written by a later version, or in an unknown layout
 ├── PathError                 (ValueError)         not a usable path or URL
 │   └── PathTypeError         (TypeError)          not a path at all: None, a dict, an array, ...
@@ -14,18 +14,18 @@ ShardkeepError
 │   ├── UnsupportedLeafError  (TypeError)          a leaf that is neither an array nor a plain value
 │   └── KeyCollisionError                          two leaves would get the same name
 ├── MetadataError             (ValueError, TypeError)  metadata that cannot be stored as JSON
-├── TemplateMismatchError     (ValueError)         saved leaves do not fit the template
-├── MissingLeafError          (KeyError)           leaves that were asked for but never saved
-├── RemapError                (ValueError)         a rule that cannot be applied to the tree of the checkpoint
-├── ShardingError             (ValueError)         a sharding that does not fit the array or the mesh
+├── TemplateMismatchError     (ValueError)         saved leaves do not match the template
+├── MissingLeafError          (KeyError)           requested leaves are not in the checkpoint
+├── RemapError                (ValueError)         a rule cannot be applied to the tree of the checkpoint
+├── ShardingError             (ValueError)         a sharding does not fit the array or the mesh
 ├── HostMemoryError           (MemoryError)        pinned host memory was exhausted after the arrays were donated
-├── CallbackError             (RuntimeError)       saved, but the commit callback raised an exception
+├── CallbackError             (RuntimeError)       committed, but the commit callback raised an exception
 ├── ProcessError              (RuntimeError)       another JAX process failed, died or made a different call
-└── StorageError              (OSError)            the file system or the bucket refused an operation
+└── StorageError              (OSError)            an operation on the file system or bucket failed
     ├── AccessError           (PermissionError)    no permission to read or write
     ├── NotADirectoryPathError (NotADirectoryError)  a file where a directory is needed
     ├── NotEnoughSpaceError                        not enough free space for the checkpoint
-    ├── ConflictError                              another writer was faster, or is still writing
+    ├── ConflictError                              another writer changed the same data, or holds its lock
     └── CommitUnknownError                         the outcome of the commit cannot be determined
 
 Each error also inherits from the builtin in parentheses, so code that catches only the builtin works too.
@@ -36,7 +36,7 @@ from typing import Any
 
 
 class ShardkeepError(Exception):
-    """The base class: `except shardkeep.ShardkeepError` catches every error that shardkeep raises deliberately."""
+    """The base class of shardkeep's errors: `except shardkeep.ShardkeepError` catches all of them."""
 
     record: dict[str, Any] | None = None  # for an error that involves another JAX process: what all processes are sent
     told: bool = False  # whether the error came from another process
@@ -51,14 +51,14 @@ class CheckpointExistsError(ShardkeepError, FileExistsError):
 
 
 class IntegrityError(ShardkeepError, ValueError):
-    """The stored data is not the data that was saved. What is known about the place of the damage is in attributes.
+    """The stored data is not the data that was saved. Attributes say where the damage is, as far as it is known.
 
     Attributes:
-        leaf: The key of the leaf whose data it is; None if it is not the data of one leaf.
-        file: The path or URL of the file; of an array that another program wrote, perhaps its directory. None if it is
-            not about one file.
-        span: The bytes of the file, (start, end), between which the damage is; None if that is not known.
-        problem: What is wrong, without the leaf.
+        leaf: The key of the damaged leaf; None if the damage is not in the data of a single leaf.
+        file: The path or URL of the damaged file, or the directory of an array that another program wrote. None if the
+            error does not concern a single file.
+        span: The damaged byte range of the file, (start, end); None if it is not known.
+        problem: A description of the problem that does not name the leaf.
     """
 
     leaf: str | None = None
@@ -83,23 +83,23 @@ class IntegrityError(ShardkeepError, ValueError):
 
 
 class MissingDataError(IntegrityError, FileNotFoundError):
-    """A file that the manifest names is missing: `file`, which holds data of `leaf`."""
+    """A file listed in the manifest is missing. `file` names it, and `leaf` is a leaf with data in it."""
 
 
 class IncompleteCheckpointError(IntegrityError):
-    """A save to the path was never committed: it failed half-way, or it is still running (the message says which)."""
+    """A save to the path was never committed: it failed, or it is still running (the message says which)."""
 
 
 class NewerFormatError(ShardkeepError, ValueError):
-    """The checkpoint has a format version, a layout or a compression that this version of shardkeep cannot read."""
+    """The checkpoint has a format version, layout or compression that this version of shardkeep cannot read."""
 
 
 class PathError(ShardkeepError, ValueError):
-    """Not a path or URL that shardkeep can use. Nothing was read or written."""
+    """The path or URL is not valid. Nothing was read or written."""
 
 
 class PathTypeError(PathError, TypeError):
-    """Not a path at all, for example because arguments were swapped. Nothing was read or written."""
+    """The argument is not a path, for example because arguments were swapped. Nothing was read or written."""
 
 
 class PrefixError(ShardkeepError, ValueError):
@@ -115,7 +115,7 @@ class UnsupportedLeafError(TreeError, TypeError):
 
 
 class KeyCollisionError(TreeError):
-    """Two leaves would get the same name in a file where names must differ. Nothing was written."""
+    """Two leaves would have the same name in a file that needs distinct names. Nothing was written."""
 
 
 class MetadataError(ShardkeepError, ValueError, TypeError):
@@ -123,13 +123,13 @@ class MetadataError(ShardkeepError, ValueError, TypeError):
 
 
 class TemplateMismatchError(ShardkeepError, ValueError):
-    """Saved leaves do not match the template. The message shows the first of them, `problems` has a line for each."""
+    """Saved leaves do not match the template. The message shows the first ones; `problems` has a line for each."""
 
     problems: tuple[str, ...] = ()
 
 
 class MissingLeafError(ShardkeepError, KeyError):
-    """Leaves that were asked for are not in the checkpoint. The message shows the first, `problems` has all of them."""
+    """Requested leaves are not in the checkpoint. The message shows the first ones; `problems` has all of them."""
 
     problems: tuple[str, ...] = ()
 
@@ -142,18 +142,18 @@ class RemapError(ShardkeepError, ValueError):
 
 
 class ShardingError(ShardkeepError, ValueError):
-    """A sharding, spec or rule does not fit the array or the mesh."""
+    """A sharding, spec or partition rule does not fit the array or the mesh."""
 
 
 class HostMemoryError(ShardkeepError, MemoryError):
-    """Pinned host memory was exhausted after `save_async` had returned, and the arrays were donated meanwhile.
+    """Pinned host memory was exhausted after `save_async` returned, when the arrays had already been donated.
 
     Nothing was committed.
     """
 
 
 class CallbackError(ShardkeepError, RuntimeError):
-    """The checkpoint is committed, but the commit callback raised an exception, which is the `__cause__`."""
+    """The checkpoint is committed, but the commit callback raised an exception, available as `__cause__`."""
 
 
 class ProcessError(ShardkeepError, RuntimeError):
@@ -161,27 +161,27 @@ class ProcessError(ShardkeepError, RuntimeError):
 
 
 class StorageError(ShardkeepError, OSError):
-    """The file system or the bucket refused an operation. The message says which, and what remains."""
+    """An operation on the file system or bucket failed. The message says which, and what state it left behind."""
 
 
 class AccessError(StorageError, PermissionError):
-    """No permission to read or write there."""
+    """Permission to read or write was denied."""
 
 
 class NotADirectoryPathError(StorageError, NotADirectoryError):
-    """The path, or a parent of it, is a file where a directory is needed."""
+    """The path or one of its parents is a file, but must be a directory."""
 
 
 class NotEnoughSpaceError(StorageError):
-    """The checkpoint needs more space than the file system has free."""
+    """The checkpoint needs more space than is free on the file system."""
 
 
 class ConflictError(StorageError):
-    """Another writer changed the same tree, or holds the checkpoint's lock. Its data was not touched."""
+    """Another writer changed the same tree, or holds the lock. Its data was not touched."""
 
 
 class CommitUnknownError(StorageError):
-    """The commit was attempted, and its outcome cannot be read back. Nothing was deleted."""
+    """A commit was attempted, but its outcome cannot be determined. Nothing was deleted."""
 
 
 def error_named(name: str) -> type[ShardkeepError] | None:

@@ -113,7 +113,7 @@ def test_the_sign_of_zero_is_mentioned_but_equal(run: Run, tmp_path: Path) -> No
     a, b = save_two(tmp_path, {"w": np.array([0.0])}, {"w": np.array([-0.0])})
     result = run("diff", a, b)
     assert result.code == 0
-    assert "but not bit by bit" in result.out
+    assert "but not bit-identical" in result.out
     assert compared(run, a, b)["w"]["same_bits"] is False
 
 
@@ -171,7 +171,7 @@ def test_an_empty_key_is_shown_as_such(run: Run, tmp_path: Path) -> None:
     a, b = save_two(tmp_path, {"": np.ones(2), "x": {"": -0.0 * np.ones(1)}}, {"": np.zeros(2), "x": {"": np.zeros(1)}})
     lines = run("diff", a, b).out.splitlines()
     assert lines[0].startswith("''  float64[2]  2 of 2 changed")
-    assert lines[1].startswith("x/: the values are equal, but not bit by bit")
+    assert lines[1].startswith("x/: the values are equal, but not bit-identical")
     shardkeep.save(tmp_path / "c", {"x": {"": np.zeros(1)}})
     assert run("diff", a, tmp_path / "c").out.startswith("only in A: ''  float64[2]\n")
     found = compared(run, a, b)

@@ -111,7 +111,7 @@ def test_a_pinned_step_outlives_the_rules_until_it_is_unpinned(run: Run, tmp_pat
         opened.save(2, state)
         opened.wait()
         assert numbers(opened) == [1, 2]
-        assert run("unpin", f"{path}@1").out == f"unpinned  {path}/step_1: the rules of the run decide about it\n"
+        assert run("unpin", f"{path}@1").out == f"unpinned  {path}/step_1: the rules of its run apply to it again\n"
         opened.save(3, state)
         opened.wait()
         assert numbers(opened) == [3]
@@ -121,7 +121,7 @@ def test_a_pinned_step_outlives_the_rules_until_it_is_unpinned(run: Run, tmp_pat
 def test_pin_needs_a_step_of_a_run(run: Run, tmp_path: Path) -> None:
     trained(tmp_path / "run", [1])
     for words, said in (
-        (["pin", tmp_path / "run/step_1"], "names no step of a run; write RUN@1000, RUN@latest or RUN@best"),
+        (["pin", tmp_path / "run/step_1"], "does not name a step of a run; write RUN@1000, RUN@latest or RUN@best"),
         (["pin", f"{tmp_path}/run@2"], "has no step 2; it has 1"),
         (["unpin", f"{tmp_path}/none@latest"], "there is no usable step in"),
     ):
@@ -140,7 +140,7 @@ def test_save_now_makes_the_writer_save(run: Run, tmp_path: Path, monkeypatch: p
         asked = run("save-now", path)
         assert asked.code == 0
         assert f"requested a save of {path} from process {os.getpid()} on " in asked.out
-        assert "it looks for requests every 10 s and saves at one of its next steps" in asked.out
+        assert "it checks for requests every 10 s and saves at one of its next steps" in asked.out
         saved, until = None, time.monotonic() + 60
         while saved is None and time.monotonic() < until:
             step += 1

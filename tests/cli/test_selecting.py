@@ -79,7 +79,7 @@ def test_a_path_that_exists_is_a_path(run: Run, exp: Path, tmp_path: Path) -> No
 def test_what_is_wrong_is_said(run: Run, exp: Path, tmp_path: Path) -> None:
     for given, said in (
         (f"{exp}@7", f"the run {exp} has no step 7; it has 1, 4, 5"),
-        (f"{exp}@lates", "'lates' names no step; write @latest, @best or the number of a step"),
+        (f"{exp}@lates", "'lates' is not a step; write @latest, @best or the number of a step"),
         (f"{tmp_path}@latest", "there is no usable step in"),
         (f"{tmp_path}/none@3", f"the run {tmp_path}/none has no steps"),
         (f"{exp}/step_5@3", "is a checkpoint, not a run"),
@@ -97,7 +97,7 @@ def test_best_needs_a_metric(run: Run, tmp_path: Path) -> None:
     refused = run("inspect", f"{tmp_path}/run@best")
     assert refused.code == 2
     expected = (
-        "the run does not say which metric is meant; pass --metric and --mode (the metrics of its steps are loss)"
+        "the run does not specify which metric to use; pass --metric and --mode (the metrics of its steps are loss)"
     )
     assert expected in refused.err
     told = run.document("inspect", f"{tmp_path}/run@best", "--metric", "loss", "--mode", "min")
@@ -133,7 +133,7 @@ def test_a_run_without_an_index_has_no_rules(run: Run, exp: Path, tmp_path: Path
     document = json.loads(index.read_text())
     assert document["rules"] == {"name": "step_{}", "keep": {"last": 2, "best": 1, "metric": "loss", "mode": "max"}}
     index.unlink()
-    assert "does not say which metric is meant" in run("inspect", f"{tmp_path}/run@best").err
+    assert "does not specify which metric to use" in run("inspect", f"{tmp_path}/run@best").err
     assert run.document("inspect", f"{tmp_path}/run@latest")["path"] == str(tmp_path / "run/step_5")
 
 

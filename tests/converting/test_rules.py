@@ -76,11 +76,11 @@ def test_it_follows_the_other_choices(tree: Any, tmp_path: Path, run: Run) -> No
     ("rules", "problem"),
     [
         ("{", "Expecting property name"),
-        ("[3]", "3 is no rule"),
+        ("[3]", "3 is not a rule"),
         ([remap.rename("nothing", "x")], "remap.rename('nothing', 'x'): it matches no leaf"),
         ([remap.resize("head", fill="keep", size=9)], 'fill="keep" needs a template'),
-        ([remap.resize("head")], "there is no template that says its size"),
-        ([remap.rename("head", "layers")], "and 'layers/0/"),
+        ([remap.resize("head")], "no template gives its size"),
+        ([remap.rename("head", "layers")], "which contains 'layers/0/"),
     ],
 )
 def test_rules_that_cannot_be_applied_are_said_and_nothing_is_written(

@@ -181,7 +181,7 @@ class TestReshard:
     def test_what_jax_would_truncate_is_the_same_object(self, caplog: pytest.LogCaptureFixture) -> None:
         wide = np.array([2**40])
         assert reshard(wide, NamedSharding(MESH, P())) is wide
-        assert "a int64 array stays in NumPy: set jax_enable_x64" in caplog.text
+        assert "a int64 array is kept as a NumPy array: set jax_enable_x64" in caplog.text
 
 
 class TestPieces:

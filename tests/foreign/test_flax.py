@@ -218,39 +218,39 @@ def _array(shape: bytes, dtype: bytes, data: bytes) -> bytes:
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "ends at byte 0"),
-    "more than the file has": (b"\x81\xa1w\xdd\xff\xff\xff\xff", "announces 4,294,967,295 values"),
+    "more than the file has": (b"\x81\xa1w\xdd\xff\xff\xff\xff", "declares 4,294,967,295 values"),
     "text that is longer than the file": (b"\x81\xa1w\xdb\xff\xff\xff\xff", "4,294,967,295 bytes are needed"),
     "nested too deeply": (b"\x91" * 5000 + b"\x00", "more than 100 levels"),
-    "something after it": (b"\x81\xa1w\x01\x00", "ends at byte 4, and it has 5"),
-    "an unknown byte": (b"\x81\xa1w\xc1", "begins nothing that MessagePack has"),
-    "a timestamp": (b"\x81\xa1w\xd6\xff\x00\x00\x00\x00", "extension of type 255"),
+    "something after it": (b"\x81\xa1w\x01\x00", "end at byte 4, but it has 5 bytes"),
+    "an unknown byte": (b"\x81\xa1w\xc1", "is not valid MessagePack"),
+    "a timestamp": (b"\x81\xa1w\xd6\xff\x00\x00\x00\x00", "extension at byte 3 has type 255"),
     "a key that is a number": (b"\x81\x01\x01", "is not a string"),
     "a key twice": (b"\x82\xa1w\x01\xa1w\x02", "the key 'w' twice"),
     "text that is none": (b"\x81\xa1w\xa2\xff\xff", "codec can't decode"),
     "an array of objects": (b"\x81\xa1w" + _array(b"\x91\x01", b"object", bytes(8)), "dtype 'object'"),
     "an array of text": (b"\x81\xa1w" + _array(b"\x91\x01", b"str32", bytes(4)), "dtype 'str32'"),
     "an array that is too short": (b"\x81\xa1w" + _array(b"\x91\x02", b"int8", b"\x00"), r"int8\[2\] has 2"),
-    "a shape below zero": (b"\x81\xa1w" + _array(b"\x92\xff\xff", b"int8", b"\x00"), "impossible array"),
+    "a shape below zero": (b"\x81\xa1w" + _array(b"\x92\xff\xff", b"int8", b"\x00"), "invalid shape"),
     "an enormous shape": (
         b"\x81\xa1w" + _array(b"\x92" + b"\xce\xff\xff\xff\xff" * 2, b"int8", b""),
-        "impossible array",
+        "invalid shape",
     ),
-    "a shape of floats": (b"\x81\xa1w" + _array(b"\x91\xca\x00\x00\x00\x00", b"int8", b""), "without a shape or dtype"),
+    "a shape of floats": (b"\x81\xa1w" + _array(b"\x91\xca\x00\x00\x00\x00", b"int8", b""), "no shape or no dtype"),
     "an array in an array": (b"\x81\xa1w" + _ext(1, b"\x93" + _ext(1, b"\x93")), "does not end before"),
     "an array longer than it says": (
         b"\x81\xa1w" + _ext(1, _array(b"\x91\x00", b"int8", b"")[6:] + b"\x00"),
-        "does not have the length",
+        "does not have its declared length",
     ),
     "a complex number of three": (b"\x81\xa1w" + _ext(2, b"\x93" + b"\xcb" + bytes(8)), "needed|two parts"),
     "chunks that do not fill it": (
         b"\x81\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x81\xa10\x05\xa6chunks\x81\xa10"
         + _array(b"\x91\x04", b"int8", b"abcd"),
-        "do not fill its shape",
+        "do not cover its shape",
     ),
     "chunks without numbers": (
         b"\x81\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x81\xa10\x05\xa6chunks\x81\xa11"
         + _array(b"\x91\x04", b"int8", b"abcd"),
-        "without chunks",
+        "has no chunks or no shape",
     ),
 }
 
@@ -274,7 +274,7 @@ def test_a_file_of_another_kind_with_another_name_is_not_taken_for_one(tmp_path:
         if text == b"\x80":  # an empty dict
             assert shardkeep.load(tmp_path / f"data{number}") == {}
             continue
-        with pytest.raises(shardkeep.CheckpointNotFoundError, match="not the file of a checkpoint"):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="shardkeep cannot read this kind of file"):
             shardkeep.load(tmp_path / f"data{number}")
 
 

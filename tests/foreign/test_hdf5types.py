@@ -37,7 +37,7 @@ def test_raw_bytes_are_bfloat16_where_keras_notes_it(text: Any, tmp_path: Path) 
         if noted is text:
             assert find()[0][1].spec.dtype == ml_dtypes.bfloat16
         else:
-            assert find() == [(("w",), UnreadDataset("it holds raw bytes, which are not numbers of JAX's"))]
+            assert find() == [(("w",), UnreadDataset("it holds raw bytes, not numbers that JAX supports"))]
 
 
 def test_checksums_are_the_published_ones() -> None:

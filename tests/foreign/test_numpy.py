@@ -158,7 +158,7 @@ def test_characters_that_do_not_exist_are_damage(order: str, tmp_path: Path) -> 
     (tmp_path / "s.npy").write_bytes(_npy(header, good))
     assert shardkeep.load(tmp_path / "s.npy") == "a\U0010ffff"
     (tmp_path / "s.npy").write_bytes(_npy(header, bad))
-    with pytest.raises(shardkeep.IntegrityError, match=r"s\.npy .*characters that do not exist"):
+    with pytest.raises(shardkeep.IntegrityError, match=r"s\.npy .*is not valid Unicode"):
         shardkeep.load(tmp_path / "s.npy")
 
 
@@ -174,13 +174,13 @@ def test_bfloat16_is_read_although_numpy_has_no_name_for_it(tmp_path: Path, capl
 
 
 UNREADABLE: dict[str, tuple[Any, str]] = {
-    "objects": (np.array([{}, None], object), "array of Python objects, which is a pickle"),
+    "objects": (np.array([{}, None], object), "array of Python objects, stored as a pickle"),
     "float8": (np.zeros(3, ml_dtypes.float8_e4m3fn), "which several dtypes share"),
     "int4": (np.zeros(3, ml_dtypes.int4), "which several dtypes share"),
     "a structure": (np.zeros(3, [("x", "f4"), ("y", "i4")]), "structured array"),
-    "long doubles": (np.zeros(3, np.longdouble), "which JAX does not have"),
+    "long doubles": (np.zeros(3, np.longdouble), "which JAX does not support"),
     "much text": (np.zeros(1 << 17, "U1"), "bytes of text"),
-    "endless text": (np.zeros(1 << 17, "U0"), "bytes of text|impossible"),
+    "endless text": (np.zeros(1 << 17, "U0"), "bytes of text|valid array"),
 }
 
 
@@ -204,7 +204,7 @@ def test_what_is_not_read_leaves_the_rest_of_an_archive_readable(what: str, tmp_
     assert leaf.kind == "unreadable"
     assert "<StoredLeaf x/bad: unreadable: " in repr(leaf)
     template = {"good": np.ones(3, np.float32), "x": {"bad": np.ones(3)}}
-    with pytest.raises(shardkeep.TemplateMismatchError, match=rf"'x/bad': saved what cannot be read .*({says})"):
+    with pytest.raises(shardkeep.TemplateMismatchError, match=rf"'x/bad': saved data that cannot be read .*({says})"):
         shardkeep.load(path, template=template)
     arguments: dict[str, Any]
     for arguments in {}, {"include": "bad"}, {"mmap": False}:
@@ -303,11 +303,11 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "a shape below zero": (_npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "damaged"),
     "an enormous shape": (
         _npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999, 9999999999)}"),
-        "impossible",
+        "does not describe a valid array",
     ),
     "an endless number": (
         _npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 6000 + b",)}"),
-        "damaged|impossible",
+        "damaged|valid array",
     ),
     "a dtype that is a program": (
         _npy(b"{'descr': '(9999999999,)f4', 'fortran_order': False, 'shape': (1,)}"),

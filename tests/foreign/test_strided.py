@@ -78,7 +78,7 @@ def array_at(path: Path, place: StridedPlace, shape: tuple[int, ...], dtype: str
 @pytest.mark.parametrize(
     ("place", "shape", "message"),
     [
-        (StridedPlace("f", 0, 16, None, 0, (1,)), (2, 2), "not one stride for each axis"),
+        (StridedPlace("f", 0, 16, None, 0, (1,)), (2, 2), "does not have one stride per axis"),
         (StridedPlace("f", 0, 16, None, 1, (1,)), (4,), "reaches beyond its bytes"),
         (StridedPlace("f", 0, 16, None, 0, (1,), "c"), (4,), "conjugated or negated"),
     ],

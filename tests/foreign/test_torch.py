@@ -154,7 +154,7 @@ def test_files_that_only_have_the_name_are_refused_in_words(tmp_path: Path) -> N
         with pytest.raises(shardkeep.CheckpointNotFoundError, match=message):
             shardkeep.load(tmp_path / name)
     (tmp_path / "zip.zip").write_bytes(made["zip.pth"][0])
-    with pytest.raises(shardkeep.CheckpointNotFoundError, match="it is not the file of a checkpoint"):
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="shardkeep cannot read this kind of file"):
         shardkeep.load(tmp_path / "zip.zip")
 
 
@@ -304,12 +304,12 @@ class TestDamage:
         [
             (Strided(np.arange(4.0), 1, (4,), (1,)), "reaches beyond its storage"),
             (Strided(np.arange(4.0), 0, (2, 2), (3, 1)), "reaches beyond its storage"),
-            (Strided(np.arange(4.0), 0, (2, 2), (2,)), "not one stride for each axis"),
+            (Strided(np.arange(4.0), 0, (2, 2), (2,)), "does not have one stride per axis"),
             (Strided(np.arange(4.0), 0, (2,), (-1,)), "not a tuple of numbers"),
             (Strided(np.arange(4.0), -1, (2,), (1,)), "not a tuple of numbers"),
-            (Strided(np.arange(4.0), 0, (1 << 61, 4), (0, 0)), "no array can have the shape"),
+            (Strided(np.arange(4.0), 0, (1 << 61, 4), (0, 0)), r"the shape .* is not valid"),
             (Strided(np.arange(4), 0, (2,), (1,), {"conj": True}), "conjugated or negated"),
-            (Strided(np.arange(4.0), 0, (1 << 40,), (0,)), "cannot be tensors of"),
+            (Strided(np.arange(4.0), 0, (1 << 40,), (0,)), "do not match tensors of"),
         ],
     )
     def test_a_tensor_that_cannot_be_is_damage(self, tensor: Strided, message: str, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_a_bomb_is_decoded_no_further_than_the_chunk_should_go(store: LocalStore
 )
 def test_an_impossible_array_is_refused_by_name(changes: dict[str, Any], store: LocalStore) -> None:
     change(write(store, DATA, (5, 7)), **changes)
-    with pytest.raises(shardkeep.IntegrityError, match=r"w/\.zarray describes an impossible array"):
+    with pytest.raises(shardkeep.IntegrityError, match=r"w/\.zarray does not describe a valid array"):
         describe(store, "w")
 
 

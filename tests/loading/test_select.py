@@ -280,7 +280,7 @@ class TestWhatIsNoData:
         with caplog.at_level(logging.INFO, "shardkeep"):
             choice = chosen(tree, template={"n": 0, "drop": {"p": value}})
         assert choice.kept == {1: value}
-        assert caplog.messages == ["1 plain value was saved as None, and the template's value is used: 'drop/p'"]
+        assert caplog.messages == ["1 plain value was saved as None; the template's value is used: 'drop/p'"]
         with pytest.raises(shardkeep.MissingLeafError, match="Missing value for key 'q'"):
             chosen(tree, template={"n": 0, "q": value})
 

@@ -91,7 +91,7 @@ class TestReplication:
         (message,) = self.warnings(caplog)
         assert message == (
             "2 arrays that were sharded when saved are replicated on the mesh {'data': 8}, completely or along some "
-            "dimensions, and take 1,792 bytes on each device: 'rows', 'both'. The reason is that the mesh does not "
+            "dimensions, and take 1,792 bytes on each device: 'rows', 'both'. The reason: the mesh does not "
             "have the axes 'a', 'b'. Pass partition_rules= or shardings= to shard them"
         )
 

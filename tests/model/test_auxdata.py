@@ -195,7 +195,7 @@ def test_a_serializer_that_fails_is_named_and_nothing_is_written(tmp_path: Path)
 
 def test_a_deserializer_that_refuses_is_an_error_that_names_the_way_out() -> None:
     document = {**_document(Layer(1, Settings("x"))), "aux_bytes": base64.b64encode(b"\xff").decode()}
-    with pytest.raises(TreeError, match=r"test_auxdata:Layer refused the saved values .* template="):
+    with pytest.raises(TreeError, match=r"test_auxdata:Layer rejected the saved values .* template="):
         Skeleton.from_json(document).rebuild([1])
 
 

@@ -160,5 +160,5 @@ def test_a_class_that_refuses_what_was_saved_says_so() -> None:
     skeleton = Skeleton.from_json(
         {"custom": "support:Keyed", "children": [["left", 0], ["right", 0], ["more", 0]], "aux": None}
     )
-    with pytest.raises(TreeError, match=r"support:Keyed refused the saved values.*template="):
+    with pytest.raises(TreeError, match=r"support:Keyed rejected the saved values.*template="):
         skeleton.rebuild([1, 2, 3])

@@ -109,7 +109,7 @@ def test_huge_counts_allocate_nothing(count: int) -> None:
 @pytest.mark.parametrize(("at", "value"), [(0, b"skpiece3"), (8, b"\2\0\0\0"), (8, b"\0\0\0\x80")])
 def test_an_unknown_magic_or_flag_is_refused(at: int, value: bytes) -> None:
     data = encode_table(ROWS)
-    with pytest.raises(ValueError, match="unknown form"):
+    with pytest.raises(ValueError, match="unknown format"):
         PieceTable(data[:at] + value + data[at + len(value) :])
 
 

@@ -27,12 +27,12 @@ def test_each_process_gets_its_own_state_and_all_get_the_global_one(pair: Kept, 
     for index, process in enumerate(said):
         assert process["own"] == {"train": {"seen": 10 + index}, "shared": {"epoch": 2}}
         assert process["more"] == {"train": [3, 2][index]}
-        assert "was saved by 3 processes, each its own, and now there are 2. Pass redistribute=" in process["fewer"]
+        assert "was saved by 3 processes, each its own, but now there are 2. Pass redistribute=" in process["fewer"]
         assert process["different"]["kind"] == "ProcessError"
         assert "leaf shared/epoch" in process["different"]["message"]
     kinds = said[0]["kinds"]
     load = lambda mode: shardkeep.load(tmp_path / "x", per_process=mode)  # noqa: E731
-    with pytest.raises(ProcessError, match="was saved by 2 processes, each its own, and now there is 1"):
+    with pytest.raises(ProcessError, match="was saved by 2 processes, each its own, but now there is 1"):
         put_back({"train": None}, kinds, 2, load)
     states = put_back({"train": None, "shared": None}, kinds, 2, load, lambda states, _: [states])
     assert states == {"train": [{"seen": 10}, {"seen": 11}], "shared": {"epoch": 2}}

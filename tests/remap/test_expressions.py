@@ -92,5 +92,5 @@ def test_arrays_are_alike_if_they_are_made_of_the_same_in_the_same_way() -> None
 def test_a_function_makes_what_was_planned_or_it_is_an_error() -> None:
     data = np.ones((2, 3), F16)
     assert result_of(np.transpose, data, (3, 2), F16, "rule").shape == (3, 2)
-    with pytest.raises(ValueError, match=r"rule: the function made float16\[3, 2\] of float16\[2, 3\], and float16\[2"):
+    with pytest.raises(ValueError, match=r"rule: .* returned float16\[3, 2\] for float16\[2, 3\], but float16\[2"):
         result_of(np.transpose, data, (2, 3), F16, "rule")

@@ -92,7 +92,7 @@ def test_numbers_of_numpy_are_taken_as_numbers() -> None:
     assert remap.from_json(json.loads(json.dumps(remap.to_json(rules)))) == plain
     with pytest.raises(RemapError, match=r"axis must be an integer, not 1.5"):
         remap.stack("{i}", "x", axis=np.float64(1.5))
-    with pytest.raises(RemapError, match="a list of integers is needed"):
+    with pytest.raises(RemapError, match="expected a list of integers"):
         remap.reshape("x", np.zeros((2, 2), int))
 
 

@@ -105,7 +105,7 @@ def test_leaves_that_were_not_loaded_are_left_out() -> None:
     ("rules", "loaded", "problem"),
     [
         ([remap.drop(".*/k")], None, r"drop\('\.\*/k'\) cannot be undone: what it drops is lost"),
-        ([remap.resize(".*", 0, size=2)], None, r"cannot be undone: it cuts 2 of 4 elements off"),
+        ([remap.resize(".*", 0, size=2)], None, r"cannot be undone: it removes 2 of 4 elements"),
         ([remap.apply(".*", np.sqrt)], None, r"apply\('\.\*', sqrt\) cannot be undone: pass inverse="),
         ([remap.split("layers/0/q", ["a", "b"])], ["a"], r"cannot be undone: 'b' is not loaded"),
     ],
@@ -159,7 +159,7 @@ def test_what_the_template_adds_is_left_alone(tmp_path: Path) -> None:
 def test_an_array_of_the_templates_size_cannot_be_copied_before_that_is_known(tmp_path: Path) -> None:
     shardkeep.save(tmp_path / "c", {"e": np.zeros((2, 2))})
     template = {"e": np.zeros((1, 2)), "f": np.zeros((3, 2))}
-    with pytest.raises(RemapError, match=r"copy\('e', 'f'\), leaf 'e': its size is not known .* or resize it last"):
+    with pytest.raises(RemapError, match=r"copy\('e', 'f'\), leaf 'e': its size comes from .* or resize it last"):
         shardkeep.plan_load(tmp_path / "c", template=template, remap=[remap.resize("e"), remap.copy("e", "f")])
     rules = [remap.copy("e", "f"), remap.resize("f")]
     plan = shardkeep.plan_load(tmp_path / "c", template={"f": np.zeros((3, 2))}, remap=rules)

@@ -25,9 +25,9 @@ def test_functions_get_parts_that_they_may_write_to() -> None:
 
 
 def test_a_function_that_changes_the_form_is_refused() -> None:
-    with pytest.raises(RemapError, match=r"the function made float64\[2\] of an array of the shape \[2\], and int32"):
+    with pytest.raises(RemapError, match=r"returned float64\[2\] for an array of the shape \[2\], but int32"):
         changed(np.zeros(2, np.int32), (lambda a: a * 0.5,), np.dtype(np.int32))
-    with pytest.raises(RemapError, match=r"made int32\[1\] of an array of the shape \[2\]"):
+    with pytest.raises(RemapError, match=r"returned int32\[1\] for an array of the shape \[2\]"):
         changed(np.zeros(2, np.int32), (lambda a: a[:1],), np.dtype(np.int32))
 
 

@@ -63,7 +63,7 @@ def test_an_index_that_takes_no_part_makes_no_key() -> None:
     assert match is not None
     assert match.index is None
     assert expand(r"x/\1", match) == ("x", "head")
-    with pytest.raises(ValueError, match="does not match anything of it"):
+    with pytest.raises(ValueError, match="the part of the pattern with {i} does not match"):
         expand("x/{i}", match)
 
 

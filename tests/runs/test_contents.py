@@ -39,7 +39,7 @@ def test_what_a_run_notes_says_that_a_step_is_pinned() -> None:
         ({"metadata": {KEY: 1}}, MetadataError, "choose another key"),
         ({"metadata": {"x": object()}}, MetadataError, "no obvious JSON form"),
         ({"trees": [1]}, TypeError, "trees must be a dict of names and trees"),
-        ({"trees": {ITERATORS: {}}}, ValueError, "iterators are saved under this name"),
+        ({"trees": {ITERATORS: {}}}, ValueError, "this name is reserved for iterators"),
         ({"iterators": {"train": object()}}, UnsupportedLeafError, "iterator 'train'"),
         ({"iterators": [1]}, TypeError, "iterators must be a dict"),
     ],

@@ -119,7 +119,7 @@ def test_another_number_of_processes_is_an_error_that_says_what_to_pass() -> Non
     data = Numbers()
     data.seen = 5
     message = (
-        r"resuming x: the state of iterator 'train' was saved by 4 processes, each its own, and now there is 1. Pass "
+        r"resuming x: the state of iterator 'train' was saved by 4 processes, each its own, but now there is 1. Pass "
         r"redistribute=function, where function\(states, count\) takes the list of the 4 saved states and returns a "
         r"list of 1"
     )

@@ -229,7 +229,7 @@ def test_a_step_must_be_a_python_int(tmp_path: Path) -> None:
 def test_a_loop_that_does_not_resume_never_overwrites_or_skips_steps(tmp_path: Path) -> None:
     trained(tmp_path / "run", [1, 2, 3])
     with Run(tmp_path / "run", save_every=1, keep=None) as run:
-        with pytest.raises(CheckpointExistsError, match=r"has steps up to 3, and step 1 .* Call run.resume\(\)"):
+        with pytest.raises(CheckpointExistsError, match=r"has steps up to 3, but step 1 .* Call run.resume\(\)"):
             run.step(1, state_of(1))
         run.save(4, state_of(4))  # after the newest one: nothing is lost
     assert numbers(run) == [1, 2, 3, 4]
@@ -247,7 +247,7 @@ def test_iterators_that_were_not_saved_are_an_error(tmp_path: Path) -> None:
 def test_trees_and_metadata_must_not_use_names_of_the_run(tmp_path: Path) -> None:
     with Run(tmp_path / "run") as run:
         run.resume(new_state, shardings=ONE)
-        with pytest.raises(ValueError, match="iterators are saved under this name"):
+        with pytest.raises(ValueError, match="this name is reserved for iterators"):
             run.save(1, state_of(1), trees={"iterators": {}})
         with pytest.raises(MetadataError, match="choose another key"):
             run.save(1, state_of(1), metadata={"shardkeep_run": 1})

@@ -148,7 +148,7 @@ def test_what_is_not_included_keeps_the_value_that_the_function_makes(tmp_path: 
 def test_several_devices_and_no_sharding_is_an_error_that_says_how(tmp_path: Path, template: Any) -> None:
     with Run(tmp_path / "run") as run:
         with pytest.raises(
-            ShardingError, match=r"there are 8 devices, and nothing says .* Pass shardings= .*mesh= with"
+            ShardingError, match=r"there are 8 devices, but no sharding .* Pass shardings= .*mesh= with"
         ):
             run.resume(template)
         with pytest.raises(ShardingError, match="mesh= alone does not say how arrays are split"):

@@ -55,7 +55,7 @@ def test_what_is_to_be_done_about_a_step_follows_from_its_state(tmp_path: Path) 
     control = Control(location(tmp_path))
     control.mark("damaged", "step_3", run.steps()[2].save_id)
     writer = opened(tmp_path)
-    with pytest.raises(CheckpointExistsError, match="has steps up to 2, and step 2 was to be saved without resuming"):
+    with pytest.raises(CheckpointExistsError, match="has steps up to 2, but step 2 would be saved without resuming"):
         writer.decide(2)
     writer.resumed = True
     assert [writer.decide(number) for number in (2, 3, 4)] == ["skip", "replace", "save"]

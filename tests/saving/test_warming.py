@@ -228,7 +228,7 @@ for count in (24, 2):
         group.rmdir()
     assert done.stdout.split() == ["False", "True"]  # 192 MiB do not fit in four times beside the program, 16 MiB do
     assert "24_times is not kept in the page cache: " in done.stderr
-    assert "bytes of memory are available, and it needs 805," in done.stderr
+    assert "bytes of memory are available, but it needs 805," in done.stderr
     assert cached(place / "24_times") < 0.05
     assert cached(place / "2_times") == 1
 

@@ -232,7 +232,7 @@ def test_a_save_of_processes_on_several_hosts(
     if sharing:
         monkeypatch.setattr(mounts, "_SHARING", frozenset(["fuse"]))
         outcomes = run_cluster(script, tmp_path / "room", commands={1: command}, timeout=100)
-        assert "locks that other hosts take are not seen here" in outcomes[1].output
+        assert "locks of other hosts are not visible here" in outcomes[1].output
         assert LocalStore(str(seen / "run")).has_leases
     else:
         outcomes = _while_another_job_saves(script, tmp_path, hosts, command)

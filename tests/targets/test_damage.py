@@ -255,7 +255,7 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("old", "new", "named"),
         [
-            (b'"format":"safetensors"', b'"format":"packed"', "format 'packed', which is not known"),
+            (b'"format":"safetensors"', b'"format":"packed"', "format 'packed', which is unknown"),
             (b'"compression":null', b'"compression":"lz9"', "format 'safetensors' with compression 'lz9'"),
         ],
     )

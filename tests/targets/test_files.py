@@ -34,7 +34,7 @@ def test_every_name_of_a_file_finds_it(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "x.lines").write_bytes(b"of someone")
-    with pytest.raises(shardkeep.CheckpointNotFoundError, match="it is not the file of a checkpoint"):
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="shardkeep cannot read this kind of file"):
         shardkeep.load(tmp_path / "x.lines")
     with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"no checkpoint at .*x\.lines"):
         file_at(Location(str(tmp_path / "x.lines"))).read()

@@ -31,9 +31,7 @@ class TestPaths:
 
     def test_a_file_that_is_no_checkpoint(self, tmp_path: Path) -> None:
         (tmp_path / "x.txt").write_text("hello")
-        with pytest.raises(
-            shardkeep.CheckpointNotFoundError, match="it is not the file of a checkpoint that shardkeep can read"
-        ):
+        with pytest.raises(shardkeep.CheckpointNotFoundError, match="shardkeep cannot read this kind of file"):
             shardkeep.load(tmp_path / "x.txt")
         with pytest.raises((shardkeep.CheckpointNotFoundError, NotADirectoryError), match=r"x\.txt"):
             shardkeep.load(tmp_path / "x.txt" / "below")

@@ -81,7 +81,7 @@ def _look(found: SurveyEntry, target: Target, runs: "_Runs") -> _LeftOver:
     try:
         protection = runs.protection(found.path)
         # The lock keeps saves from starting or ending while we check which of them are alive.
-        with store.lock(_LOCK_SECONDS), Scope(f"looking at {found.name}") as scope:
+        with store.lock(_LOCK_SECONDS), Scope(f"examining {found.name}") as scope:
             over = left_overs(target, target.read_if_any(), scope)
             left.saves, left.running = len(over.records), over.running
             sizes = store.sizes(sorted(set(over.names)))

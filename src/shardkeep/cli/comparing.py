@@ -273,7 +273,7 @@ def _show(paired: Sequence[_Comparison], lone_a: list[str], lone_b: list[str], d
     output.line(f"{counted(len(equal) - by['not_compared'], 'leaf', 'leaves')} equal{note}")
     if by["not_compared"]:
         arrays = counted(by["not_compared"], "array")
-        output.line(f"{arrays} not compared: their digests are of different pieces (pass --values to read them)")
+        output.line(f"{arrays} not compared: their pieces differ, so their digests do too (pass --values to read them)")
     verdict = ("different", "red") if different else ("no differences found", "green")
     output.line(output.paint(*verdict))
 
@@ -288,7 +288,7 @@ def _show_tree(comparison: _Comparison, several: bool, output: Output) -> None:
         if len(leaves) > _SHOWN:
             output.line(f"only in {side}: {len(leaves) - _SHOWN:,} more")
     if comparison.containers_differ:
-        output.line("the leaves are the same, but their containers differ (a list in one, a dict in the other, say)")
+        output.line("the leaves are the same, but their containers differ (for example, a list and a dict)")
     changed = [pair for pair in comparison.pairs if pair.reasons]
     output.table([_row(pair, output) for pair in changed[:_SHOWN]])
     if len(changed) > _SHOWN:
@@ -296,7 +296,7 @@ def _show_tree(comparison: _Comparison, several: bool, output: Output) -> None:
     for pair in comparison.pairs:
         if pair.difference is not None and not pair.reasons and not pair.difference.same_bits:
             output.line(
-                f"{pair.name}: the values are equal, but not bit by bit (signs of zeros or NaN payloads differ)"
+                f"{pair.name}: the values are equal, but not bit-identical (signs of zeros or NaN payloads differ)"
             )
 
 

@@ -23,10 +23,10 @@ environment:
 
 _ABOUT = """List, inspect, verify, compare, convert and clean up checkpoints.
 
-PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or an
-eFormer checkpoint, on disk or in a bucket (gs://, s3://). RUN@latest, RUN@best and RUN@1000 are
-steps of the run RUN, wherever a command reads a checkpoint. No command uses an accelerator or
-executes code stored in a checkpoint."""
+PATH is a checkpoint directory, a .safetensors file or index, a Hugging Face directory or a
+checkpoint of another library (Orbax, PyTorch, Flax, Keras, NumPy, eFormer), on disk or in a
+bucket (gs://, s3://). Commands that read a checkpoint also accept steps of a run: RUN@latest,
+RUN@best and RUN@1000. No command uses an accelerator or executes code from a checkpoint."""
 _INCLUDE = "only leaves whose key (names joined with /) matches this regular expression (re.search)"
 
 
@@ -69,7 +69,7 @@ def _add_choice(command: argparse.ArgumentParser, *, include: bool = True) -> No
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
     command.add_argument("--metric", metavar="M", help="the metric for RUN@best (default: that of the run's Keep)")
-    command.add_argument("--mode", choices=("min", "max"), help="whether a smaller or a larger metric is better")
+    command.add_argument("--mode", choices=("min", "max"), help="whether smaller or larger metrics are better")
 
 
 def _add_ls(commands: _Commands) -> None:
@@ -82,13 +82,13 @@ def _add_ls(commands: _Commands) -> None:
         "or the manifest corrupted); newer (written by a later version of shardkeep); unindexed (zarr\n"
         "arrays without an index); unreadable (permission denied, for example). File contents are not\n"
         "read: see verify. Sorted by name, step_9 before step_10.\n\n"
-        "Of a run, it shows the steps with their metrics and why each is kept. Further states of steps:\n"
-        "abandoned (the run went back to an earlier step) and deleting. In a bucket, a step is damaged if\n"
-        "a resume found it so; the sizes of its files are not compared.",
+        "For a run, it lists the steps with their metrics and why each is kept. Steps have two more states:\n"
+        "abandoned (the run went back to an earlier step) and deleting. In a bucket, the sizes of a\n"
+        "step's files are not compared: it is shown as damaged only if a resume found damage.",
         "  shardkeep ls runs/exp1",
     )
     command.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help="where to look (default: the current directory)"
+        "path", metavar="PATH", nargs="?", default=".", help="the directory to list (default: the current directory)"
     )
 
 
@@ -103,7 +103,7 @@ def _add_inspect(commands: _Commands) -> None:
     command.add_argument("path", metavar="PATH")
     _add_choice(command)
     command.add_argument(
-        "--depth", metavar="N", type=_positive, help="show N levels, and one line for each subtree below"
+        "--depth", metavar="N", type=_positive, help="show N levels, and one line for each deeper subtree"
     )
     command.add_argument("--sort", choices=("name", "size"), help="order of siblings (default: as in the tree)")
     _add_selection(command)
@@ -115,9 +115,9 @@ def _add_verify(commands: _Commands) -> None:
         "verify",
         "check every stored byte against its digest",
         "Names every damaged leaf and file. Arrays written by other programs have no digests: for these\n"
-        "it checks that every file is there and has the right size. Checks all checkpoints that ls lists\n"
+        "it checks that every file is present and has the right size. Checks all checkpoints that ls lists\n"
         "at and below each PATH, even after one that is damaged or cannot be opened. The exit code is\n"
-        "the worst. A save that is running is not a finding.",
+        "that of the worst result. A running save is not a finding.",
         "  shardkeep verify runs/exp1",
     )
     command.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a directory of checkpoints")
@@ -130,7 +130,7 @@ def _add_diff(commands: _Commands) -> None:
         commands,
         "diff",
         "compare two checkpoints",
-        "Reports leaves that only one of them has, and differences in shape, dtype and values: the\n"
+        "Reports leaves that are in only one of them, and differences in shape, dtype and values: the\n"
         "maximum absolute difference, the number of elements that changed, and NaNs. Memory use is\n"
         "bounded. Arrays stored in the same pieces with the same digests are equal and are not read,\n"
         "unless you pass --values. With --no-values no array is read, and arrays whose digests cannot\n"
@@ -228,8 +228,8 @@ def _add_clean(commands: _Commands) -> None:
         commands,
         "clean",
         "remove files that interrupted saves left behind",
-        "Looks at and below PATH for files that belong to saves that died and to no checkpoint. Files of\n"
-        "running saves, of checkpoints, and files that shardkeep did not write are never removed.",
+        "Searches PATH and below for files left behind by saves that died. Never removes files of\n"
+        "checkpoints or of running saves, or files that shardkeep did not write.",
         "  shardkeep clean runs/exp1 --dry-run",
     )
     command.add_argument("path", metavar="PATH")
@@ -241,10 +241,10 @@ def _add_pin(commands: _Commands) -> None:
     for name, summary, about in (
         (
             "pin",
-            "keep a step of a run, whatever its rules say",
-            "The step is kept until unpin. The run may be training.",
+            "protect a step of a run from deletion",
+            "The step is kept until it is unpinned. The run may be training.",
         ),
-        ("unpin", "leave a pinned step to the rules of its run", "The next save deletes it if no rule keeps it."),
+        ("unpin", "remove the pin of a step", "The next save deletes it if no rule keeps it."),
     ):
         command = _command(commands, name, summary, about, f"  shardkeep {name} runs/exp1@1000")
         command.add_argument("step", metavar="RUN@STEP", help="RUN@1000, RUN@latest or RUN@best")
@@ -255,8 +255,8 @@ def _add_save_now(commands: _Commands) -> None:
     command = _command(
         commands,
         "save-now",
-        "ask the program that writes a run for a save",
-        "Writes a request into the run's directory. Process 0 of the program looks for requests every\n"
+        "request a save from the program that writes a run",
+        "Writes a request into the run's directory. Process 0 of the program checks for requests every\n"
         "10 seconds, and all processes save at one of their next steps. Returns at once.",
         "  shardkeep save-now runs/exp1",
     )
@@ -264,12 +264,12 @@ def _add_save_now(commands: _Commands) -> None:
 
 
 def _add_completion(commands: _Commands) -> None:
-    name, summary = "completion", "print a script that completes this command in a shell"
+    name, summary = "completion", "print a shell completion script"
     command = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.\n\n"
-        "It completes commands, options, their values and paths, and latest and best after RUN@.",
+        "Completes commands, options, their values and paths, and latest and best after RUN@.",
         epilog="examples:\n"
         '  eval "$(shardkeep completion bash)"    # in ~/.bashrc\n'
         '  eval "$(shardkeep completion zsh)"     # in ~/.zshrc, after compinit',

@@ -20,7 +20,7 @@ def pin(given: str, selection: Selection, output: Output, *, pinned: bool) -> in
         output.document({"run": str(view.place), "step": number, "path": path, "pinned": pinned})
     else:
         done = "pinned" if pinned else "unpinned"
-        then = "it is kept until it is unpinned" if pinned else "the rules of the run decide about it"
+        then = "it is kept until it is unpinned" if pinned else "the rules of its run apply to it again"
         output.line(f"{output.paint(done, 'green')}  {plain(path)}: {then}")
     return 0
 
@@ -33,11 +33,11 @@ def save_now(path: str, output: Output) -> int:
     control = RunView(place).control
     writer = control.writer()
     if writer is None:
-        raise UsageError(f"no program is writing to the run {place}, so no one would save; nothing was requested")
+        raise UsageError(f"no program is writing to the run {place}; nothing was requested")
     request = control.request_save()
     if output.as_json:
         output.document({"run": str(place), "request": request, "writer": writer, "seconds": POLL})
     else:
         output.line(f"requested a save of {plain(str(place))} from {plain(writer)}")
-        output.line(f"it looks for requests every {POLL:g} s and saves at one of its next steps")
+        output.line(f"it checks for requests every {POLL:g} s and saves at one of its next steps")
     return 0

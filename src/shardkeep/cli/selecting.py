@@ -67,7 +67,7 @@ class Selection:
         """The run and the number of the step that are meant, for commands that need a step of a run."""
         found = self._split(given)
         if found is None:
-            raise UsageError(f"{given} names no step of a run; write RUN@1000, RUN@latest or RUN@best")
+            raise UsageError(f"{given} does not name a step of a run; write RUN@1000, RUN@latest or RUN@best")
         view, which = found
         if which == "best":
             return view, self._best(view).number
@@ -87,7 +87,7 @@ class Selection:
         place = location(before)
         if not _SELECTOR.fullmatch(which):
             if is_directory(place) and is_run(place):
-                raise UsageError(f"{given}: {which!r} names no step; write @latest, @best or the number of a step")
+                raise UsageError(f"{given}: {which!r} is not a step; write @latest, @best or the number of a step")
             return None
         return RunView(place), which
 
@@ -98,8 +98,8 @@ class Selection:
         seen = sorted({name for step in view.listing.usable for name in step.metrics})
         known = f"the metrics of its steps are {', '.join(seen)}" if seen else "its steps have no metrics"
         if metric is None or mode is None:
-            lacks = f"whether a smaller or a larger {metric} is better" if metric else "which metric is meant"
-            raise UsageError(f"{view.place}@best: the run does not say {lacks}; pass --metric and --mode ({known})")
+            lacks = f"whether a smaller or a larger {metric} is better" if metric else "which metric to use"
+            raise UsageError(f"{view.place}@best: the run does not specify {lacks}; pass --metric and --mode ({known})")
         found = view.open(Keep(best=1, metric=metric, mode=mode)).best()
         if found is None:
             raise CheckpointNotFoundError(f"{view.place}@best: no usable step has the metric {metric!r}; {known}")

@@ -88,7 +88,7 @@ def convert(wanted: Conversion, show: ShowProgress, verbose: bool = False) -> It
         how = "--prefix, '' for the one without a prefix," if "" in trees else "--prefix,"
         raise UsageError(
             f"{wanted.source} contains several trees ({', '.join(name or '(no prefix)' for name in trees)}), and "
-            f"{wanted.destination} can hold one: choose it with {how} or convert to a directory"
+            f"{wanted.destination} can hold only one: choose it with {how} or convert to a directory"
         )
     if not wanted.overwrite:  # before any work is done; the commit refuses it again
         refuse_existing(target, trees)

@@ -38,21 +38,22 @@ class Checkpointer(RunLoader):
 
     With several processes, each makes the same calls. The clock of process 0 decides when a temporary checkpoint is
     due; it is then saved at one of the next calls, the same on every process. Process 0 writes `metadata.json` and
-    removes what is old. A checkpoint that a reader holds with `shardkeep.Run(base_path, name="run-{}").hold(step)`
-    stays until it is released, and one that is pinned stays.
+    removes old checkpoints. Pinned checkpoints are kept, and so are those that a reader holds with
+    `shardkeep.Run(base_path, name="run-{}").hold(step)`, until they are released.
 
     Args:
         base_path: The directory, or a `gs://` or `s3://` URL. Also an attribute.
-        save_interval: The time after which a temporary checkpoint is due. None: there are none.
+        save_interval: The time after which a temporary checkpoint is due. None saves no temporary checkpoints.
         step_policies: The intervals at which permanent checkpoints are due, sorted by `until`; only the last may have
             an `until` of None. Steps after the last `until` are due by time only.
-        manager: The `AsyncCheckpointManager` that saves and loads. None: a new one with default settings.
-        dt_now_injection: The clock: a function that returns the current `datetime`. None: `datetime.datetime.now`.
-        delete_old_temp_checkpoints: Whether temporary checkpoints that are there at the first `on_step` are removed
-            too, once `on_step` has committed a newer one. Pass False if several jobs save to one directory.
+        manager: The `AsyncCheckpointManager` that saves and loads. None creates one with default settings.
+        dt_now_injection: The clock: a function that returns the current `datetime`. The default is
+            `datetime.datetime.now`.
+        delete_old_temp_checkpoints: Whether temporary checkpoints that exist at the first `on_step` are removed as
+            well, once `on_step` has committed a newer one. Pass False if several jobs save to one directory.
 
     Raises:
-        ValueError: The policies are not sorted, or another than the last has an `until` of None.
+        ValueError: The policies are not sorted, or one other than the last has an `until` of None.
 
     >>> import jax.numpy as jnp
     >>> checkpointer = Checkpointer(tmp / "run", None, [CheckpointInterval(every=2)])
@@ -98,17 +99,17 @@ class Checkpointer(RunLoader):
     ) -> None:
         """Save a checkpoint to `<base_path>/run-<step>` if one is due. Call this once for each step.
 
-        A multiple of the current interval makes a permanent checkpoint due; elapsed time, otherwise, a temporary one.
-        Step 0, and the step that was saved last, are never due unless forced. After the commit, the temporary
-        checkpoint before this one is removed, if its metadata still says that it is temporary.
+        A permanent checkpoint is due at each multiple of the current interval. Otherwise, a temporary one is due when
+        `save_interval` has passed. Step 0 and the last saved step are never due unless forced. After the commit, the
+        temporary checkpoint before this one is removed, if its metadata still says that it is temporary.
 
-        A tree is saved in the background, and may be changed or donated when this returns. What goes wrong later is
-        logged, and raised by `wait_until_finished`. With callbacks, this returns when the checkpoint is complete.
+        The tree is saved in the background, and can be modified or donated when this returns. Later errors are logged,
+        and raised by `wait_until_finished`. With callbacks, this returns when the checkpoint is complete.
 
         Args:
             mesh: Passed to the callbacks.
             pytree: The PyTree to save. None if the callbacks do the saving.
-            force: Whether to save a permanent checkpoint in any case.
+            force: Whether to save a permanent checkpoint even if none is due.
             step: The training step.
             true_callbacks: Functions to call if a save is due, after the tree is saved and before the checkpoint can be
                 discovered, on every process: `callback("run-<step>", mesh, metadata)`.
@@ -156,7 +157,7 @@ class Checkpointer(RunLoader):
     ) -> None:
         """Save a tree to `<base_path>/<destination>` in the background, whether or not it is due.
 
-        The tree may be changed or donated when this returns. `wait_until_finished` raises what goes wrong later.
+        The tree can be modified or donated when this returns. `wait_until_finished` raises later errors.
 
         Args:
             tree: The PyTree to save.

@@ -21,7 +21,7 @@ def find_latest_checkpoint(base_path: object) -> str | None:
     """The newest checkpoint in a directory, or the directory itself; None if there is none.
 
     Checkpoints are compared by the timestamps, then the steps, in their `metadata.json`. Those whose metadata cannot be
-    read come last, and those that are being removed are left out. The checkpoints themselves are not looked at.
+    read come last, and those that are being removed are skipped. The checkpoints themselves are not opened.
 
     Args:
         base_path: The directory, or its `gs://`, `s3://` or `file://` URL.
@@ -66,7 +66,7 @@ def read_checkpoint_metadata(checkpoint_path: object) -> JsonObject:
 
 
 class RunLoader:
-    """Loads checkpoints from a directory of them: what a Checkpointer does beside saving."""
+    """Loads checkpoints from a directory of checkpoints: the loading methods of a Checkpointer."""
 
     def __init__(self, base_path: object, manager: AsyncCheckpointManager | None) -> None:
         if manager is not None and not isinstance(manager, AsyncCheckpointManager):
@@ -98,7 +98,7 @@ class RunLoader:
                 it. If False, the directory itself is the checkpoint.
             shardings: A PyTree, or a dict with dotted keys, of shardings, `PartitionSpec`s or functions.
             partition_rules: Pairs of a regular expression and a `PartitionSpec`; the first match wins.
-            dtype: The dtype to cast arrays of its kind to.
+            dtype: The dtype to cast arrays of the same kind to.
             prefix: The tree to load, if the directory has several.
             structured: Whether to load the tree in its own structure, instead of nested dicts with string keys. Needs
                 a prefix.
@@ -107,8 +107,8 @@ class RunLoader:
             strict_shapes: Whether a leaf that does not match the template is an error.
 
         Returns:
-            The tree, and its metadata: what `AsyncCheckpointManager.load` returns (or `load_pytree`, with a structure
-            or a template), and from `metadata.json` what is not in there, such as `step` and `is_temporary`.
+            The tree, and its metadata: that of `AsyncCheckpointManager.load` (or `load_pytree`, with a structure or a
+            template), with further entries from `metadata.json`, such as `step` and `is_temporary`.
 
         Raises:
             FileNotFoundError: There is no checkpoint.

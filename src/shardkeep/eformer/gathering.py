@@ -47,7 +47,7 @@ def to_host(x: Any, float_dtype: object, mesh: Mesh | None, cpu_offload: bool) -
     """Gather an array.
 
     Args:
-        x: The array. Anything else is returned unchanged.
+        x: The array. Other values are returned unchanged.
         float_dtype: The dtype to cast floats to. None keeps them.
         mesh: The mesh to replicate the array on. None: one device.
         cpu_offload: Whether the result goes to the CPU instead, so that no gathered copy stays on the accelerators.
@@ -112,7 +112,7 @@ def reshard(x: Any, target_sharding: Sharding | None) -> Any:
         A JAX array; a NumPy array for 64-bit types without `jax_enable_x64`, which JAX would truncate.
     """
     if isinstance(x, np.ndarray) and stays_numpy(x.dtype):
-        log.warning("a %s array stays in NumPy: set jax_enable_x64 to put it on devices", x.dtype.name)
+        log.warning("a %s array is kept as a NumPy array: set jax_enable_x64 to put it on devices", x.dtype.name)
         return x
     return move(x, target_sharding)
 

@@ -77,12 +77,12 @@ def tree_serialize_leaves(
     Args:
         checkpoint_dir: The directory.
         pytree: The PyTree to save.
-        manager: JAX's `GlobalAsyncCheckpointManager`, or an `AsyncCheckpointManager`. This then returns after the
-            snapshot, and the manager's `wait_until_finished` waits for the save and raises what went wrong. None:
-            return when the checkpoint is committed.
+        manager: JAX's `GlobalAsyncCheckpointManager`, or an `AsyncCheckpointManager`. With a manager, this returns
+            after the snapshot, and the manager's `wait_until_finished` waits for the save and raises its error. None
+            returns when the checkpoint is committed.
         prefix: The name of this tree, if several trees share the directory.
         commit_callback: Called without arguments after the commit, on process 0. The callbacks of one manager start in
-            the order of the calls. If it raises, that is a `CallbackError`; the save is committed.
+            the order of the calls. If it raises an exception, this becomes a `CallbackError`; the save stays committed.
         write_index: Whether eFormer may find the tree, through `tensorstore_index.json`.
 
     >>> import jax.numpy as jnp

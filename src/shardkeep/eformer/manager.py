@@ -39,9 +39,10 @@ class AsyncCheckpointManager(CheckpointLoader):
 
     Args:
         enable: False turns saving off: saves write nothing and log one line. None or True: on.
-        float_dtype: What floats are cast to when a save gathers (`do_all_gather=True`) and names no dtype itself.
+        float_dtype: The dtype that floats are cast to when a save gathers (`do_all_gather=True`) and does not specify a
+            dtype.
         verbose: Whether to show progress bars and log a summary of each save and load.
-        gcs_bucket: A Google Cloud Storage bucket that relative paths are taken to be in.
+        gcs_bucket: The Google Cloud Storage bucket that relative paths refer to.
         gcs_credentials_path: A service-account file for that bucket.
         enable_validation: Whether saves record a SHA-256 of each array, and loads check it.
         enable_compression: Whether arrays in the TensorStore format are compressed with zstd.
@@ -150,7 +151,7 @@ class AsyncCheckpointManager(CheckpointLoader):
             cpu_offload: See `save`.
 
         Returns:
-            A `PendingSave`. Its `wait`, or `wait_until_finished`, raises what went wrong.
+            A `PendingSave`. Its `wait`, or `wait_until_finished`, raises the error if the save failed.
         """
         if self._is_off(path, call := "save_async(tree, path)"):
             return PendingSave(BackgroundSave.nothing(any_path_text(path)))
@@ -201,7 +202,7 @@ class AsyncCheckpointManager(CheckpointLoader):
 
     @property
     def global_manager(self) -> "GlobalAsyncCheckpointManager":
-        """A JAX `GlobalAsyncCheckpointManager`, always the same one."""
+        """A JAX `GlobalAsyncCheckpointManager`; the same object every time."""
         from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
         with self._lock:
@@ -212,8 +213,8 @@ class AsyncCheckpointManager(CheckpointLoader):
     def wait_until_finished(self) -> None:
         """Wait for every pending save, then raise the first failure.
 
-        A failed save comes before a callback that raised something. Called inside a commit callback, it waits for
-        commits only.
+        The error of a failed save takes precedence over an exception in a callback. Inside a commit callback, it waits
+        for commits only.
         """
         with self._lock:
             pending, self._pending = self._pending, []
@@ -240,7 +241,7 @@ class AsyncCheckpointManager(CheckpointLoader):
     """The same as `wait_until_finished`."""
 
     def close(self) -> None:
-        """Wait for pending saves and raise what failed: the same as `wait_until_finished`."""
+        """Wait for pending saves and raise the first failure, like `wait_until_finished`."""
         self.wait_until_finished()
 
     def __enter__(self) -> "AsyncCheckpointManager":
@@ -280,7 +281,7 @@ class AsyncCheckpointManager(CheckpointLoader):
     ) -> Any:
         """The tree as it will be stored: gathered, cast and moved to the host as requested."""
         if mesh is None:
-            log.warning("no mesh given: arrays keep their sharding, or are gathered on the CPU if you asked for that")
+            log.warning("no mesh was passed: arrays keep their sharding, or are gathered on the CPU on request")
         tree = apply_gather_functions(tree, gather_fns, mismatch_allowed=True, verbose=self.verbose)
         dtype = float_dtype if float_dtype is not None else self.float_dtype if do_all_gather else None
         return move_tree(tree, dtype, mesh, do_all_gather, cpu_offload)

@@ -29,7 +29,7 @@ _PART_NAME = re.compile(r"(?P<key>.*)\[(?P<region>\d+:\d+(,\d+:\d+)*)\]", re.DOT
 
 @dataclass(eq=False)
 class CheckpointMetadata:
-    """What eFormer's API records with a checkpoint. Two are equal if `to_dict` gives the same.
+    """The metadata that eFormer's API records with a checkpoint. Two are equal if their `to_dict()` is.
 
     Attributes:
         version: The version of the package that wrote the checkpoint.

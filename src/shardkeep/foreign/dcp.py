@@ -147,10 +147,10 @@ def _nested(items: Sequence[tuple[tuple[str | int, ...], object]], where: str) -
         for key in path[:-1]:
             found = inside.setdefault(key, _Level())
             if not isinstance(found, _Level):
-                raise IntegrityError(f"{where}: two values have the same place in the tree", file=where)
+                raise IntegrityError(f"{where}: two values have the same key in the tree", file=where)
             inside = found
         if path[-1] in inside:
-            raise IntegrityError(f"{where}: two values have the same place in the tree", file=where)
+            raise IntegrityError(f"{where}: two values have the same key in the tree", file=where)
         inside[path[-1]] = value
     return _with_lists(root)
 
@@ -210,7 +210,7 @@ class DcpArray:
         except (ValueError, IndexError) as error:
             raise damage_of(error, leaf.key, where) from error
         if self._tensor.dtype is None or self._tensor.spec != leaf.spec:
-            raise IntegrityError("it is described as another array than before", leaf=leaf.key, file=where)
+            raise IntegrityError("it is no longer described as the same array", leaf=leaf.key, file=where)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -263,5 +263,5 @@ class DcpArray:
             raise ValueError(f"there is no tensor at byte {span.offset:,}")
         if tensor.shape != whole.shape or tensor.dtype != self._leaf.spec.dtype:
             found = f"{tensor.dtype or tensor.type_name}{list(tensor.shape)}"
-            raise ValueError(f"at byte {span.offset:,} is another tensor ({found}) than {METADATA} says")
+            raise ValueError(f"the tensor at byte {span.offset:,} is {found}, but {METADATA} describes another one")
         return archive, tensor, archive.entry_of(tensor, where)

@@ -82,7 +82,7 @@ def decode_metadata(document: bytes, where: str) -> DcpMetadata:
         values: dict[str, FileRange] = {}
         for name, described in _as_dict(fields["state_dict_metadata"]).items():
             if not isinstance(name, str) or not isinstance(described, PickledObject):
-                raise TypeError("what it describes has no name")
+                raise TypeError("an entry has no name")
             if described.name == "BytesStorageMetadata":
                 values[name] = places[name, None]
             else:
@@ -99,7 +99,7 @@ def decode_metadata(document: bytes, where: str) -> DcpMetadata:
 
 def _as(kind: type[T], value: object) -> T:
     if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} should be")
+        raise TypeError(f"expected a {kind.__name__}, found a {type(value).__name__}")
     return value
 
 
@@ -110,7 +110,7 @@ def _as_dict(value: object) -> Mapping[object, object]:
 def _fields(value: object, name: str) -> Mapping[str, object]:
     """The fields of a dataclass of torch's."""
     if not isinstance(value, PickledObject) or value.name != name or not value.module.startswith(MODULE):
-        raise TypeError(f"it has no {name} where one should be")
+        raise TypeError(f"{name} is missing")
     return cast("Mapping[str, object]", _as_dict(cast(object, value.state)))
 
 
@@ -120,7 +120,7 @@ def _places(stored: Mapping[object, object]) -> dict[tuple[str, tuple[int, ...] 
     for index, described in stored.items():
         key, place = _fields(index, "MetadataIndex"), _fields(described, "_StorageInfo")
         if place.get(_SEVERAL):
-            raise ValueError("its parts are compressed or encrypted, which cannot be read")
+            raise ValueError("its parts are compressed or encrypted, which is not supported")
         start = key.get("offset")
         offset, length = as_counts((place["offset"], place["length"]))
         span = FileRange(check_name(place["relative_path"]), offset, length)
@@ -140,7 +140,7 @@ def _tensor(
     type_name = str(getattr(kind, "name", ""))
     dtype = dtype_named(type_name)
     if not is_possible(shape, 1 if dtype is None else dtype.itemsize):
-        raise ValueError(f"no array can have the shape {shape!r:.80}")
+        raise ValueError(f"the shape {shape!r:.80} is not valid")
     parts: list[tuple[Region, FileRange]] = []
     for chunk in cast("list[object]", _as(list, described["chunks"])):
         fields = _fields(chunk, "ChunkStorageMetadata")
@@ -149,7 +149,7 @@ def _tensor(
             continue  # of a process that has nothing of the tensor
         parts.append((region, places[name, region.start]))
     if 0 not in shape and not _fill(shape, [region for region, _ in parts]):
-        raise ValueError(f"the parts of {name!r:.80} do not fill it exactly once")
+        raise ValueError(f"the parts of {name!r:.80} do not cover it exactly once")
     return DcpTensor(shape, dtype, type_name, tuple(parts) if 0 not in shape else ())
 
 
@@ -174,5 +174,5 @@ def _path(name: str, told: object) -> tuple[str | int, ...]:
         return (name,)
     keys = cast("tuple[object, ...]", _as(tuple, path))
     if not 0 < len(keys) <= _DEEPEST or not all(type(key) is str or (type(key) is int and key >= 0) for key in keys):
-        raise TypeError("a path in the tree is not of names and numbers")
+        raise TypeError("a path in the tree does not consist of names and numbers")
     return cast("tuple[str | int, ...]", keys)

@@ -61,8 +61,8 @@ def _tree(found: object, name: str, size: int, where: str) -> Tree:
     for leaf in leaves:
         if isinstance(leaf.value, str) and leaf.value.startswith(_ELSEWHERE):
             raise CheckpointNotFoundError(
-                f"no checkpoint that can be read at {where}: its array {leaf.key!r} was sharded over several "
-                f"processes, and is in the directory {name}_gda, which this version of shardkeep cannot read"
+                f"no readable checkpoint at {where}: its array {leaf.key!r} was sharded over several "
+                f"processes and saved in the directory {name}_gda, which this version of shardkeep cannot read"
             )
     stored = tuple(describe_leaf(leaf, name, 0) for leaf in leaves)
     identity = identity_of(leaves, size)
@@ -103,10 +103,10 @@ class ChunkedArray:
         with opened(store, self._name, leaf.key) as file:
             self._size = file.size
             if not start.isdecimal() or len(start) > 18:
-                raise ValueError(f"{start[:80]!r} is not the place of an array")
+                raise ValueError(f"{start[:80]!r} is not the location of an array")
             found, _ = scan(FileWindow(file), int(start))
             if not isinstance(found, FoundArray) or found.spec != leaf.spec:
-                raise ValueError(f"there is another array at byte {start}")
+                raise ValueError(f"there is a different array at byte {start}")
             self._runs = found.runs
 
     @property
@@ -123,7 +123,7 @@ class ChunkedArray:
     def find_damage(self, sizes: Mapping[str, int]) -> str | None:
         if sizes.get(self._name) == self._size:
             return None
-        return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} does not have its size"
+        return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} has the wrong size"
 
 
 class _ChunkBytes:

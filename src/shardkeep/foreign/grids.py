@@ -188,7 +188,7 @@ class Grid:
             return _fill(self.fill, self.spec.dtype)
         except _MALFORMED as error:
             raise IntegrityError(
-                f"{where} has the fill value {self.fill!r:.40}, which is unknown", file=where
+                f"{where} has the fill value {self.fill!r:.40}, which is not supported", file=where
             ) from error
 
     def stored_regions(self, start: tuple[int, ...]) -> list[Region]:
@@ -229,7 +229,7 @@ def parse_grid(name: str, document: bytes, where: str) -> Grid:
             or any(c % i for c, i in zip(chunks, inner, strict=True))
             or grid.separator not in (".", "/")
         ):
-            raise IntegrityError(f"{where} describes an impossible array", file=where)
+            raise IntegrityError(f"{where} does not describe a valid array", file=where)
     except _MALFORMED as error:
         if isinstance(error, IntegrityError):
             raise
@@ -264,7 +264,7 @@ def _read_zarr_json(data: _ZarrJsonRecord) -> Grid:
     shards = None
     if codecs and codecs[0]["name"] == "sharding_indexed":
         if len(codecs) > 1:
-            raise ValueError("its shards are encoded again")
+            raise ValueError("its shards have further codecs")
         inside = _configuration(codecs[0])
         shards, codecs = _shards(inside), list(inside["codecs"])
     plain, compressor = _chain(codecs)
@@ -323,7 +323,7 @@ def _fill(value: Json, dtype: DType) -> bytes | None:
     if isinstance(value, str) and value.startswith("0x"):
         bits = bytes.fromhex(value[2:])[::-1]
         if len(bits) != dtype.itemsize:
-            raise ValueError(f"fill_value {value!r} is not of its dtype")
+            raise ValueError(f"fill_value {value!r} does not match its dtype")
         return bits
     if isinstance(value, list):
         real, imaginary = (special.get(str(part), part) for part in value)

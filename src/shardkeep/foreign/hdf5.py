@@ -106,7 +106,7 @@ class Hdf5:
         try:
             found = list(self._walk(self._root(), ()))
         except (struct.error, IndexError) as error:
-            raise ValueError(f"one of its structures is cut short ({error})") from error
+            raise ValueError(f"one of its structures is truncated ({error})") from error
         read = [dataset for _, dataset in found if isinstance(dataset, FoundDataset)]
         if sum(sum(c.length for c in d.chunks) if d.chunk else d.spec.nbytes for d in read) > self._window.size:
             raise ValueError("its arrays overlap")
@@ -117,16 +117,16 @@ class Hdf5:
         try:
             return self._dataset(header, self._messages(header))
         except (struct.error, IndexError) as error:
-            raise ValueError(f"the header at byte {header:,} is cut short ({error})") from error
+            raise ValueError(f"the header at byte {header:,} is truncated ({error})") from error
 
     def _read(self, offset: int, count: int) -> bytes:
         if count > _LONGEST:
-            raise ValueError(f"it has a structure of {count:,} bytes at byte {offset:,}")
+            raise ValueError(f"its structure at byte {offset:,} is too large, with {count:,} bytes")
         return self._window.read(offset, count)
 
     def _visit(self, address: int) -> None:
         if address in self._seen:
-            raise UnreadableError(f"what is at byte {address:,} has two names, or is part of itself")
+            raise UnreadableError(f"the object at byte {address:,} has two names, or contains itself")
         self._seen.add(address)
         if len(self._seen) > _MOST:
             raise UnreadableError(f"it has more than {_MOST:,} groups and arrays")
@@ -136,7 +136,7 @@ class Hdf5:
         start = self._read(0, 12)
         version = start[8]
         if start[:8] != MAGIC or version > 3:
-            raise ValueError("it does not begin as an HDF5 file does")
+            raise ValueError("it does not start with an HDF5 signature")
         if version < 2:
             widths, at = self._read(13, 2), 24 if version == 0 else 28
             base, root = struct.unpack_from("<Q", self._read(at, 8))[0], struct.unpack("<Q", self._read(at + 40, 8))[0]
@@ -146,7 +146,7 @@ class Hdf5:
             if checksum != lookup3(self._read(0, 44)):
                 raise ValueError("its first bytes do not match their checksum")
         if widths != b"\x08\x08" or base:
-            raise UnreadableError("it has a user block, or addresses of another width than 8 bytes")
+            raise UnreadableError("it has a user block, or its addresses are not 8 bytes wide")
         return root
 
     def _walk(self, header: int, path: Path) -> Iterator[tuple[Path, FoundDataset | UnreadDataset]]:
@@ -224,9 +224,7 @@ class Hdf5:
             elif message.kind == _LINKS:
                 (heap,) = struct.unpack_from("<Q", message.data, 10 if message.data[1] & 1 else 2)
                 if heap != NOWHERE:
-                    raise UnreadableError(
-                        "it is a group whose names are in a heap of HDF5 1.8; write it without libver"
-                    )
+                    raise UnreadableError("it is a group in the format of HDF5 1.8; write the file without libver")
 
     def _leaves(self, node: int, kind: int, key: int, level: int | None = None) -> Iterator[tuple[bytes, int]]:
         """What a B-tree lists: keys of so many bytes, and addresses."""
@@ -252,7 +250,7 @@ class Hdf5:
             offset, header, cached = struct.unpack_from("<QQL", data, at)
             text, end, _ = self._read(names + offset, max(min(size - offset, 4096), 0)).partition(b"\0")
             if not end:
-                raise ValueError(f"the name at byte {names + offset:,} has no end")
+                raise ValueError(f"the name at byte {names + offset:,} is not terminated")
             name = text.decode()
             if cached == 2 or header == NOWHERE:
                 raise UnreadableError(f"{name!r} is a link, perhaps to another file; links are not followed")
@@ -269,19 +267,19 @@ class Hdf5:
         """The array that a header describes, if everything about it is such that it can be read."""
         by_kind = {message.kind: message for message in messages}
         if _ELSEWHERE in by_kind:
-            raise UnreadableError("it has its data in other files, which are not read")
+            raise UnreadableError("its data is in external files, which are not read")
         if not {_SPACE, _TYPE, _LAYOUT} <= by_kind.keys():
-            raise ValueError("its header is not complete")
+            raise ValueError("its header is incomplete")
         shape, dtype = parse_shape(by_kind[_SPACE].data), parse_dtype(by_kind[_TYPE].data)
         spec = ArraySpec(shape, self._opaque(messages) if dtype is None else dtype)
         if not is_possible(shape, spec.dtype.itemsize):
-            raise ValueError(f"it has the impossible shape {shape}")
+            raise ValueError(f"it has the invalid shape {shape}")
         layout = parse_layout(by_kind[_LAYOUT])
         if layout.chunk is not None:
             filters = parse_filters(by_kind[_FILTERS].data) if _FILTERS in by_kind else ()
             return self._chunked(FoundDataset(spec, 0, header, layout.chunk, (), filters), layout)
         if spec.nbytes and (layout.nbytes != spec.nbytes or layout.offset + spec.nbytes > self._window.size):
-            raise ValueError(f"it does not have its {spec.nbytes:,} bytes: it was never written, or is damaged")
+            raise ValueError(f"its data does not have {spec.nbytes:,} bytes: it was never written, or it is damaged")
         return FoundDataset(spec, layout.offset if spec.nbytes else 0, header)
 
     def _opaque(self, messages: Sequence[Message]) -> DType:
@@ -290,7 +288,7 @@ class Hdf5:
             text = parse_text_attribute(message.data, "dtype") if message.kind == _ATTRIBUTE else None
             if (self._text(*text) if isinstance(text, tuple) else text) == b"bfloat16":
                 return dtype_from_name("bfloat16")
-        raise UnreadableError("it holds raw bytes, which are not numbers of JAX's")
+        raise UnreadableError("it holds raw bytes, not numbers that JAX supports")
 
     def _text(self, length: int, heap: int, number: int) -> bytes:
         """A text in a heap that objects share."""
@@ -304,17 +302,17 @@ class Hdf5:
             if found == 0:
                 break
             at += 16 + -(-nbytes // 8) * 8
-        raise ValueError(f"the text {number} in the heap at byte {heap:,} is not there")
+        raise ValueError(f"text {number} is missing from the heap at byte {heap:,}")
 
     def _chunked(self, found: FoundDataset, layout: DataLayout) -> FoundDataset:
         """The array with its chunks, all of which must be there."""
         spec, shape = found.spec, found.chunk or ()
         unknown = [number for number in found.filters if number not in (_DEFLATE, _SHUFFLE, _FLETCHER)]
         if unknown:
-            raise UnreadableError(f"it is compressed with HDF5's filter {unknown[0]}; deflate is read")
+            raise UnreadableError(f"it is compressed with HDF5's filter {unknown[0]}; only deflate is supported")
         one = math.prod(shape) * spec.dtype.itemsize
         if len(shape) != len(spec.shape) or 0 in shape or one > _LARGEST_CHUNK:
-            raise ValueError(f"it has impossible chunks of shape {shape}")
+            raise ValueError(f"it has chunks of the invalid shape {shape}")
         count = math.prod(-(-n // c) for n, c in zip(spec.shape, shape, strict=True))
         chunks: dict[tuple[int, ...], Chunk] = {}
         if layout.offset != NOWHERE:
@@ -322,9 +320,9 @@ class Hdf5:
                 length, skipped, *start = struct.unpack(f"<2L{len(shape)}Q8x", key)
                 chunk = Chunk(tuple(start), address, length, skipped)
                 if any(a % c or a >= n for a, c, n in zip(chunk.start, shape, spec.shape, strict=True)):
-                    raise ValueError(f"it has a chunk at {chunk.start}, which is outside")
+                    raise ValueError(f"it has a chunk at {chunk.start}, outside the array")
                 if address + length > self._window.size or one > length * (_BEST_RATIO if found.filters else 1):
-                    raise ValueError(f"its chunk at {chunk.start} is not complete")
+                    raise ValueError(f"its chunk at {chunk.start} is incomplete")
                 chunks[chunk.start] = chunk
                 if len(chunks) > _MOST:
                     raise UnreadableError(f"it has more than {_MOST:,} chunks")
@@ -364,7 +362,7 @@ def _decode(data: bytes, found: FoundDataset, chunk: Chunk) -> Array:
             planes = np.frombuffer(data[: nbytes // dtype.itemsize * dtype.itemsize], np.uint8)
             data = planes.reshape(dtype.itemsize, -1).T.tobytes() if planes.size == nbytes else b""
     if len(data) != nbytes:
-        raise ValueError(f"the chunk at {chunk.start} has another size than {nbytes:,} bytes")
+        raise ValueError(f"the chunk at {chunk.start} does not have {nbytes:,} bytes")
     return np.frombuffer(data, dtype)
 
 
@@ -375,7 +373,7 @@ def _inflate(data: bytes, most: int, chunk: Chunk) -> bytes:
     except zlib.error as error:
         raise ValueError(f"the chunk at {chunk.start} cannot be decompressed: {error}") from None
     if not decoder.eof:
-        raise ValueError(f"the chunk at {chunk.start} is cut short, or too long")
+        raise ValueError(f"the chunk at {chunk.start} is too short or too long")
     return found
 
 
@@ -392,7 +390,7 @@ def _split(data: bytes, offset: int, newer: bool, flags: int) -> Iterator[Messag
         if at + size > len(data):
             raise ValueError(f"a header is damaged at byte {offset + at:,}")
         if told & 2 and kind in (_SPACE, _TYPE, _LAYOUT, _FILTERS):
-            raise UnreadableError("it shares its description with others, which is not read")
+            raise UnreadableError("it uses shared header messages, which are not supported")
         yield Message(kind, data[at : at + size], offset + at)
         at += size
 

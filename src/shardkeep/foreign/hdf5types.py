@@ -64,7 +64,7 @@ def parse_dtype(data: bytes) -> DType | None:
         return np.dtype(bool)
     if kind == 5 and size == 2:
         return None
-    raise UnreadableError(f"it holds values of HDF5's class {kind} with {size} bytes, which are not numbers of JAX's")
+    raise UnreadableError(f"it holds values of HDF5's class {kind} with {size} bytes, which JAX does not support")
 
 
 def parse_layout(message: Message) -> DataLayout:
@@ -72,13 +72,13 @@ def parse_layout(message: Message) -> DataLayout:
     data = message.data
     version, kind = data[0], data[1]
     if version not in (3, 4) or kind > 2:
-        raise UnreadableError("it has its data in other files, or is of a version of HDF5 before 1.6.3")
+        raise UnreadableError("its data is in external files, or it was written by HDF5 before 1.6.3")
     if kind == 0:
         return DataLayout(message.at + 4, struct.unpack_from("<H", data, 2)[0])
     if kind == 1:
         return DataLayout(*struct.unpack_from("<2Q", data, 2))
     if version == 4:
-        raise UnreadableError("its chunks are listed in a way that only HDF5 1.10 and later have; write it without")
+        raise UnreadableError("it uses a chunk index of HDF5 1.10 or later; write the file without libver")
     rank, tree = struct.unpack_from("<BQ", data, 2)
     return DataLayout(tree, None, struct.unpack_from(f"<{rank}L", data, 11)[:-1])
 

@@ -75,9 +75,7 @@ class _PytreeDirectory:
         numbers = [number for number, is_stored in enumerate(stored) if is_stored]
         paths = skeleton.paths()
         if len(paths) != len(numbers):
-            raise IntegrityError(
-                f"{self._where} is malformed: it has other leaves than its structure", file=self._where
-            )
+            raise IntegrityError(f"{self._where} is malformed: its leaves do not match its structure", file=self._where)
         cabinet = self._cabinet(bool(numbers))
         files = ArrayFiles()
         leaves = [
@@ -101,7 +99,7 @@ class _PytreeDirectory:
     def _cabinet(self, has_arrays: bool) -> Cabinet:
         inside = self._store.children(ARRAYS) if has_arrays else []
         if has_arrays and DATABASE not in inside:
-            what = "what its processes wrote was not merged" if inside else f"there is no {ARRAYS}"
+            what = "the data of its processes was not merged" if inside else f"there is no {ARRAYS}"
             raise IncompleteCheckpointError(f"{self._store.url} is an unfinished checkpoint of JAX: {what}")
         return Cabinet.at(self._store, ARRAYS) if has_arrays else Cabinet(self._store, ARRAYS, None)
 
@@ -131,7 +129,7 @@ def _database(store: Store, names: Collection[str]) -> Manifest:
             path = (*above, *name.split("/"))
             if path in found:
                 where = found[path].where
-                raise IntegrityError(f"{cabinet.locate(name)} and {where} are two arrays with one name", file=where)
+                raise IntegrityError(f"{cabinet.locate(name)} and {where} are arrays with the same name", file=where)
             found[path] = Chunks(cabinet, name)
     skeleton, leaves = flatten(nest(list(found.items())))
     files = ArrayFiles()

@@ -45,7 +45,7 @@ class KerasReader:
                 part = _weights(file, name)
                 tree = _tree(Hdf5(FileWindow(part)).find(), DataFile(name, file.size), part.start)
             except UnreadableError as error:
-                raise CheckpointNotFoundError(f"no checkpoint that can be read at {where}: {error}") from error
+                raise CheckpointNotFoundError(f"no readable checkpoint at {where}: {error}") from error
             except (ValueError, EOFError) as error:
                 raise IntegrityError(f"{where} is not a complete file of weights: {error}", file=where) from error
         return Manifest(where, tree.save_id, {"": tree})
@@ -83,7 +83,7 @@ def _weights(file: StoredFile, name: str) -> EntryBytes:
         return EntryBytes(file, ZipEntry("", STORED, None, file.size, file.size, 0))
     entries = {entry.name: entry for entry in read_directory(FileWindow(file)).entries}
     if _INSIDE not in entries:
-        raise UnreadableError(f"the archive holds no {_INSIDE}, as those of Keras 3 do")
+        raise UnreadableError(f"the archive holds no {_INSIDE}, which Keras 3 writes")
     if entries[_INSIDE].method != STORED:
         raise UnreadableError(f"{_INSIDE} is compressed in the archive; unzip it and load {_INSIDE}")
     return EntryBytes(file, entries[_INSIDE])
@@ -130,10 +130,10 @@ class KerasArray:
         with opened(store, self._name, leaf.key) as file:
             self._size = file.size
             if not place.isdecimal() or len(place) > 18:
-                raise ValueError(f"{place[:80]!r} is not the place of an array")
+                raise ValueError(f"{place[:80]!r} is not the location of an array")
             self._found = Hdf5(FileWindow(_weights(file, self._name))).dataset(int(place))
             if _native(self._found.spec) != leaf.spec:
-                raise ValueError(f"there is another array at byte {place}")
+                raise ValueError(f"there is a different array at byte {place}")
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -157,4 +157,4 @@ class KerasArray:
     def find_damage(self, sizes: Mapping[str, int]) -> str | None:
         if sizes.get(self._name) == self._size:
             return None
-        return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} does not have its size"
+        return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} has the wrong size"

@@ -51,7 +51,7 @@ def scan_whole(window: FileWindow) -> object:
     """The value that a file consists of, as `scan` gives it. `ValueError` if there is anything behind it."""
     found, end = scan(window)
     if end != window.size:
-        raise ValueError(f"what it holds ends at byte {end:,}, and it has {window.size:,}")
+        raise ValueError(f"its contents end at byte {end:,}, but it has {window.size:,} bytes")
     return found
 
 
@@ -78,7 +78,7 @@ class Scanner:
         start = self.at
         self._values += 1
         if self._values > _MOST_VALUES or depth > _DEEPEST:
-            raise ValueError(f"it holds more than {_MOST_VALUES:,} values, or more than {_DEEPEST} levels of them")
+            raise ValueError(f"it holds more than {_MOST_VALUES:,} values, or more than {_DEEPEST} levels")
         tag = self._take(1)[0]
         if 0x80 <= tag < 0x90:
             return self._dict(tag & 15, depth, named, start)
@@ -110,7 +110,7 @@ class Scanner:
             return self._extension(self._number(1 << (tag - 0xC7)), start)
         if 0xD4 <= tag <= 0xD8:
             return self._extension(1 << (tag - 0xD4), start)
-        raise ValueError(f"byte {start:,} begins nothing that MessagePack has")
+        raise ValueError(f"byte {start:,} is not valid MessagePack")
 
     def _take(self, count: int) -> bytes:
         data = self._window.read(self.at, count)
@@ -142,39 +142,39 @@ class Scanner:
     def _expect(self, count: int) -> None:
         """Refuse more values than there are bytes left."""
         if count > self._window.size - self.at:
-            raise ValueError(f"before byte {self.at:,} it announces {count:,} values, more than the file has bytes")
+            raise ValueError(f"before byte {self.at:,} it declares {count:,} values, more than the file has bytes")
 
     def _extension(self, length: int, start: int) -> object:
         kind = self._take(1)[0]
         end = self.at + length
         if kind not in _EXTENSIONS:
-            raise ValueError(f"byte {start:,} begins an extension of type {kind}, which Flax does not write")
+            raise ValueError(f"the extension at byte {start:,} has type {kind}, which Flax does not write")
         if end > self._window.size or self._in_extension:  # one inside another has no end of its own
-            raise ValueError(f"what begins at byte {start:,} does not end before byte {end:,}")
+            raise ValueError(f"the value at byte {start:,} does not end before byte {end:,}")
         self._in_extension = True
         found = _EXTENSIONS[kind](self, start)
         self._in_extension = False
         if self.at != end:
-            raise ValueError(f"what begins at byte {start:,} does not have the length that is given for it")
+            raise ValueError(f"the value at byte {start:,} does not have its declared length")
         return found
 
     def array(self, start: int) -> FoundArray:
         """The content of an array: its shape, the name of its dtype, and its bytes, which are passed over."""
         if self._take(1)[0] != 0x93:
-            raise ValueError(f"byte {start:,} begins no array")
+            raise ValueError(f"there is no array at byte {start:,}")
         shape, name = _all_of(int, self.value(_DEEPEST - 1, 0)), self.value(_DEEPEST - 1, 0)
         name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
         if shape is None or not isinstance(name, str):
-            raise ValueError(f"byte {start:,} begins an array without a shape or dtype")
+            raise ValueError(f"the array at byte {start:,} has no shape or no dtype")
         spec = ArraySpec(tuple(shape), _dtype(name))
         tag = self._take(1)[0]
         if not 0xC4 <= tag <= 0xC6 or not is_possible(shape, spec.dtype.itemsize):
-            raise ValueError(f"byte {start:,} begins an impossible array of shape {tuple(shape)}")
+            raise ValueError(f"the array at byte {start:,} has the invalid shape {tuple(shape)}")
         length = self._number(1 << (tag - 0xC4))
         if length != spec.nbytes or self.at + length > self._window.size:
             raise ValueError(
-                f"the array at byte {start:,} has {length:,} bytes, of which {self._window.size - self.at:,} can be "
-                f"there; {name}{list(shape)} has {spec.nbytes:,}"
+                f"the array at byte {start:,} has {length:,} bytes, with room for {self._window.size - self.at:,}, "
+                f"but {name}{list(shape)} has {spec.nbytes:,}"
             )
         self.at += length
         return FoundArray(spec, ((self.at - length, length),), start)
@@ -184,14 +184,14 @@ class Scanner:
         found = self.array(start)
         ((offset, length),) = found.runs
         if found.spec.shape:
-            raise ValueError(f"byte {start:,} begins a scalar of shape {found.spec.shape}")
+            raise ValueError(f"the scalar at byte {start:,} has the shape {found.spec.shape}")
         return np.frombuffer(self._window.read(offset, length), found.spec.dtype)[0]
 
     def complex_number(self, start: int) -> complex:
         """A complex number: a list of two floats."""
         parts = _all_of(float, self.value(_DEEPEST - 1, 0))
         if parts is None or len(parts) != 2:
-            raise ValueError(f"byte {start:,} begins a complex number without two parts")
+            raise ValueError(f"the complex number at byte {start:,} does not have two parts")
         return complex(*parts)
 
 
@@ -207,7 +207,7 @@ def _dtype(name: str) -> DType:
     try:
         return dtype_from_name(name)
     except ValueError:
-        raise ValueError(f"it holds an array of dtype {name[:80]!r}, which is not one of numbers") from None
+        raise ValueError(f"it holds an array of dtype {name[:80]!r}, which is not numeric") from None
 
 
 def _join_chunks(stored: dict[str, object], start: int) -> FoundArray:
@@ -215,13 +215,13 @@ def _join_chunks(stored: dict[str, object], start: int) -> FoundArray:
     shape = _all_of(int, _in_order(stored.get("shape")))
     chunks = _all_of(FoundArray, _in_order(stored.get("chunks")))
     if not chunks or not shape:
-        raise ValueError(f"byte {start:,} begins an array in chunks without chunks or without a shape")
+        raise ValueError(f"the chunked array at byte {start:,} has no chunks or no shape")
     dtype = chunks[0].spec.dtype
     spec = ArraySpec(tuple(shape), dtype)
     whole = all(chunk.spec.dtype == dtype and len(chunk.spec.shape) == len(chunk.runs) == 1 for chunk in chunks)
     runs = tuple(run for chunk in chunks for run in chunk.runs)
     if not whole or not is_possible(shape, dtype.itemsize) or spec.nbytes != sum(length for _, length in runs):
-        raise ValueError(f"the chunks of the array at byte {start:,} do not fill its shape {tuple(shape)}")
+        raise ValueError(f"the chunks of the array at byte {start:,} do not cover its shape {tuple(shape)}")
     return FoundArray(spec, runs, start)
 
 

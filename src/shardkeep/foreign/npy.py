@@ -50,10 +50,10 @@ def parse_npy(read: Callable[[int, int], bytes], size: int) -> NpyArray:
     `UnreadableError` for arrays that are not read, such as those of Python objects; `ValueError` for damage.
     """
     if read(0, 6) != MAGIC:
-        raise ValueError("it does not begin as a .npy file does")
+        raise ValueError("it does not start with the .npy signature")
     major, minor = read(6, 2)
     if (major, minor) not in ((1, 0), (2, 0), (3, 0)):
-        raise UnreadableError(f"it has version {major}.{minor} of the .npy format; up to 3.0 can be read")
+        raise UnreadableError(f"it has version {major}.{minor} of the .npy format; up to 3.0 is supported")
     width = 2 if major == 1 else 4
     (length,) = struct.unpack("<H" if major == 1 else "<L", read(8, width))
     if length > _LONGEST:
@@ -66,13 +66,13 @@ def parse_npy(read: Callable[[int, int], bytes], size: int) -> NpyArray:
     dtype, is_text = _dtype(descr)
     spec = ArraySpec(shape, dtype)
     if not is_possible(shape, max(dtype.itemsize, 1)) or len(shape) > 32:
-        raise ValueError(f"its header describes an impossible array of shape {shape}")
+        raise ValueError(f"its header does not describe a valid array of shape {shape}")
     if start + spec.nbytes != size:
         raise ValueError(
-            f"it has {size:,} bytes, and its header describes an array that ends at byte {start + spec.nbytes:,}"
+            f"it has {size:,} bytes, but its header describes an array that ends at byte {start + spec.nbytes:,}"
         )
     if is_text and math.prod(max(n, 1) for n in shape) * max(dtype.itemsize, 1) > _MOST_TEXT:
-        raise UnreadableError(f"it is an array of more than {_MOST_TEXT:,} bytes of text, which becomes plain values")
+        raise UnreadableError(f"it has more than {_MOST_TEXT:,} bytes of text, too much for plain values")
     return NpyArray(spec, fortran, start, is_text, descr[1:] in _UNNAMED)
 
 
@@ -88,11 +88,11 @@ def _parse_fields(text: str) -> dict[str, str | bool | tuple[int, ...]]:
         if field is None or field["name"] in found:
             raise ValueError("its header is damaged")
         if field["other"] is not None:
-            raise UnreadableError("it is a structured array, whose elements have several fields; only numbers are read")
+            raise UnreadableError("it is a structured array; only arrays of numbers are supported")
         if field["shape"] is not None:
             numbers = [n.strip(" \nL") for n in field["shape"].split(",") if n.strip()]
             if not all(n.isdecimal() and len(n) < 20 for n in numbers):
-                raise ValueError("its header describes an impossible array")
+                raise ValueError("its header does not describe a valid array")
             found[field["name"]] = tuple(map(int, numbers))
         else:
             found[field["name"]] = field["text"] if field["truth"] is None else field["truth"] == "True"
@@ -109,13 +109,13 @@ def _dtype(descr: str) -> tuple[DType, bool]:
     kind = descr.lstrip("<>|=")[:1]
     if kind == "O":
         raise UnreadableError(
-            "it is an array of Python objects, which is a pickle and could run any program; it is never read. Save "
-            "arrays of numbers instead"
+            "it is an array of Python objects, stored as a pickle that could execute code, and is never read. Save "
+            "numeric arrays instead"
         )
     if kind in ("V", "W"):
         raise UnreadableError(
             f"NumPy wrote its dtype as {descr!r}, which several dtypes share (float8_e4m3fn, int4 and others). Read it "
-            "with NumPy, view it as the dtype that it was, and save it with shardkeep.save"
+            "with NumPy, view it as its original dtype, and save it with shardkeep.save"
         )
     if not re.fullmatch(r"[<>|=][biufcmMSU]\d{1,6}(\[\d{0,9}[A-Za-z]{1,2}\])?", descr):
         raise ValueError(f"its dtype is {descr[:80]!r}")
@@ -126,5 +126,5 @@ def _dtype(descr: str) -> tuple[DType, bool]:
     if kind in "SU":
         return dtype, True
     if dtype.newbyteorder("=").name not in NUMPY_NAMES and kind not in "mM":
-        raise UnreadableError(f"its dtype is {dtype.name}, which JAX does not have")
+        raise UnreadableError(f"its dtype is {dtype.name}, which JAX does not support")
     return dtype, False

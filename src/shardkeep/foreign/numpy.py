@@ -50,7 +50,7 @@ class NumpyReader:
             try:
                 tree = _archive(window, name) if name.endswith(_NPZ) else _single(window, name)
             except UnreadableError as error:
-                raise CheckpointNotFoundError(f"no checkpoint that can be read at {where}: {error}") from error
+                raise CheckpointNotFoundError(f"no readable checkpoint at {where}: {error}") from error
             except (ValueError, EOFError) as error:
                 if not is_named:
                     return None  # several arrays one after the other, for example: Equinox's files
@@ -127,7 +127,7 @@ def _describe(window: FileWindow, entry: ZipEntry, place: str) -> tuple[object, 
     memory = np.empty(spec.nbytes, np.uint8)
     source.read_into(described.start, memory)
     if spec.dtype.kind == "U" and (memory.view(f"{spec.dtype.str[0]}u4") > _LAST_CHARACTER).any():
-        raise ValueError("it holds text with characters that do not exist")
+        raise ValueError("it contains text that is not valid Unicode")
     found = memory.view(spec.dtype).reshape(spec.shape) if spec.nbytes else np.empty(spec.shape, spec.dtype)
     return found.tolist(), described
 
@@ -203,11 +203,11 @@ class NpzArray:
             self._size = file.size
             entry = _entry_at(place) if place else _whole(file.size)
             if entry is None or entry.start + entry.stored > file.size:
-                raise ValueError(f"{place[:80]!r} is not the place of an array")
+                raise ValueError(f"{place[:80]!r} is not the location of an array")
             self._entry, self._described = entry, _parse(EntryBytes(file, entry), entry.size)
             found = self._described.spec
             if found.shape != leaf.spec.shape or found.dtype.newbyteorder("=") != leaf.spec.dtype:
-                raise ValueError("there is another array at its place")
+                raise ValueError("there is a different array at its location")
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -233,4 +233,4 @@ class NpzArray:
     def find_damage(self, sizes: Mapping[str, int]) -> str | None:
         if sizes.get(self._name) == self._size:
             return None
-        return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} does not have its size"
+        return f"leaf {self._leaf.key!r}: {self._store.locate(self._name)} has the wrong size"

@@ -146,9 +146,9 @@ def _opened(data: bytes, magic: int, where: str) -> "_NodeReader":
         return IntegrityError(f"{where} is damaged: {problem}", file=where)
 
     if len(data) < _HEADER + 6 or int.from_bytes(data[:4], "big") != magic:
-        raise damaged("it is not the part of an OCDBT database that it should be")
+        raise damaged("it is not the expected part of an OCDBT database")
     if int.from_bytes(data[4:_HEADER], "little") != len(data):
-        raise damaged("its length is not the one that is recorded")
+        raise damaged("its length differs from the recorded one")
     if crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise damaged("it does not match its CRC-32C")
     version, compression = data[_HEADER], data[_HEADER + 1]
@@ -294,21 +294,21 @@ class _NodeReader:
 
     def _span(self, files: list[tuple[str, str]], number: int, offset: int, length: int) -> FileSpan:
         if number >= len(files) or offset + length > 1 << 62:
-            raise self._damaged("a value is in no file")
+            raise self._damaged("a value has no file")
         return FileSpan(check_name(files[number][0]), offset, length)
 
     def _take(self, length: int) -> bytes:
         start = self._at
         self._at += length
         if self._at > len(self._body):
-            raise self._damaged("it ends too early")
+            raise self._damaged("it is truncated")
         return self._body[start : self._at]
 
     def _varints(self, count: int) -> list[int]:
         """So many numbers, each of which takes a byte at least."""
         body, at = self._body, self._at
         if count > len(body) - at:
-            raise self._damaged("it ends too early")
+            raise self._damaged("it is truncated")
         found: list[int] = []
         try:
             for _ in range(count):
@@ -329,7 +329,7 @@ class _NodeReader:
                         raise self._damaged("a number has more than 64 bits")
                 found.append(number)
         except IndexError:
-            raise self._damaged("it ends too early") from None
+            raise self._damaged("it is truncated") from None
         self._at = at
         return found
 

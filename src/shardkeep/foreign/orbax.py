@@ -89,7 +89,7 @@ class OrbaxReader:
     def detect(self, store: Store, names: Collection[str]) -> Manifest | None:
         where = store.url.rstrip("/")
         if names and TEMPORARY in os.path.basename(where):
-            raise IncompleteCheckpointError(f"{where} is an unfinished Orbax checkpoint: its name says so")
+            raise IncompleteCheckpointError(f"{where} is an unfinished Orbax checkpoint, as its name shows")
         if not self.recognizes(names) and not _items_in(names_below(store, names)):
             return None
         _refuse_unfinished(store, names)
@@ -129,12 +129,12 @@ def _refuse_unfinished(store: Store, names: Collection[str]) -> None:
     where = store.url.rstrip("/")
     if not store.traits.has_directories and COMMIT not in names:
         raise IncompleteCheckpointError(
-            f"{where} is an unfinished Orbax checkpoint: in a bucket, Orbax completes one with {COMMIT}, which is not "
-            f"there. If it was copied from a disk where it was complete, put an empty {COMMIT} beside it"
+            f"{where} is an unfinished Orbax checkpoint: in a bucket, Orbax marks complete ones with {COMMIT}, which "
+            f"is missing. If you copied a complete checkpoint from a disk, add an empty file {COMMIT} to it"
         )
     temporary = [name for name in names if TEMPORARY in name]
     if temporary:
-        raise IncompleteCheckpointError(f"{where} is an unfinished Orbax checkpoint: {temporary[0]} is in it")
+        raise IncompleteCheckpointError(f"{where} is an unfinished Orbax checkpoint: it contains {temporary[0]}")
 
 
 def _refuse_damaged(store: Store, names: Collection[str]) -> None:
@@ -203,10 +203,10 @@ class _Checkpoint:
                 yield "" if item == _DEFAULT else check_prefix(item), found
             elif about.handlers.get(item, "").rpartition(".")[2] in _HANDLERS:
                 where = self._store.locate(item)
-                problem = f"{where} holds nothing of what Orbax has saved there; {CHECKPOINT} lists the item {item!r}"
+                problem = f"{where} contains no data, although {CHECKPOINT} lists the item {item!r}"
                 raise MissingDataError(problem, file=where)
             elif inside:
-                log.debug("%s: its handler is not known, and it is not read", self._store.locate(item))
+                log.debug("%s: its handler is unknown, so it is not read", self._store.locate(item))
 
     def _item(self, item: str, inside: Collection[str], about: _About) -> Tree | None:
         """The tree that an item is; None if it is of a handler that is not known, or has no files."""
@@ -261,7 +261,7 @@ class _Checkpoint:
         described = self._json(_join(directory, TREE)) if TREE in inside else None
         where = store.locate(_join(directory, TREE))
         if described is None and not set(_BESIDE).isdisjoint(inside):
-            raise MissingDataError(f"{where} is missing, which says what the tree is", file=where)
+            raise MissingDataError(f"{where} is missing, which describes the tree", file=where)
         cabinet = Cabinet.at(store, directory)
         if cabinet.database is not None:
             self._read.append(store.read(_join(directory, DATABASE)))
@@ -335,7 +335,7 @@ def _leaf(cabinet: Cabinet, leaf: Leaf, facts: _Facts, files: ArrayFiles) -> Sto
     if entry.is_ambiguous:
         where = cabinet.locate(name)
         raise IntegrityError(
-            f"{where}: several leaves of the tree are called {name!r} there, which holds only one of them"
+            f"{where}: several leaves of the tree have the name {name!r}, but it stores only one of them"
         )
     chunks = Chunks(cabinet, name)
     if entry.kind == "scalar" and (value := plain_scalar(chunks)) is not None:
@@ -371,7 +371,7 @@ def _entries_found(cabinet: Cabinet, inside: Collection[str]) -> list[OrbaxLeaf]
 def _refuse_unfinished_item(store: Store, directory: str, inside: Collection[str]) -> None:
     if DATABASE not in inside and any(name.startswith("ocdbt.process_") for name in inside):
         raise IncompleteCheckpointError(
-            f"{store.locate(directory)} is an unfinished Orbax checkpoint: what its processes wrote was not merged "
+            f"{store.locate(directory)} is an unfinished Orbax checkpoint: the data of its processes was not merged "
             f"into {DATABASE}"
         )
 

@@ -96,7 +96,7 @@ class StridedArray:
         try:
             self._place = place = StridedPlace.decode(leaf.origin.directory)
             if len(place.strides) != len(leaf.spec.shape):
-                raise ValueError("it has not one stride for each axis")
+                raise ValueError("it does not have one stride per axis")
             if (place.offset + span_of(leaf.spec.shape, place.strides)) * leaf.spec.dtype.itemsize > place.size:
                 raise ValueError("the array reaches beyond its bytes")
             check_flags(place.flags, leaf.spec.dtype)

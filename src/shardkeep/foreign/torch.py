@@ -71,7 +71,7 @@ class TorchReader:
         where = store.locate(name)
         if _ZERO.fullmatch(name):
             raise CheckpointNotFoundError(
-                f"no checkpoint that can be read at {where}: it is a partition of DeepSpeed's ZeRO optimizer. Put the "
+                f"no readable checkpoint at {where}: it is a partition of DeepSpeed's ZeRO optimizer. Put the "
                 "partitions together with DeepSpeed's zero_to_fp32.py; files named mp_rank_* can be loaded as they are"
             )
         index = _INDEX.fullmatch(name)
@@ -179,7 +179,7 @@ def _manifest(where: str, value: object, length: int, opened: Sequence[tuple[Tor
             leaves.append(StoredValue(path, leaf))
     described, there = sum(leaf.nbytes for leaf in leaves), sum(file.size for file in files)
     if described > _FREE + _BEST_RATIO * there:
-        raise IntegrityError(f"{where}: {there:,} bytes cannot be tensors of {described:,} bytes", file=where)
+        raise IntegrityError(f"{where}: {there:,} bytes do not match tensors of {described:,} bytes", file=where)
     identity = digest(json.dumps([archive.identity for archive, _ in opened]).encode())
     tree = Tree(identity, "foreign", taken.skeleton, tuple(leaves), files, {}, created="")
     return Manifest(where, identity, {"": tree})

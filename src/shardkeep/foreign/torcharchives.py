@@ -46,7 +46,7 @@ class TorchArchive:
         if found is None and expected == 0:
             return ZipEntry(name, STORED, None, 0, 0, 0)
         if found is None:
-            raise MissingDataError(f"{where} lacks the entry {name[:80]!r}, which a tensor is in", file=where)
+            raise MissingDataError(f"{where} lacks the entry {name[:80]!r}, which holds a tensor", file=where)
         if found.size != expected:
             what = f"the entry {name[:80]!r} has {found.size:,} bytes, and its tensors need {expected:,}"
             raise IntegrityError(f"{where} is damaged: {what}", file=where)
@@ -87,7 +87,7 @@ def read_archive(file: ByteFile, where: str, number: int = 0, requests: int | No
     entries = _entries(directory, root)
     if "constants.pkl" in entries or any(name.startswith("code/") for name in entries):
         raise CheckpointNotFoundError(
-            f"no checkpoint that can be read at {where}: it is a TorchScript program, which torch.jit.save wrote. Load "
+            f"no readable checkpoint at {where}: it is a TorchScript program, which torch.jit.save wrote. Load "
             "it with torch.jit.load and save its weights: torch.save(module.state_dict(), path)"
         )
     pickled = _bytes_of(window, entries[_PICKLE])
@@ -126,7 +126,7 @@ def refuse_other_forms(start: bytes, name: str, where: str) -> None:
             f"no checkpoint at {where}: {name} has the name of a PyTorch file, but is not a zip archive with tensors, "
             "as torch.save writes since version 1.6"
         )
-    raise CheckpointNotFoundError(f"no checkpoint that can be read at {where}: {what}; {_AGAIN}")
+    raise CheckpointNotFoundError(f"no readable checkpoint at {where}: {what}; {_AGAIN}")
 
 
 def _entries(directory: ZipDirectory, root: str) -> dict[str, ZipEntry]:

@@ -248,10 +248,10 @@ def _tensor(name: str, args: Sequence[object]) -> Tensor:
     elif storage.type_name == _UNTYPED:
         raise ValueError("its storage has no type")
     if len(shape) != len(strides):
-        raise ValueError("it has not one stride for each axis")
+        raise ValueError("it does not have one stride per axis")
     itemsize = 1 if dtype is None else dtype.itemsize
     if not is_possible(shape, itemsize):
-        raise ValueError(f"no array can have the shape {shape!r:.80}")
+        raise ValueError(f"the shape {shape!r:.80} is not valid")
     told = cast("dict[object, object]", metadata) if isinstance(metadata, dict) else {}
     flags = (CONJUGATED if told.get("conj") is True else "") + (NEGATED if told.get("neg") is True else "")
     if dtype is not None:

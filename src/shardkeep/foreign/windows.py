@@ -48,7 +48,7 @@ class FileWindow:
     def read(self, offset: int, count: int) -> bytes:
         """So many bytes at an offset; `ValueError` if they are not in the file."""
         if offset < 0 or count < 0 or offset + count > self.size:
-            raise ValueError(f"it ends at byte {self.size:,}, and {count:,} bytes are needed from byte {offset:,} on")
+            raise ValueError(f"it ends at byte {self.size:,}, but {count:,} bytes are needed from byte {offset:,}")
         for start, data in reversed(self._kept):
             if start <= offset and offset + count <= start + len(data):
                 return data[offset - start : offset - start + count]
@@ -65,7 +65,7 @@ class FileWindow:
         runs: list[list[tuple[int, int]]] = []
         for offset, count in parts:
             if offset < 0 or count < 0 or offset + count > self.size:
-                raise ValueError(f"it ends at byte {self.size:,}, and byte {offset + count:,} is needed")
+                raise ValueError(f"it ends at byte {self.size:,}, but byte {offset + count:,} is needed")
             near_enough = bool(runs) and 0 <= offset - sum(runs[-1][-1]) <= near
             if not near_enough or offset + count - runs[-1][0][0] > _LONGEST:
                 runs.append([])
@@ -102,7 +102,7 @@ class FilePart:
     def __init__(self, file: ByteFile, offset: int, length: int) -> None:
         """Take a part. `ValueError` if it is not in the file."""
         if offset < 0 or length < 0 or offset + length > file.size:
-            raise ValueError(f"it ends at byte {file.size:,}, and {length:,} bytes are needed from {offset:,} on")
+            raise ValueError(f"it ends at byte {file.size:,}, but {length:,} bytes are needed from byte {offset:,}")
         self.size = length
         self._file, self._offset = file, offset
 

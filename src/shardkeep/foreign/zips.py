@@ -78,7 +78,7 @@ def read_directory(window: FileWindow) -> ZipDirectory:
     for (entry, raw), header in zip(found, headers, strict=True):
         data = _data_start(header, entry, raw)
         if entry.start < free or data + entry.stored > start:
-            raise ValueError(f"the entry {entry.name[:80]!r} overlaps with another one, or is not complete")
+            raise ValueError(f"the entry {entry.name[:80]!r} overlaps with another one, or is incomplete")
         free = data + entry.stored
         entries.append(ZipEntry(entry.name, entry.method, entry.crc, entry.size, entry.stored, data))
     if len({entry.name for entry in entries}) < len(entries):
@@ -124,7 +124,7 @@ def _parse_entry(text: bytes, at: int) -> tuple[ZipEntry, bytes, int]:
     name = raw.decode("utf-8" if flags & _UTF8 else "cp437")
     if flags & _ENCRYPTED or method not in (STORED, DEFLATED):
         raise ValueError(
-            f"the entry {name[:80]!r} is encrypted, or compressed with method {method}; only deflate is read"
+            f"the entry {name[:80]!r} is encrypted, or compressed with method {method}; only deflate is supported"
         )
     size, stored, start = _long_numbers(extra, (size, stored, start))
     if size != stored if method == STORED else size > stored * _BEST_RATIO:

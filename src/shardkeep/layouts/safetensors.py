@@ -189,7 +189,7 @@ def encode_header(metadata: dict[str, str], entries: Sequence[str], room: int = 
     length = -(-(8 + len(text) + room) // PAGE) * PAGE - 8
     if length > HEADER_LIMIT:
         raise TreeError(
-            f"the keys of this tree need a header of {length:,} bytes, and a safetensors file allows at most "
+            f"the keys of this tree need a header of {length:,} bytes, but a safetensors file allows at most "
             f"{HEADER_LIMIT:,}; save to a directory, or pass a smaller max_shard_size"
         )
     return struct.pack("<Q", length) + text.ljust(length)

@@ -65,60 +65,59 @@ def load(
     missing: Literal["error", "keep"] | Callable[..., object] = "error",
     extra: Literal["ignore", "error"] = "ignore",
 ) -> Any:
-    """Load a checkpoint: the tree that was saved, on any number of devices, with every byte checked.
+    """Load a checkpoint onto any mesh and any number of devices, and verify every byte that is read.
 
     Without `template`, `mesh` and `shardings`, JAX arrays are put on the default device. NumPy arrays are loaded as
-    NumPy arrays, plain values as they are. In a job with several JAX processes, all of them make the call with the same
-    arguments, and each reads the bytes that its devices need.
+    NumPy arrays, and plain values are returned unchanged. In a job with several JAX processes, all of them must call
+    `load` with the same arguments; each reads only the bytes that its devices need.
 
     Args:
-        path: A checkpoint directory, a safetensors file or a Hugging Face folder; a local path or a URL (`gs://`,
-            `s3://`). Checkpoints that eFormer has written are read too.
-        template: A tree of arrays or `jax.ShapeDtypeStruct`s that gives the structure, the dtypes and the shardings
-            of the result, with their memory kinds (`pinned_host`: arrays in host memory go there) and the layouts of
-            arrays and `Format`s. It may be a part of the saved tree: other leaves are not read, and are listed in a log
-            message at level INFO. Every array and plain value in it must be in the checkpoint, with the same shape.
-            Leaves that are not data, such as functions, are kept. `...` in place of a leaf or a subtree means that it
-            is not loaded; it stays `...` in the result. See `shardkeep.abstract` for a template of the whole
-            checkpoint.
-        prefix: Which of several trees in the directory to load. By default the one saved without a prefix, or else
+        path: The checkpoint, as a local path or a URL (`gs://`, `s3://`): a checkpoint directory, a safetensors file
+            or a Hugging Face folder. Checkpoints of Orbax, PyTorch, Flax, Keras, NumPy, JAX's own serialization and
+            eFormer can be loaded as well.
+        template: A tree of arrays or `jax.ShapeDtypeStruct`s. The result has its structure, dtypes and shardings,
+            including memory kinds (such as `pinned_host`) and the layouts of arrays and `Format`s. The template may
+            be a part of the saved tree: other leaves are not read, and are listed in a log message at level INFO. Every
+            array and plain value in the template must be in the checkpoint, with the same shape. Leaves that are not
+            data, such as functions, are kept. Put `...` in place of a leaf or a subtree to skip it; it stays `...` in
+            the result. `shardkeep.abstract` returns a template of the whole checkpoint.
+        prefix: Which tree to load, if the directory has several. The default is the one saved without a prefix, or
             the only one.
-        include: A regular expression. Only leaves whose `/`-joined key it matches (`re.search`) are read. Without a
-            template, entries of dicts that hold no such leaf are dropped, and other positions (of lists, tuples and
-            classes) become None. With a template, other leaves keep the template's value. If it matches no leaf at
-            all, that is an error.
-        mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the sharding they were saved with, as
-            far as the mesh has the axes and they divide the array. A warning names arrays that are replicated
-            instead. If it is None, `PartitionSpec`s are for the mesh of `jax.set_mesh`; without any, that mesh has no
-            effect.
-        partition_rules: Pairs of a regular expression and a `PartitionSpec`, for `mesh`. The first rule whose
-            expression matches the `/`-joined key (`re.search`) gives the sharding. Specs are cut to the rank of the
-            array.
-        shardings: A sharding for all arrays, a tree of shardings like the saved one, or a dict by key (`a/b` or
-            `a.b`). An entry covers everything below it. Values are `Sharding`s (memory kinds are kept),
-            `PartitionSpec`s for `mesh`, `jax.experimental.layout.Format`s, functions of the loaded array, or None.
-            Rules are tried first.
-        dtype: Cast arrays of the same kind: a float dtype casts floats, an integer dtype integers. A template's
-            dtypes take precedence.
+        include: A regular expression. Only leaves whose `/`-joined key matches (`re.search`) are read. Without a
+            template, dict entries without a matching leaf are dropped, and other positions (in lists, tuples and
+            classes) become None. With a template, other leaves keep the template's value. It is an error if no leaf
+            matches.
+        mesh: The mesh to put arrays on. Without rules and shardings, arrays keep the sharding they were saved with. A
+            dimension is replicated, with a warning, if the mesh does not have its axes or they do not divide it. If
+            `mesh` is None, `PartitionSpec`s refer to the mesh set with `jax.set_mesh`; if there are no specs, that mesh
+            has no effect.
+        partition_rules: Pairs of a regular expression and a `PartitionSpec` for `mesh`. The first rule that matches
+            the `/`-joined key (`re.search`) wins. Specs are cut to the rank of the array.
+        shardings: One sharding for all arrays, a tree of shardings with the structure of the checkpoint, or a dict by
+            key (`a/b` or `a.b`). An entry applies to everything below its key. Values are `Sharding`s (memory kinds are
+            kept), `PartitionSpec`s for `mesh`, `jax.experimental.layout.Format`s, functions of the loaded array, or
+            None. `partition_rules` take precedence.
+        dtype: The dtype to cast arrays of the same kind to: a float dtype casts floats, an integer dtype integers. A
+            template's dtypes take precedence.
         verify: Whether to check the data against the stored digests.
-        mmap: Whether arrays may be mapped from local files where that saves a copy. Files of a checkpoint must not be
-            changed in place while such arrays are in use; replacing or deleting the checkpoint is safe.
-        broadcast: In a job with several processes, whether a part of an array that several of them need is read by one
-            of them, which sends it to the others with JAX's collectives. Each reads about as much. "auto" does so for
-            parts that at least four processes need, on storage behind a network (buckets, network file systems), in
-            calls of the main thread. Leaves that the processes load differently, `PerProcess` values, and parts that
-            one process needs are read by each process itself.
+        mmap: Whether arrays may be memory-mapped from local files where that avoids a copy. Do not modify the files
+            in place while such arrays are in use; replacing or deleting the checkpoint is safe.
+        broadcast: In a job with several processes, whether a part of an array that several processes need is read by
+            only one of them and sent to the others with JAX's collectives. The processes share the reading about
+            equally. "auto" broadcasts parts that at least four processes need, if the checkpoint is in a bucket or on a
+            network file system and `load` is called on the main thread. Each process always reads by itself: leaves
+            that the processes load differently, `PerProcess` values, and parts that no other process needs.
         progress: Whether to show a progress bar.
-        per_process: What a `PerProcess` leaf loads as. "own" is the value that this process saved, which needs as
-            many processes as saved it. "all" is the list of the values of all processes.
+        per_process: What to return for a `PerProcess` leaf. "own" returns the value that this process saved; the
+            number of processes must be the same as when it was saved. "all" returns the list of all processes' values.
         mapped: The old name of `mmap`.
-        remap: Rules from `shardkeep.remap`, which are applied in order to the tree of the checkpoint. What results is
-            what `template`, `include`, rules and shardings are about, and what is returned without a template. Only
-            what is needed is read: of stacked layers, for example, those that this process needs.
-        missing: What to do about leaves of the template that the checkpoint does not have. "error" refuses them, "keep"
-            keeps the template's own values, and a function makes the arrays: it is called with the key and the
-            template's array or `jax.ShapeDtypeStruct`. What is not from the checkpoint is logged.
-        extra: What to do about leaves of the checkpoint that the template does not have: "ignore" or "error".
+        remap: Rules from `shardkeep.remap`, applied in order to the tree of the checkpoint. `template`, `include`,
+            `partition_rules` and `shardings` then refer to the resulting tree, which is also what `load` returns
+            without a template. Only the bytes that are needed are read, for example one layer of a stack.
+        missing: How to handle leaves of the template that are not in the checkpoint. "error" raises an error, and
+            "keep" keeps the template's values. A function is called with the key and the template's array or
+            `jax.ShapeDtypeStruct`, and returns the array. Leaves that do not come from the checkpoint are logged.
+        extra: How to handle leaves of the checkpoint that are not in the template: "ignore" or "error".
 
     Returns:
         The tree.
@@ -126,11 +125,12 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no checkpoint at `path`.
         IntegrityError: A file is missing, truncated or damaged.
-        MissingLeafError: The template has data that the checkpoint does not have, or `include` matches nothing.
-        TemplateMismatchError: The template has other shapes or kinds of arrays, or `extra="error"` and there are more.
+        MissingLeafError: The template has leaves that are not in the checkpoint, or `include` matches nothing.
+        TemplateMismatchError: Shapes or kinds of leaves differ from the template's, or the checkpoint has further
+            leaves and `extra="error"`.
         RemapError: A rule cannot be applied. No array was read.
         ShardingError: A sharding does not fit its array or the mesh.
-        ProcessError: A `PerProcess` leaf was saved by another number of processes, or another process failed.
+        ProcessError: A `PerProcess` leaf was saved by a different number of processes, or another process failed.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> _ = shardkeep.save(tmp / "state", {"layers": [{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}], "step": 7})
@@ -221,25 +221,25 @@ def abstract(
     shardings: Any = None,
     dtype: Any = None,
 ) -> Any:
-    """The tree that `load` returns, with a `jax.ShapeDtypeStruct` for each array. No array is read.
+    """Return the tree that `load` would return, with a `jax.ShapeDtypeStruct` for each array. No array is read.
 
-    Edit the result and pass it to `load` as `template`: change dtypes and shardings, put `...` in place of a leaf or a
-    subtree that is not wanted, or use its parts in another structure. Unchanged, it loads the tree as it was saved.
+    Edit the result and pass it to `load` as `template`: change dtypes and shardings, put `...` in place of leaves or
+    subtrees to skip, or use its parts in another structure. Unchanged, it loads the tree as it was saved.
 
     Args:
-        path: A checkpoint directory, a safetensors file or a Hugging Face folder; a local path or a URL.
-        prefix: Which of several trees in the directory. By default the one saved without a prefix, or else the only
+        path: The checkpoint, as for `load`.
+        prefix: Which tree, if the directory has several. The default is the one saved without a prefix, or the only
             one.
-        include: A regular expression on `/`-joined keys, as for `load`.
-        mesh: The mesh for the shardings of the `ShapeDtypeStruct`s. If it is None, `PartitionSpec`s are for the mesh
-            of `jax.set_mesh`. Without rules and shardings they then have none.
+        include: A regular expression that selects leaves by their `/`-joined key, as for `load`.
+        mesh: The mesh for the shardings of the `ShapeDtypeStruct`s. If it is None, `PartitionSpec`s refer to the mesh
+            set with `jax.set_mesh`; without rules and shardings, the structs then have no shardings.
         partition_rules: Pairs of a regular expression and a `PartitionSpec`, as for `load`.
         shardings: A tree or dict of shardings, as for `load`, but without functions. Memory kinds and layouts are kept.
-        dtype: The dtype of arrays of the same kind, as for `load`.
+        dtype: The dtype for arrays of the same kind, as for `load`.
 
     Returns:
         The tree. PRNG keys are `ShapeDtypeStruct`s with a key dtype. NumPy arrays are `NumpyStruct`s, a subclass for
-        which `load` returns NumPy arrays. Plain values are as they were saved.
+        which `load` returns NumPy arrays. Plain values are returned unchanged.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at `path`.
@@ -306,7 +306,7 @@ def load_request(path: Location, request: LoadRequest, operation: Operation) -> 
         )
     operation.share()
     raise IntegrityError(
-        f"{path} was replaced {TRIES} times while it was being loaded; load it when nothing is saving to it"
+        f"{path} was replaced {TRIES} times while it was being loaded; try again when no save is running"
     )
 
 

@@ -91,7 +91,7 @@ def as_template(stored: StoredLeaf, leaf: Leaf, request: LoadRequest) -> Wanted 
     if not isinstance(stored, StoredArray):
         return _plain_as_template(stored, leaf, is_array)
     if stored.origin.kind == UNREADABLE:
-        return wrong_kind(leaf.path, f"what cannot be read ({stored.unreadable})", f"a {type(like).__name__}")
+        return wrong_kind(leaf.path, f"data that cannot be read ({stored.unreadable})", f"a {type(like).__name__}")
     if not is_array:
         return _plain_as_template(stored, leaf, is_array)
     is_key = is_prng_dtype(like.dtype)

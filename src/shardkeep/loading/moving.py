@@ -72,8 +72,8 @@ def with_layout(x: jax.Array, layout: Layout | None) -> jax.Array:
         return x
     if np.dtype(x.dtype) in NARROW and not can_lay_out_narrow():
         raise ShardingError(
-            f"an array of {x.dtype} with the layout {layout} was asked for, and JAX {jax.__version__} corrupts memory "
-            "when it makes one; use JAX 0.8.2 or later, or leave out the layout"
+            f"JAX {jax.__version__} corrupts memory when it creates an array of {x.dtype} with the layout {layout}; "
+            "use JAX 0.8.2 or later, or leave out the layout"
         )
     carrier = carrier_of(np.dtype(x.dtype))
     with own_computation():

@@ -44,11 +44,11 @@ class PlannedLeaf:
 
     Attributes:
         key: Its key in the result.
-        form: Its dtype and shape; of a plain value, the value.
-        sources: The stored leaves that it is made of, each with the ranges that this process needs.
-        rules: The rules that made it what it is, in order.
-        nbytes: The bytes that this process needs for it: whole blocks, as they are stored and checked. What several
-            leaves are made of is counted for each.
+        form: Its dtype and shape; for a plain value, the value.
+        sources: The stored leaves it is built from, each with the ranges that this process needs.
+        rules: The rules that were applied to it, in order.
+        nbytes: The bytes that this process needs for it, counted in whole blocks, as they are stored and verified.
+            Data that several leaves share is counted for each of them.
     """
 
     key: str
@@ -60,17 +60,17 @@ class PlannedLeaf:
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan:
-    """What `load` would do, as `plan_load` returns it. Printing it shows a table, in a notebook as HTML.
+    """What `load` would do, as returned by `plan_load`. Prints as a table, and as an HTML table in notebooks.
 
     Attributes:
         path: The checkpoint.
         leaves: A `PlannedLeaf` for each leaf that is loaded: `key`, `form`, `sources`, `rules`, `nbytes`.
-        missing: The keys of the template that the checkpoint does not have.
-        extra: The keys of the checkpoint that the template does not have.
-        problems: What else does not match the template. If there are any, `load` raises an error.
-        suggestions: Rules that would help, as text that can be pasted.
-        nbytes: The bytes that this process needs, each block once. It reads them, unless `broadcast` has another
-            process read and send them.
+        missing: Keys of the template that are not in the checkpoint.
+        extra: Keys of the checkpoint that are not in the template.
+        problems: Other mismatches with the template. If there are any, `load` raises an error.
+        suggestions: Rules that would resolve mismatches, as code to paste.
+        nbytes: The bytes that this process needs, with each block counted once. With `broadcast`, another process may
+            read some of them and send them.
 
     >>> import numpy as np, shardkeep
     >>> from shardkeep import remap
@@ -95,16 +95,16 @@ class LoadPlan:
     _others: tuple[Path, ...] = field(compare=False)  # leaves of the result that are not loaded
 
     def load(self) -> Any:
-        """Load what was planned. If the checkpoint has been replaced meanwhile, the load follows what is there now."""
+        """Execute the plan. If the checkpoint has been replaced since, the new one is planned again and loaded."""
         return self._execute()
 
     def inverse(self) -> list[Rule]:
-        """The rules that make the loaded tree what the checkpoint was, for the leaves that are loaded.
+        """Return the rules that turn the loaded tree back into that of the checkpoint, for the leaves that are loaded.
 
-        They leave other leaves of the template alone, such as those that `missing=` has made.
+        They do not affect other leaves of the template, such as those that `missing=` provides.
 
         Raises:
-            RemapError: A rule has lost something, such as a leaf that was dropped, or cannot be undone.
+            RemapError: A rule lost data, for example by dropping a leaf, or it cannot be undone.
         """
         return list(inverse_of(self._changes, self._present, self._others))
 
@@ -152,17 +152,17 @@ def _row(leaf: PlannedLeaf) -> list[str]:
 
 
 def plan_load(path: object, **arguments: Any) -> LoadPlan:
-    """What `load` would do with the same arguments: what each leaf is made of, what is missing, and what is left over.
+    """Plan a load without executing it: how each leaf is built, what is missing, and what is left over.
 
     No array is read, and nothing is put on a device.
 
     Args:
         path: The checkpoint, as for `load`.
-        arguments: The arguments of `load`.
+        arguments: The other arguments of `load`.
 
     Returns:
-        A `LoadPlan`: a table as text and HTML; `plan.load()` executes it, and `plan.inverse()` gives the rules that
-        undo its rules.
+        A `LoadPlan`, which prints as a table. `plan.load()` executes it, and `plan.inverse()` returns rules that undo
+        its rules.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at `path`.
@@ -192,7 +192,9 @@ def plan_load(path: object, **arguments: Any) -> LoadPlan:
             attempt.sure = True  # what it reads beside the manifest has digests there
         if plan is not None:
             return plan
-    raise IntegrityError(f"{place} was replaced {TRIES} times while the load was planned; try when nothing is saving")
+    raise IntegrityError(
+        f"{place} was replaced {TRIES} times while the load was planned; try again when no save is running"
+    )
 
 
 def _plan(path: str, manifest: Manifest, request: LoadRequest, execute: Callable[[], object]) -> LoadPlan:

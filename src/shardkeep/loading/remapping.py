@@ -131,7 +131,7 @@ def _is_abstract(leaf: Leaf) -> bool:
 def _nothing_to_keep(leaves: Sequence[Leaf]) -> MissingLeafError:
     some = _some([leaf.key for leaf in leaves])
     return MissingLeafError(
-        f"the template has shapes and no values to keep for {counted(len(leaves), 'leaf', 'leaves')}: {some}. "
+        f"the template has only shapes, no values to keep, for {counted(len(leaves), 'leaf', 'leaves')}: {some}. "
         "Pass a template with arrays, or missing=function, which is called with the key and the abstract array"
     )
 
@@ -165,7 +165,7 @@ def _settled(leaf: Leaf, value: object, place: Wanted) -> object:
         same = same or kind_of(np.dtype(found.dtype)) == kind_of(np.dtype(like.dtype)) != "other"
     if tuple(found.shape) != tuple(like.shape) or not same:
         raise TemplateMismatchError(
-            f"missing=: the function made {found.dtype}{list(found.shape)} for {leaf.key!r}, and the template has "
+            f"missing=: the function returned {found.dtype}{list(found.shape)} for {leaf.key!r}, but the template has "
             f"{like.dtype}{list(like.shape)}"
         )
     if found.dtype != like.dtype:
@@ -187,8 +187,8 @@ def _widened(stored: StoredLeaf, leaf: Leaf) -> StoredLeaf:
         return stored
     if not _holds(wanted, stored.spec.dtype):
         raise TemplateMismatchError(
-            f"leaf {leaf.key!r}: it is saved as {stored.dtype}, and keeps values of the template, which has "
-            f"{wanted.name}; neither dtype holds all values of the other"
+            f"leaf {leaf.key!r}: it was saved as {stored.dtype} and keeps values of the template, which are "
+            f"{wanted.name}; neither dtype can represent all values of the other"
         )
     made = Changed(stored.expression, partial(_as_dtype, wanted), wanted)
     return replace(stored, spec=ArraySpec(stored.spec.shape, wanted), expression=made)

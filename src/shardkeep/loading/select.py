@@ -205,7 +205,7 @@ def _log_kept(unloaded: Sequence[Mismatch], never_saved: Sequence[str]) -> None:
         )
     if never_saved:
         log.info(
-            "%s saved as None, and the template's value is used: %s",
+            "%s saved as None; the template's value is used: %s",
             "1 plain value was" if len(never_saved) == 1 else f"{len(never_saved):,} plain values were",
             _some(never_saved),
         )

@@ -302,7 +302,7 @@ class _Replicated:
         one = len(self._keys) == 1
         log.warning(
             "%s that %s sharded when saved %s replicated on the mesh %s, completely or along some dimensions, and %s "
-            "%s bytes on each device: %s. The reason is that %s. Pass partition_rules= or shardings= to shard %s",
+            "%s bytes on each device: %s. The reason: %s. Pass partition_rules= or shardings= to shard %s",
             counted(len(self._keys), "array"),
             "was" if one else "were",
             "is" if one else "are",

@@ -32,17 +32,17 @@ _SHOWN = 5  # leaves named for a file that is missing or truncated
 def verify(path: object, *, prefix: str | None = None, progress: bool = False) -> VerifyReport:
     """Read every stored byte and compare it with its digest. Damage is reported in the result, not raised.
 
-    Arrays that another program wrote have no digests. For those, `verify` checks that their files are complete, and
+    Arrays written by other programs have no digests. For those, `verify` checks that their files are complete, and
     counts them as `unchecked`.
 
     Args:
-        path: A checkpoint directory, a safetensors file or a Hugging Face folder; a local path or a URL.
-        prefix: Which of several trees in the directory to check. By default all of them.
+        path: The checkpoint, as for `load`.
+        prefix: The tree to check, if the directory has several. The default is all of them.
         progress: Whether to show a progress bar.
 
     Returns:
-        A report: `ok`, the `problems` with the leaf and the file of each, bytes, files and seconds. It is true in a
-        condition if everything is as it was saved.
+        A `VerifyReport`: `ok`, the `problems` with the leaf and the file of each, bytes, files and seconds. It is
+        truthy if no damage was found.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at `path`.
@@ -69,7 +69,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
             attempt.sure = report.ok
         if report is not None and not attempt.replaced:  # else it looked damaged while it was being replaced
             return report
-    text = f"{place} was replaced {TRIES} times while it was being checked; check it when nothing is saving to it"
+    text = f"{place} was replaced {TRIES} times while it was being checked; try again when no save is running"
     problem = Problem(None, str(place), text)
     return VerifyReport(path_text(path), 0, 0, time.perf_counter() - started, 0, (problem,))
 

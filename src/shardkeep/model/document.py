@@ -205,7 +205,7 @@ class _Tabled:
         sources = [self._source(record, files) for record in as_list(data["tables"])]
         patterns = [CellPattern(tuple(map(integer, as_list(pattern)))) for pattern in as_list(data.get("patterns", []))]
         if any(not 0 <= table < len(sources) for pattern in patterns for table in pattern.counts):
-            raise ValueError("a pattern has a table that is not there")
+            raise ValueError("a pattern refers to a missing table")
         found = TableSet(sources, files, data["compression"] is not None, self.where, self.read)
         return Tables(found, patterns)
 
@@ -219,7 +219,7 @@ class _Tabled:
             return TableSource(None, text, base, checked)
         number = integer(record["file"])
         if not 0 <= number < len(files) or self.read is None:
-            raise ValueError("a table is in a file that is not there")
+            raise ValueError("a table refers to a missing file")
         file = files[number]
         if file.header_digest is None or file.header_length != file.size:
             raise ValueError(f"the table in {file.name} has no digest")
@@ -233,7 +233,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
     if data["format"] not in _FORMATS or data["compression"] not in (None, "zstd"):
         named = " with compression ".join(repr(name) for name in (data["format"], data["compression"]) if name)
         raise NewerFormatError(
-            f"has a tree in the format {named}, which is not known here: upgrade shardkeep, or register that layout"
+            f"has a tree in the format {named}, which is unknown: upgrade shardkeep, or register that layout"
         )
     files = tuple(map(decode_file, as_list(data["files"])))
     skeleton = Skeleton.from_json(data["structure"])
@@ -258,7 +258,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         if not is_table(file.name):
             check_name(clean_name(file.name, _checked_id(data["save"])))
     if "step" in data and not 0 <= integer(data["step"]) < _STEPS:
-        raise ValueError(f"impossible step {data['step']}")
+        raise ValueError(f"invalid step {data['step']}")
     source = data.get("source", OURS if data["format"] != "foreign" else _FIRST_SOURCE)
     if not isinstance(source, str) or not _SOURCE.fullmatch(source):
         raise ValueError("source is not the name of a kind of checkpoint")

@@ -150,7 +150,7 @@ def decode_leaf(data: LeafRecord, path: Path, number: int, stored: "Tables | Seq
     else:
         pieces = tuple([_decode_piece(piece, spec, stored) for piece in data["pieces"]])
         if not is_partition(shape, [piece.region for piece in pieces]):
-            raise ValueError(f"the pieces of leaf {data['key']!r} do not fill it exactly once")
+            raise ValueError(f"the pieces of leaf {data['key']!r} do not cover it exactly once")
     return StoredArray(path, spec, pieces, _decode_origin(data, spec))
 
 
@@ -170,7 +170,7 @@ def _decode_foreign(data: LeafRecord, spec: ArraySpec) -> ForeignArray:
     origin = None
     if was is not None:
         if was["kind"] not in (JaxArray.kind, NumpyArray.kind, PrngKeys.kind):
-            raise ValueError(f"leaf {data['key']!r} was of an unknown kind")
+            raise ValueError(f"leaf {data['key']!r} has an origin of an unknown kind")
         origin = _decode_origin({**was, "key": data["key"]}, spec)
         assert not isinstance(origin, ForeignArray | PerProcessRows)
     return ForeignArray(check_name(data.get("directory")), data["kind"], origin)

@@ -95,22 +95,22 @@ class Piece:
 
 @fast_dataclass
 class StoredLeaf:
-    """A saved leaf: an array, or a plain value. `inspect(path).leaves["layers/0/w"]` is one.
+    """A saved leaf, either an array or a plain value. For example, `inspect(path).leaves["layers/0/w"]`.
 
     Attributes:
-        key: The names on the way to the leaf, joined with `/`.
-        path: The same as a tuple of names.
+        key: The path of the leaf in the tree, joined with `/`.
+        path: The same path as a tuple of names.
         kind: What the leaf was when it was saved: "jax" (a `jax.Array`), "numpy" (a `numpy.ndarray`), "prng" (typed
             PRNG keys, stored as their key data), "per_process" (a `PerProcess` value of each process), "zarr" (an
-            array that another program wrote), "unreadable" (something in its place that cannot be read) or "value" (a
-            plain Python or NumPy value).
+            array written by another program), "unreadable" (a leaf of another program that cannot be read) or "value"
+            (a plain Python or NumPy value).
         shape: The shape of an array; None for a plain value.
         dtype: The name of an array's dtype, for example "bfloat16"; None for a plain value.
-        nbytes: The size of an array, uncompressed; 0 for a plain value.
+        nbytes: The uncompressed size of an array; 0 for a plain value.
         value: A plain value; None for an array.
-        processes: How many processes saved a `PerProcess` leaf, each its own value; None for any other leaf.
+        processes: The number of processes that saved a `PerProcess` leaf; None for any other leaf.
 
-    Anything else is internal and may change.
+    Other attributes are internal and may change.
 
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "step_1", {"layers": [{"w": np.zeros((2, 3), np.float32)}], "step": 1})
@@ -122,7 +122,7 @@ class StoredLeaf:
 
     @property
     def key(self) -> str:
-        """The names on the way to the leaf, joined with `/`."""
+        """The path of the leaf in the tree, joined with `/`."""
         return show_key(self.path)
 
     @property
@@ -142,7 +142,7 @@ class StoredLeaf:
 
     @property
     def nbytes(self) -> int:
-        """The size of an array, uncompressed; 0 for a plain value."""
+        """The uncompressed size of an array; 0 for a plain value."""
         return 0
 
     @property
@@ -152,7 +152,7 @@ class StoredLeaf:
 
     @property
     def processes(self) -> int | None:
-        """How many processes saved a `PerProcess` leaf, each its own value; None for any other leaf."""
+        """The number of processes that saved a `PerProcess` leaf; None for any other leaf."""
         return None
 
     def __dir__(self) -> list[str]:

@@ -36,20 +36,21 @@ class DataFile:
 
 @dataclass(frozen=True, repr=False)
 class Tree:
-    """One saved tree of a checkpoint. `inspect(path).tree(prefix)` is one.
+    """One saved tree of a checkpoint, as returned by `inspect(path).tree(prefix)`.
 
     Attributes:
         format: How it is stored: "safetensors", "zarr", or "foreign" if another program wrote it.
         compression: "zstd" or None.
-        created: When it was saved: ISO 8601 in UTC; empty if another program wrote it and did not say.
+        created: When it was saved, in ISO 8601 format and UTC; empty if another program wrote it without recording the
+            time.
         metadata: The metadata it was saved with.
-        leaves: Its leaves, a tuple of `StoredLeaf`, in the order of the tree.
-        nbytes: The size of its arrays, uncompressed.
+        leaves: A tuple of `StoredLeaf`s, in the order of the tree.
+        nbytes: The uncompressed size of its arrays.
         save_id: The id of the save that wrote it.
-        step: The training step that was passed to `save`; None if there was none.
-        source: What wrote it: "shardkeep", or the kind of the other program's checkpoint, for example "orbax".
+        step: The training step that was passed to `save`, or None.
+        source: What wrote it: "shardkeep", or the format of another program, for example "orbax".
 
-    Anything else is internal and may change.
+    Other attributes are internal and may change.
 
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros(3)}, prefix="ema", metadata={"step": 1})
@@ -104,14 +105,14 @@ class Tree:
 
 @dataclass(frozen=True, repr=False)
 class Manifest:
-    """What a checkpoint holds, as `inspect` returns it. Printing it shows the first leaves of each tree.
+    """The contents of a checkpoint, as returned by `inspect`. Printing it shows the first leaves of each tree.
 
-    A notebook shows them as tables.
+    Notebooks show it as tables.
 
     Attributes:
-        path: Where the checkpoint is.
-        trees: Its trees, a `Tree` for each prefix. The tree that was saved without a prefix has the key "".
-        save_id: The id of the save that was committed last.
+        path: The path or URL of the checkpoint.
+        trees: A dict from prefixes to `Tree`s. The tree saved without a prefix has the key "".
+        save_id: The id of the last committed save.
 
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros((2, 3), np.float32), "step": 1}, metadata={"loss": 0.5})
@@ -126,12 +127,12 @@ class Manifest:
 
     @property
     def prefixes(self) -> list[str]:
-        """The prefixes of its trees, "" for the tree without one."""
+        """The prefixes of its trees; "" for a tree saved without one."""
         return list(self.trees)
 
     @property
     def leaves(self) -> dict[str, StoredLeaf]:
-        """Every leaf by its key. If there are several trees, keys begin with the prefix and a slash."""
+        """All leaves by key. If there are several trees, keys begin with the prefix and a slash."""
         several = len(self.trees) > 1
         return KeyTable(
             (f"{prefix}/{leaf.key}" if several and prefix else leaf.key, leaf)
@@ -146,32 +147,32 @@ class Manifest:
 
     @property
     def step(self) -> int | None:
-        """The step recorded for the tree that `load(path)` gives; of several trees with prefixes, the highest one."""
+        """The recorded step of the tree that `load(path)` would return; with several prefixes, the highest step."""
         if "" in self.trees or len(self.trees) == 1:
             return self.tree().step
         return max((tree.step for tree in self.trees.values() if tree.step is not None), default=None)
 
     @property
     def source(self) -> str:
-        """Which kind of checkpoint it is: "shardkeep", or that of another program, for example "orbax" or "eformer".
+        """What wrote the checkpoint: "shardkeep", or the format of another program, for example "orbax" or "eformer".
 
-        If trees of several kinds are in one directory, all kinds, separated by commas.
+        If the directory holds trees of several kinds, all of them, separated by commas.
         """
         return ", ".join(dict.fromkeys(tree.source for tree in self.trees.values())) or OURS
 
     @property
     def nbytes(self) -> int:
-        """The size of all arrays, uncompressed."""
+        """The uncompressed size of all arrays."""
         return sum(tree.nbytes for tree in self.trees.values())
 
     def tree(self, prefix: str | None = None) -> Tree:
-        """One tree of the checkpoint.
+        """Return one tree of the checkpoint.
 
         Args:
-            prefix: The prefix it was saved with. None means the tree without a prefix, or else the only one.
+            prefix: The prefix it was saved with. None means the tree without a prefix, or the only one.
 
         Raises:
-            PrefixError: There is no such tree, or there are several and `prefix` does not say which.
+            PrefixError: There is no such tree, or there are several and `prefix` is None.
         """
         if prefix is None:
             if "" in self.trees or len(self.trees) == 1:

@@ -31,14 +31,14 @@ _MOST_SHOWN = 8  # children of an OpaqueNode
 
 
 class OpaqueNode:
-    """Takes the place of a class that cannot be rebuilt here, and holds its children by name.
+    """A placeholder for a class that cannot be rebuilt. It holds the children of the original node by name.
 
-    `load` returns one where the class is not imported or not registered with JAX, or where its auxiliary data could not
-    be stored. A `template` gives the class back. An `OpaqueNode` is a PyTree node and can be saved again.
+    `load` returns one if the class is not imported or not registered with JAX, or if its auxiliary data could not be
+    stored. Pass a `template` to get the class back. An `OpaqueNode` is a PyTree node and can be saved again.
 
     Args:
         class_name: The class, as `module:qualname`.
-        children: The children of the node by name. They are also attributes and items.
+        children: The children of the node by name. They can be accessed as attributes and as items.
 
     >>> layer = OpaqueNode("models:Dense", {"kernel": 1, "bias": 2})
     >>> layer.kernel, layer["bias"], layer
@@ -290,7 +290,7 @@ def _build_custom(node: Node, children: list[Any]) -> Any:
     try:
         return cast("PyTreeDef", _treedef(cls, _with_aux(cls, node))).unflatten(children)
     except Exception as error:  # the class's own code: it may refuse what an older version of it saved
-        raise TreeError(f"{node.class_name} refused the saved values ({error}); load with template=") from error
+        raise TreeError(f"{node.class_name} rejected the saved values ({error}); pass template=") from error
 
 
 def _with_aux(cls: type[object], node: Node) -> Node:

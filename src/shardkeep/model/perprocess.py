@@ -35,13 +35,13 @@ _Sequence: TypeAlias = Sequence[object]
 class PerProcess:
     """A leaf whose value differs between processes, such as the state of a data iterator.
 
-    Put it anywhere in a tree. Each process saves its own value, and `load` gives each process its own value back,
-    without the wrapper. The number of processes must be the same then; with `load(..., per_process="all")` every
-    process gets the list of all values instead, whatever the number of processes. JAX takes it as a leaf.
+    Use it anywhere in a tree; JAX treats it as a leaf. Each process saves its own value, and `load` returns each
+    process's own value, without the wrapper. This needs the same number of processes as the save. With
+    `load(..., per_process="all")`, any number of processes can load, and each gets the list of all values.
 
     Args:
-        value: A str, int, float, complex, bool, None, bytes, NumPy scalar or NumPy array, or dicts, lists and tuples of
-            them, nested as you like. A JAX array of this process is saved, and comes back, as a NumPy array.
+        value: A str, int, float, complex, bool, None, bytes, NumPy scalar or NumPy array, or nested dicts, lists and
+            tuples of them. A JAX array of this process is saved and loaded as a NumPy array.
 
     >>> import numpy as np, shardkeep
     >>> state = {"w": np.zeros(3), "data": PerProcess({"epoch": 2, "offset": 1024})}
@@ -191,7 +191,7 @@ def _decode_array(reader: _Reader, name: Json, sizes: Json, order: Json = "<") -
     dtype, shape = dtype_from_name(cast(str, name)), tuple(map(_count, as_list(sizes)))
     swapped = order == ">" and dtype.kind != "V"
     if not (swapped or order == "<") or not is_possible(shape, dtype.itemsize):
-        raise ValueError(f"impossible array {name}{list(shape)}")
+        raise ValueError(f"invalid array {name}{list(shape)}")
     raw = reader.take(math.prod(shape) * dtype.itemsize)
     array: Array = np.empty(shape, dtype)  # its own memory: the caller may write to it
     array.reshape(-1).view(np.uint8)[...] = raw

@@ -261,7 +261,7 @@ class _Decoder:
         run = self._run
         if not self._source.checked:
             if run.digests:
-                raise ValueError("a piece has digests that should not be there")
+                raise ValueError("a piece has unexpected digests")
             return None
         if run.last - run.first == 1:
             first = run.first_digest

@@ -10,19 +10,19 @@ _MOST_SHOWN = 20  # problems
 
 
 class Warmth:
-    """Whether what a process saved is in the page cache, from where the next load gets it without the disk."""
+    """Tracks the reading of saved files into the page cache, so that the next load does not need the disk."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the files that this process wrote are in the page cache.
 
         Args:
-            timeout: The most seconds to wait. None waits as long as it takes.
+            timeout: The maximum number of seconds to wait. None waits indefinitely.
 
         Returns:
-            Whether all of them were read, and no newer checkpoint has taken their place since. They are not read if
-            they have less than 16 MiB, if they are not on a local disk, if the available memory is less than four times
-            the checkpoint, with `SHARDKEEP_WARM=never`, and if they are deleted first. Later, the kernel may still drop
-            them for something that needs the memory.
+            Whether all of them were read, and no newer checkpoint has replaced them in the cache since. Files are not
+            read if they have less than 16 MiB in total, if they are not on a local disk, if the available memory is
+            less than four times the size of the checkpoint, if `SHARDKEEP_WARM=never`, or if they are deleted first.
+            The kernel may still evict them later when memory is short.
 
         >>> import numpy as np, shardkeep
         >>> report = shardkeep.save(tmp / "step_2", {"w": np.zeros(1000)})
@@ -40,12 +40,12 @@ class SaveReport:
     """What a save wrote, and how long it took.
 
     Attributes:
-        path: Where the checkpoint is.
+        path: Where the checkpoint was saved.
         nbytes: Bytes written to the checkpoint's data files.
         files: The number of these files.
-        seconds: How long the save took, without the time it waited for earlier saves.
-        phases: The seconds of each phase: snapshot (what blocks the caller of `save_async`), transfer (until the
-            last array has arrived from an accelerator; left out if there is none), write, sync and commit.
+        seconds: How long the save took, excluding the time it waited for earlier saves.
+        phases: Seconds per phase: snapshot (which blocks the caller of `save_async`), transfer (until the last array
+            has arrived from an accelerator; absent without accelerators), write, sync and commit.
         share: Bytes that this process wrote, if several processes saved together.
 
     >>> import numpy as np, shardkeep
@@ -63,14 +63,14 @@ class SaveReport:
 
     @property
     def gb_per_second(self) -> float:
-        """Gigabytes written per second, all phases included."""
+        """Gigabytes written per second, over all phases."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def warm(self) -> Warmth:
-        """What this process wrote is read into the page cache after the commit, in the background.
+        """After the commit, the files that this process wrote are read into the page cache in the background.
 
-        `warm.wait(timeout)` waits for that, and returns whether it is there.
+        `warm.wait(timeout)` waits until that is done, and returns whether they are all in the cache.
         """
         return self.__dict__.get("_warm", NOT_WARMED)
 
@@ -108,12 +108,12 @@ def with_warmth(report: SaveReport, warm: Warmth) -> SaveReport:
 
 @dataclass(frozen=True, repr=False)
 class Problem:
-    """One thing that `verify` found.
+    """A problem found by `verify`.
 
     Attributes:
         leaf: The key of the damaged leaf; None if the damage is not in a leaf's data.
         file: The damaged or missing file.
-        message: What is wrong.
+        message: A description of the problem.
     """
 
     leaf: str | None
@@ -129,15 +129,15 @@ class Problem:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What `verify` found. The report is true (`if report:`) if nothing is wrong.
+    """The result of `verify`. A report is truthy if no problems were found.
 
     Attributes:
-        path: Where the checkpoint is.
+        path: The checkpoint that was verified.
         nbytes: Bytes read.
         files: The number of files read.
         seconds: How long it took.
-        unchecked: The number of leaves without digests, which another program wrote.
-        problems: What is wrong, a tuple of `Problem`; empty if nothing is.
+        unchecked: The number of leaves without digests, because another program wrote them.
+        problems: The problems found, a tuple of `Problem`.
 
     >>> import numpy as np, shardkeep
     >>> _ = shardkeep.save(tmp / "step_1", {"w": np.zeros(1000)})
@@ -155,7 +155,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong: every stored byte matches its digest."""
+        """Whether no problems were found: every stored byte matches its digest."""
         return not self.problems
 
     def __bool__(self) -> bool:

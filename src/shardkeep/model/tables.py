@@ -86,10 +86,10 @@ class PieceTable:
 
     def __init__(self, data: bytes) -> None:
         if len(data) < _HEADER.size:
-            raise ValueError("a table of pieces is cut short")
+            raise ValueError("a table of pieces is truncated")
         magic, flags, leaves, pieces, digests = _HEADER.unpack_from(data)
         if magic != _MAGIC or flags & ~_STORED:
-            raise ValueError("a table of pieces has an unknown form")
+            raise ValueError("a table of pieces has an unknown format")
         self.packed = bool(flags & _STORED)
         if table_size(leaves, pieces, digests, self.packed) != len(data):
             raise ValueError("a table of pieces does not have the size that its counts need")

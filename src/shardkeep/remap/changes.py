@@ -56,9 +56,7 @@ class Changes:
         if isinstance(rule, Within):
             inside = [(*place, *below) for place in places for below in rule.places(list(self._below(place)))]
             if not inside:
-                raise RemapError(
-                    f"{shown}: no place in the tree matches {rule.pattern!r}{_examples(list(self.entries))}"
-                )
+                raise RemapError(f"{shown}: no key or subtree matches {rule.pattern!r}{_examples(list(self.entries))}")
             for each in rule.rules:
                 self.apply(each, inside, (*around, rule))
             return
@@ -118,7 +116,7 @@ class Changes:
     ) -> None:
         if to in entries:
             other = name_leaf(owners[to])
-            raise refuse(rule, name_leaf(source), f"both it and {other!r} would be {name_leaf(to)!r}")
+            raise refuse(rule, name_leaf(source), f"it and {other!r} would both become {name_leaf(to)!r}")
         entries[to], owners[to] = entry, source
 
     def settle(self, shape_at: ShapeAt | None) -> None:
@@ -128,7 +126,7 @@ class Changes:
                 continue
             if shape_at is None:
                 rule = self.rules[path][-1]
-                raise refuse(rule, name_leaf(path), "there is no template that says its size; pass size=")
+                raise refuse(rule, name_leaf(path), "no template gives its size; pass size=")
             wanted = shape_at(path)
             fits = wanted is not None and len(wanted) == len(entry.shape)
             made = entry.sized(wanted[entry.axis]) if fits and wanted is not None else entry.of
@@ -160,13 +158,15 @@ def _check_branches(rule: Rule, entries: dict[Path, Entry], owners: dict[Path, P
     for path in new:
         if path in branches:
             below = name_leaf(branches[path])
-            raise refuse(rule, name_leaf(owners[path]), f"it would be {name_leaf(path)!r}, and {below!r} is below that")
+            raise refuse(
+                rule, name_leaf(owners[path]), f"it would become {name_leaf(path)!r}, which contains {below!r}"
+            )
         above = next((path[:end] for end in range(len(path)) if path[:end] in entries), None)
         if above is not None:
             raise refuse(
                 rule,
                 name_leaf(owners[path]),
-                f"it would be {name_leaf(path)!r}, and {name_leaf(above)!r} is a leaf and no branch",
+                f"it would become {name_leaf(path)!r}, but {name_leaf(above)!r} is a leaf, not a subtree",
             )
 
 
@@ -235,7 +235,7 @@ def _leaf(path: Path, entry: Entry, shared: set[Path], changes: Changes) -> Stor
         return entry if entry.path == path else replace(entry, path=path)
     spec = ArraySpec(entry.shape, entry.dtype)
     if not is_possible(spec.shape, spec.dtype.itemsize):
-        raise refuse(changes.rules[path][-1], name_leaf(path), f"no array has the shape {list(spec.shape)}")
+        raise refuse(changes.rules[path][-1], name_leaf(path), f"an array cannot have the shape {list(spec.shape)}")
     return DerivedArray(path, spec, (), _origin(entry), entry)
 
 

@@ -247,9 +247,9 @@ def result_of(function: Function, data: Array, shape: Shape, dtype: DType, what:
     result: Array = np.asarray(function(data))
     if result.shape != shape or result.dtype != dtype:
         raise ValueError(
-            f"{what}: the function made {result.dtype.name}{list(result.shape)} of "
-            f"{data.dtype.name}{list(data.shape)}, and {dtype.name}{list(shape)} was planned; say what it "
-            "makes with shape= and dtype="
+            f"{what}: the function returned {result.dtype.name}{list(result.shape)} for "
+            f"{data.dtype.name}{list(data.shape)}, but {dtype.name}{list(shape)} was expected; declare "
+            "the result with shape= and dtype="
         )
     return result
 

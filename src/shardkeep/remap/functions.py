@@ -32,11 +32,11 @@ _Value = TypeVar("_Value")
 
 
 def rename(pattern: str, key: str) -> Rule:
-    r"""Give leaves another key.
+    r"""Rename leaves.
 
     Args:
-        pattern: A regular expression that matches whole keys. `{i}` in it matches an index.
-        key: The new key. `\1` or `\g<name>` stands for a group of the pattern, `{i}` for the index.
+        pattern: A regular expression that matches whole keys. `{i}` matches an index.
+        key: The new key. `\1` or `\g<name>` inserts a group of the pattern, `{i}` the index.
 
     >>> rename(r"encoder/(\d+)/attn/(.*)", r"layers/\1/attention/\2")
     remap.rename('encoder/(\\d+)/attn/(.*)', 'layers/\\1/attention/\\2')
@@ -45,7 +45,7 @@ def rename(pattern: str, key: str) -> Rule:
 
 
 def copy(pattern: str, key: str) -> Rule:
-    r"""Have leaves a second time, with another key. What both are made of is read once.
+    r"""Duplicate leaves under another key. Data that both need is read once.
 
     Args:
         pattern: A regular expression that matches whole keys.
@@ -58,7 +58,7 @@ def copy(pattern: str, key: str) -> Rule:
 
 
 def drop(pattern: str) -> Rule:
-    """Leave leaves out.
+    """Remove leaves.
 
     Args:
         pattern: A regular expression that matches whole keys.
@@ -74,8 +74,8 @@ def stack(pattern: str, key: str, axis: int = 0) -> Rule:
 
     Args:
         pattern: A regular expression that matches whole keys, with `{i}` for the index.
-        key: The key of the stack. Arrays whose matches give the same key are stacked.
-        axis: Where the new axis is.
+        key: The key of the result. Arrays that map to the same key are stacked.
+        axis: The position of the new axis.
 
     >>> stack("layers/{i}/(.*)", r"layers/\1")
     remap.stack('layers/{i}/(.*)', 'layers/\\1')
@@ -84,12 +84,12 @@ def stack(pattern: str, key: str, axis: int = 0) -> Rule:
 
 
 def unstack(pattern: str, key: str, axis: int = 0) -> Rule:
-    r"""Take stacked arrays apart along an axis.
+    r"""Split stacked arrays along an axis, and remove that axis.
 
     Args:
         pattern: A regular expression that matches whole keys.
         key: The keys of the parts, with `{i}` for the index.
-        axis: The axis that goes.
+        axis: The axis to remove.
 
     >>> unstack("layers/(.*)", r"layers/{i}/\1")
     remap.unstack('layers/(.*)', 'layers/{i}/\\1')
@@ -98,13 +98,13 @@ def unstack(pattern: str, key: str, axis: int = 0) -> Rule:
 
 
 def split(pattern: str, keys: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Rule:
-    r"""Cut arrays into several along an axis.
+    r"""Split arrays into several parts along an axis.
 
     Args:
         pattern: A regular expression that matches whole keys.
         keys: The keys of the parts.
-        axis: The axis that is cut.
-        sizes: How many elements each part gets; None: all the same number.
+        axis: The axis to split.
+        sizes: The size of each part along the axis. None splits into equal parts.
 
     >>> split("(.*)/qkv", [r"\1/q", r"\1/k", r"\1/v"], sizes=[512, 128, 128])
     remap.split('(.*)/qkv', ('\\1/q', '\\1/k', '\\1/v'), sizes=(512, 128, 128))
@@ -113,12 +113,12 @@ def split(pattern: str, keys: Sequence[str], axis: int = -1, sizes: Sequence[int
 
 
 def fuse(patterns: Sequence[str], key: str, axis: int = -1) -> Rule:
-    r"""Put arrays one after another along an axis.
+    r"""Concatenate arrays along an axis.
 
     Args:
         patterns: Regular expressions that match whole keys, one for each part.
-        key: The key of the result. Arrays whose matches give the same key are put together.
-        axis: The axis along which they follow each other.
+        key: The key of the result. Arrays that map to the same key are concatenated.
+        axis: The axis to concatenate along.
 
     >>> fuse(["(.*)/q", "(.*)/k", "(.*)/v"], r"\1/qkv")
     remap.fuse(('(.*)/q', '(.*)/k', '(.*)/v'), '\\1/qkv')
@@ -127,11 +127,11 @@ def fuse(patterns: Sequence[str], key: str, axis: int = -1) -> Rule:
 
 
 def transpose(pattern: str, axes: Sequence[int]) -> Rule:
-    """Put the axes of arrays in another order.
+    """Permute the axes of arrays.
 
     Args:
         pattern: A regular expression that matches whole keys.
-        axes: For each axis of the result, the axis that it was.
+        axes: The permutation, as for `numpy.transpose`.
 
     >>> transpose(".*/proj/kernel", (1, 0))
     remap.transpose('.*/proj/kernel', (1, 0))
@@ -140,11 +140,11 @@ def transpose(pattern: str, axes: Sequence[int]) -> Rule:
 
 
 def reshape(pattern: str, shape: Sequence[int]) -> Rule:
-    """Give arrays another shape, with the elements in the same order.
+    """Reshape arrays, with the elements in the same order.
 
     Args:
         pattern: A regular expression that matches whole keys.
-        shape: The new shape. One size may be -1: it follows from the others.
+        shape: The new shape. One size may be -1, and is then inferred from the others.
 
     >>> reshape(".*/o/kernel", (16, 64, 1024))
     remap.reshape('.*/o/kernel', (16, 64, 1024))
@@ -153,13 +153,13 @@ def reshape(pattern: str, shape: Sequence[int]) -> Rule:
 
 
 def resize(pattern: str, axis: int = 0, fill: Fill = "zeros", size: int | None = None) -> Rule:
-    """Make arrays longer or shorter along an axis, at its end.
+    """Extend or truncate arrays at the end of an axis.
 
     Args:
         pattern: A regular expression that matches whole keys.
-        axis: The axis.
-        fill: What new elements are: "zeros", a number, or "keep": the template's own values.
-        size: The new size; None: the size that the template has.
+        axis: The axis to resize.
+        fill: The value of new elements: "zeros", a number, or "keep" for the template's values.
+        size: The new size. None uses the template's size.
 
     >>> resize("embed/embedding", axis=0, fill="keep")
     remap.resize('embed/embedding', fill='keep')
@@ -176,28 +176,28 @@ def apply(
     dtype: object = None,
     inverse: Function | None = None,
 ) -> Rule:
-    """Change arrays with a function of yours.
+    """Apply a function to arrays.
 
-    With `elementwise=True` the function is applied to parts of an array as they are read, on several threads; its
-    result must not depend on how the array is cut. Otherwise it gets whole arrays in host memory, one at a time, even
-    if only a part of the result is needed, and the memory budget does not count them.
+    With `elementwise=True`, the function is called with parts of an array as they are read, on several threads; its
+    result must not depend on how the array is divided. Otherwise it is called with whole arrays in host memory, one at
+    a time, even if only a part of the result is needed. These arrays do not count towards the memory budget.
 
     Args:
         pattern: A regular expression that matches whole keys.
-        function: Called with a NumPy array; returns an array.
-        elementwise: Whether each element of the result depends on the same element of the argument only.
-        shape: The shape of the result, unless the function keeps the shape. Only without `elementwise`.
-        dtype: The dtype of the result, unless the function keeps it. With `elementwise` it need not be said: the
-            function is tried on an empty array.
-        inverse: A function that undoes it, for `plan.inverse()`.
+        function: A function that takes a NumPy array and returns an array.
+        elementwise: Whether each element of the result depends only on the same element of the argument.
+        shape: The shape of the result, if it differs from that of the argument. Cannot be combined with `elementwise`.
+        dtype: The dtype of the result, if it differs from that of the argument. Optional with `elementwise`, which
+            determines it by calling the function with an empty array.
+        inverse: The inverse function, for `plan.inverse()`.
 
     >>> apply(".*/scale", abs, elementwise=True)
     remap.apply('.*/scale', abs, elementwise=True)
     """
     if not callable(function):
-        raise RemapError(f"remap.apply({pattern!r}): a function is needed, not {function!r}")
+        raise RemapError(f"remap.apply({pattern!r}): function must be callable, not {function!r}")
     if elementwise and shape is not None:
-        raise RemapError(f"remap.apply({pattern!r}): an elementwise function keeps the shape; leave shape= out")
+        raise RemapError(f"remap.apply({pattern!r}): an elementwise function cannot change the shape; remove shape=")
     try:
         made = None if dtype is None else parse_dtype(dtype)
     except ValueError as error:
@@ -206,12 +206,12 @@ def apply(
 
 
 def within(pattern: str, rules: Rule | Sequence[Rule]) -> Rule:
-    """Apply rules to subtrees: optimizer moments and averages follow the parameters.
+    """Apply rules to subtrees, such as optimizer moments and averages that have the structure of the parameters.
 
     Args:
-        pattern: A regular expression that matches the whole key of each subtree. Of places inside each other, the
-            outermost counts.
-        rules: The rules. The keys that they see are those below the place.
+        pattern: A regular expression that matches the whole key of each subtree. If matching subtrees are nested, the
+            rules are applied to the outermost one.
+        rules: The rules. Their keys are relative to the subtree.
 
     >>> within("opt_state/.*/(mu|nu)", [rename("w", "kernel")])
     remap.within('opt_state/.*/(mu|nu)', (remap.rename('w', 'kernel'),))
@@ -221,7 +221,7 @@ def within(pattern: str, rules: Rule | Sequence[Rule]) -> Rule:
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise RemapError(f"remap.{name}: a list of strings is needed, not {values!r}")
+        raise RemapError(f"remap.{name}: expected a list of strings, not {values!r}")
     return tuple(cast("Sequence[str]", values))
 
 
@@ -234,18 +234,18 @@ def _numbers(name: str, values: object) -> tuple[int, ...]:
     several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
     found = tuple(map(_number, cast("Sequence[int]", values))) if several else None
     if found is None or isinstance(values, str) or not all(type(value) is int for value in found):
-        raise RemapError(f"remap.{name}: a list of integers is needed, not {values!r}")
+        raise RemapError(f"remap.{name}: expected a list of integers, not {values!r}")
     return found
 
 
 def to_json(rules: Rule | Sequence[Rule]) -> list[Json]:
-    """Rules as JSON, for `shardkeep convert --remap` and `from_json`.
+    """Convert rules to JSON, for `shardkeep convert --remap` and `from_json`.
 
     Args:
-        rules: Rules without functions.
+        rules: The rules, without functions.
 
     Raises:
-        RemapError: A rule has a function.
+        RemapError: A rule contains a function.
 
     >>> to_json([transpose("w", (1, 0))])
     [{'rule': 'transpose', 'pattern': 'w', 'axes': [1, 0]}]
@@ -255,7 +255,7 @@ def to_json(rules: Rule | Sequence[Rule]) -> list[Json]:
 
 def _rule_to_json(rule: Rule) -> JsonObject:
     if isinstance(rule, Apply):
-        raise RemapError(f"{rule} has no JSON form, because it has a function")
+        raise RemapError(f"{rule} has no JSON form, because it contains a function")
     found: JsonObject = {"rule": rule.name}
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
@@ -282,19 +282,19 @@ _MAKERS: dict[str, Callable[..., Rule]] = {
 
 
 def from_json(data: object) -> list[Rule]:
-    """The rules that `to_json` wrote.
+    """Convert the output of `to_json` back to rules.
 
     Args:
-        data: The JSON, parsed: a list of objects.
+        data: The parsed JSON, a list of objects.
 
     Raises:
-        RemapError: It does not describe rules.
+        RemapError: `data` does not describe rules.
 
     >>> from_json([{"rule": "drop", "pattern": "old/.*"}])
     [remap.drop('old/.*')]
     """
     if not isinstance(data, list):
-        raise RemapError(f"rules are a JSON list of objects, not {an(type(data).__name__)}")
+        raise RemapError(f"rules must be a JSON list of objects, not {an(type(data).__name__)}")
     try:
         return [_rule_from_json(each) for each in cast("list[object]", data)]
     except RecursionError:
@@ -308,8 +308,8 @@ def _rule_from_json(data: object) -> Rule:
         fields["rules"] = from_json(fields["rules"])
     maker = _MAKERS.get(name) if isinstance(name, str) else None
     if maker is None:
-        raise RemapError(f'{data!r:.200} is no rule: "rule" must be one of {", ".join(_MAKERS)}')
+        raise RemapError(f'{data!r:.200} is not a rule: "rule" must be one of {", ".join(_MAKERS)}')
     try:
         return maker(**fields)
     except TypeError as error:
-        raise RemapError(f"{data!r:.200} is no rule: {error}") from None
+        raise RemapError(f"{data!r:.200} is not a rule: {error}") from None

@@ -215,7 +215,7 @@ def _undo_change(rule: OnEach, pattern: str, step: Replacement, changes: Changes
 def _undo_resize(rule: Resize, pattern: str, old: Shape, new: Shape) -> Rule:
     axis = rule.axis % len(old)
     if new[axis] < old[axis]:
-        raise RemapError(f"{rule} cannot be undone: it cuts {old[axis] - new[axis]} of {old[axis]} elements off")
+        raise RemapError(f"{rule} cannot be undone: it removes {old[axis] - new[axis]} of {old[axis]} elements")
     return Resize(pattern, axis, old[axis])
 
 

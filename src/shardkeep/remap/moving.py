@@ -28,8 +28,8 @@ def changed(data: Array, functions: Sequence[Function], dtype: object) -> Array:
         data = np.asarray(function(data))
     if data.shape != shape or data.dtype != dtype:
         raise RemapError(
-            f"remap.apply(..., elementwise=True): the function made {data.dtype.name}{list(data.shape)} of an array of "
-            f"the shape {list(shape)}, and {dtype}{list(shape)} was planned"
+            f"remap.apply(..., elementwise=True): the function returned {data.dtype.name}{list(data.shape)} for "
+            f"an array of the shape {list(shape)}, but {dtype}{list(shape)} was expected"
         )
     return data
 

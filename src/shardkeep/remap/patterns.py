@@ -125,7 +125,7 @@ def expand(text: str, match: Match, index: int | None = None) -> Path:
         position = token.end()
         if token["index"]:
             if index is None:
-                raise ValueError(f"the part of the pattern that has {INDEX} does not match anything of it")
+                raise ValueError(f"the part of the pattern with {INDEX} does not match")
             add([str(index)])
         else:
             add([token["plain"]] if token["plain"] else match.group(token["number"] or token["name"]))

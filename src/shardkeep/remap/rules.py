@@ -51,7 +51,7 @@ Fill = float | str  # a number, "zeros" or "keep"
 
 @dataclass(frozen=True, repr=False)
 class Rule:
-    """A change to the tree of a checkpoint. The functions of `shardkeep.remap` make rules."""
+    """A change to the tree of a checkpoint, made by one of the functions of `shardkeep.remap`."""
 
     name: ClassVar[str] = ""
 
@@ -136,7 +136,7 @@ class Stack(Rule):
         if not pattern_of(self, self.pattern, self.key).has_index:
             raise RemapError(f"{self}: the pattern needs {INDEX} where the index of each leaf is")
         if has_index(self.key):
-            raise RemapError(f"{self}: the key cannot have {INDEX}: it is that of the stack of all indices")
+            raise RemapError(f"{self}: the key cannot contain {INDEX}: all indices go into one stack")
         _check_int(self, axis=self.axis)
 
     def steps(self, entries: Entries) -> Iterator[Replacement]:
@@ -145,9 +145,9 @@ class Stack(Rule):
             group = groups.setdefault(new_path(self, self.key, match), {})
             index = match.index
             if index is None:
-                raise refuse(self, name_leaf(path), f"the part of the pattern that has {INDEX} matches nothing of it")
+                raise refuse(self, name_leaf(path), f"the part of the pattern with {INDEX} does not match")
             if index in group:
-                problem = f"{name_leaf(group[index][0])!r} has the same index, and both would be in one stack"
+                problem = f"{name_leaf(group[index][0])!r} has the same index and would go into the same stack"
                 raise refuse(self, name_leaf(path), problem)
             group[index] = path, entry
         for path, group in groups.items():
@@ -220,7 +220,7 @@ class Split(Rule):
                 raise refuse(self, name_leaf(path), problem)
             sizes = self.sizes or (extent // count,) * count
             if sum(sizes) != extent:
-                problem = f"the sizes add up to {sum(sizes)}, and axis {axis} of {list(array.shape)} has {extent}"
+                problem = f"the sizes add up to {sum(sizes)}, but axis {axis} of {list(array.shape)} has {extent}"
                 raise refuse(self, name_leaf(path), problem)
             starts = [sum(sizes[:i]) for i in range(count)]
             yield Replacement(
@@ -252,13 +252,13 @@ class Fuse(Rule):
             for match, path, entry in matches(pattern_of(self, pattern), entries):
                 group = groups.setdefault(new_path(self, self.key, match), {})
                 if number in group:
-                    problem = f"{name_leaf(group[number][0])!r} matches {pattern!r} too, and both would be one part"
+                    problem = f"{name_leaf(group[number][0])!r} also matches {pattern!r}, and both would form one part"
                     raise refuse(self, name_leaf(path), problem)
                 group[number] = path, entry
         for path, group in groups.items():
             missing = next((p for number, p in enumerate(self.patterns) if number not in group), None)
             if missing is not None:
-                raise refuse(self, name_leaf(path), f"no leaf matches {missing!r} for it")
+                raise refuse(self, name_leaf(path), f"no corresponding leaf matches {missing!r}")
             takes = tuple(group[number] for number in range(len(self.patterns)))
             parts = {at: array_of(self, at, entry) for at, entry in takes}
             if len(parts) < len(takes):
@@ -295,7 +295,7 @@ class Transpose(OnEach):
         axes = tuple(axis_of(self, path, axis, rank) for axis in self.axes)
         if sorted(axes) != list(range(rank)):
             raise refuse(
-                self, name_leaf(path), f"{self.axes} is not an order of the {rank} axes of {list(array.shape)}"
+                self, name_leaf(path), f"{self.axes} is not a permutation of the {rank} axes of {list(array.shape)}"
             )
         return Transposed(array, axes)
 
@@ -350,7 +350,7 @@ class Apply(OnEach):
     def change(self, path: Path, array: Expression) -> Expression:
         if not self.elementwise:
             if keeps_values(array):
-                problem = 'a function of whole arrays cannot have what fill="keep" keeps; apply it before the resize'
+                problem = 'a function of whole arrays cannot follow a resize with fill="keep"; apply it before that'
                 raise refuse(self, name_leaf(path), problem)
             shape = array.shape if self.shape is None else self.shape
             shown = f"{self}, leaf {name_leaf(path)!r}"

@@ -17,7 +17,7 @@ from shardkeep.remap.patterns import Match, Pattern, check_key, compiled, expand
 Entry: TypeAlias = StoredLeaf | Expression  # a leaf as it is stored, or what rules have made
 Entries: TypeAlias = Mapping[Path, Entry]
 
-NO_SIZE = "its size is not known before the template is looked at; pass size= to resize, or resize it last"
+NO_SIZE = "its size comes from the template and is not known yet; pass size= to resize, or resize it last"
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def array_of(rule: object, path: Path, entry: Entry) -> Expression:
     if isinstance(entry, Expression):
         return entry
     if not isinstance(entry, StoredArray):
-        raise refuse(rule, name_leaf(path), "it is a plain value, and this rule is for arrays")
+        raise refuse(rule, name_leaf(path), "it is a plain value, but this rule applies to arrays")
     if not entry.holds_numbers:
         problem = (
-            f"it holds {entry.logical_dtype}, and this rule is for arrays of numbers; it can be renamed or dropped"
+            f"it holds {entry.logical_dtype}, but this rule applies to arrays of numbers; it can be renamed or dropped"
         )
         raise refuse(rule, name_leaf(path), problem)
     return StoredSource(entry)
@@ -114,7 +114,7 @@ def axis_of(rule: object, path: Path, axis: int, rank: int) -> int:
 
 def check_fill(rule: object, path: Path, dtype: DType, fill: float) -> None:
     """`RemapError` if a dtype does not have a number. Floats may be rounded to it, but not cut to their range."""
-    problem = f"{fill!r} is no value of {dtype.name}"
+    problem = f"{dtype.name} cannot hold {fill!r}"
     try:
         with np.errstate(all="ignore"):
             stored = np.array(fill).astype(dtype) if math.isnan(fill) else np.array(fill, dtype)
@@ -152,7 +152,7 @@ def same_forms(rule: object, parts: Mapping[Path, Expression], axis: int | None 
             raise refuse(
                 rule,
                 name_leaf(path),
-                f"it is {part.dtype.name}{list(part.shape)}, and {name_leaf(first)!r} is "
+                f"it is {part.dtype.name}{list(part.shape)}, but {name_leaf(first)!r} is "
                 f"{like.dtype.name}{list(like.shape)}",
             )
     return tuple(parts.values())

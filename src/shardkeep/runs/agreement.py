@@ -130,7 +130,7 @@ class Agreement:
         for round in tuple(self._rounds):
             while not round.decided.wait(LOOK):
                 if not self._several.is_listening and not round.decided.is_set:
-                    raise ProcessError(f"{_WHAT}: this process no longer takes part; it was forked, or is exiting")
+                    raise ProcessError(f"{_WHAT}: this process no longer participates; it was forked, or is exiting")
             if round.error is not None:
                 raise round.error
             if round.call is None or round.call <= self._count:

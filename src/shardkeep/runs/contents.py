@@ -104,7 +104,7 @@ def checked_metadata(metadata: Mapping[str, object] | None) -> Mapping[str, obje
     """Metadata that can be stored, and does not use the key of the run itself."""
     checked = {} if metadata is None else check_metadata(metadata)
     if KEY in checked:
-        raise MetadataError(f"metadata[{KEY!r}] is what a Run itself notes about a step; choose another key")
+        raise MetadataError(f"metadata[{KEY!r}] is reserved for the Run; choose another key")
     return checked
 
 
@@ -112,5 +112,5 @@ def _checked_trees(trees: Mapping[str, object] | None) -> dict[str, object]:
     if trees is not None and not isinstance(trees, Mapping):
         raise TypeError(f'trees must be a dict of names and trees, as {{"ema": ema}}, not {type(trees).__name__}')
     if trees and ITERATORS in trees:
-        raise ValueError(f"trees[{ITERATORS!r}]: iterators are saved under this name; choose another one")
+        raise ValueError(f"trees[{ITERATORS!r}]: this name is reserved for iterators; choose another one")
     return dict(trees or {})

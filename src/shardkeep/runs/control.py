@@ -203,7 +203,7 @@ class Control:
         if not self.store.has_leases and time.time() - written < _YOUNG:
             return False  # perhaps just being taken: its reader will find the mark of the deletion
         locking = store_at(self.place, RUN_CONTROL, confined=False)  # which caches what it lists under the lock
-        with Scope(f"looking at holds in {self.place}") as scope, locking.lock(_LOCK_SECONDS):
+        with Scope(f"reading the holds in {self.place}") as scope, locking.lock(_LOCK_SECONDS):
             old = locking.try_hold(name, scope)
             if old is not None:
                 old.remove()

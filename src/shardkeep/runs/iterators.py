@@ -18,15 +18,20 @@ Redistribute: TypeAlias = Callable[[list[Any], int], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A data iterator, or its state, that has the same state on every process.
+    """Marks a data iterator, or its state, as identical on every process.
 
-    Each process saves the state of its own iterators, so a run can only be resumed on as many processes. One state for
-    all does not depend on their number.
+    By default, each process saves the state of its own iterators, so a run must be resumed with the same number of
+    processes, or with `redistribute`. A `Global` state is saved once and can be restored on any number of processes.
 
     Args:
         iterator: An iterator with `get_state` and `set_state`, or `state_dict` and `load_state_dict`; or a state.
 
-    >>> take({"train": Global({"seen": 4096})}).tree
+    >>> import numpy as np, shardkeep
+    >>> with shardkeep.Run(tmp / "exp1") as run:
+    ...     _ = run.save(100, {"w": np.zeros(3)}, iterators={"train": shardkeep.Global({"seen": 4096})})
+    >>> with shardkeep.Run(tmp / "exp1") as run:
+    ...     state, step = run.resume({"w": np.zeros(3)}, iterators={"train": shardkeep.Global(None)})
+    >>> run.resumed.iterators
     {'train': {'seen': 4096}}
     """
 
@@ -137,7 +142,7 @@ def _protocol_of(name: str, inside: Any) -> tuple[str, str] | None:
     pairs = "get_state and set_state, {} state_dict and load_state_dict"
     found = f"has only {', '.join(has)} of {pairs.format('or')}" if has else f"has neither {pairs.format('nor')}"
     raise UnsupportedLeafError(
-        f"iterator {name!r}: {an(type(inside).__name__)} {found}, and is no state either (str, numbers, bytes, None, "
+        f"iterator {name!r}: {an(type(inside).__name__)} {found}, and is not a state (str, numbers, bytes, None, "
         "NumPy arrays, and dicts, lists and tuples of them). Pass an iterator that has both, or its position as a "
         "plain value"
     )
@@ -160,7 +165,7 @@ def _refuse_missing(iterators: Mapping[str, Any], kinds: Mapping[str, Kind], wha
 def _other_count(names: Sequence[str], processes: int | None, size: int, what: str) -> ProcessError:
     saved = counted(processes or 0, "process", "processes")
     return ProcessError(
-        f"{what}: the state of iterator {', '.join(map(repr, names))} was saved by {saved}, each its own, and now "
+        f"{what}: the state of iterator {', '.join(map(repr, names))} was saved by {saved}, each its own, but now "
         f"there {'is' if size == 1 else 'are'} {size:,}. Pass redistribute=function, where function(states, count) "
         f"takes the list of the {processes} saved states and returns a list of {size}; or leave iterators out. A state "
         "that is the same on every process can be saved as shardkeep.Global(iterator), for any number of them"

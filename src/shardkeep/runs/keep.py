@@ -15,20 +15,20 @@ from shardkeep.runs.steps import Step
 
 @dataclass(frozen=True, repr=False)
 class Keep:
-    """Which steps of a run stay. A step stays if any of the rules keeps it; at least one rule must be given.
+    """Which steps of a run to keep. A step is kept if any of the rules keeps it; at least one rule is required.
 
-    Only usable steps count: neither damaged nor abandoned ones. Whatever the rules say, a `Run` never deletes the
-    newest usable step, the step that it resumed from until a newer one is committed, pinned steps, steps that a reader
-    holds, and what a `Run` did not save.
+    Rules apply to usable steps only, not to damaged or abandoned ones. Regardless of the rules, a `Run` never deletes
+    the newest usable step, pinned steps, steps that a reader holds, checkpoints that were not saved by a `Run`, and,
+    until a newer step is committed, the step it resumed from.
 
     Args:
         last: Keep this many of the newest steps.
         every: Keep the first step at or past each multiple of this number.
-        best: Keep this many steps with the best `metric`. NaN is never best. A step whose metric has not been
-            recorded yet is kept until `best` newer steps have theirs, other than NaN.
+        best: Keep this many steps with the best `metric`. NaN is never best. A step without the metric is kept until
+            it has been recorded, other than as NaN, for `best` newer steps.
         metric: The name of the metric for `best` and `run.best()`.
-        mode: Whether a smaller ("min") or a larger ("max") value of the metric is better.
-        within: Keep steps that were saved no longer ago than this: "12 h", "7 d", or a `datetime.timedelta`.
+        mode: Whether smaller ("min") or larger ("max") values of the metric are better.
+        within: Keep steps that were saved within this time: "12 h", "7 d", or a `datetime.timedelta`.
 
     >>> keep = Keep(last=3, every=10_000, best=2, metric="eval/loss", mode="min")
     >>> Keep(best=2)
@@ -80,11 +80,11 @@ class Keep:
         return panel("Keep", "these steps stay", [facts(rows)])
 
     def choose(self, steps: Iterable[Step], now: datetime.datetime) -> dict[int, tuple[str, ...]]:
-        """Why each step that is kept is kept; a step that is not in the result may be deleted.
+        """Return the steps to keep, with the reasons. Steps that are not in the result may be deleted.
 
         Args:
-            steps: The steps, in any order. Those that are not usable are ignored.
-            now: The time, for `within`.
+            steps: The steps, in any order. Steps that are not usable are ignored.
+            now: The current time, for `within`.
         """
         usable = sorted((step for step in steps if step.is_usable), key=lambda step: step.number, reverse=True)
         why: dict[int, tuple[str, ...]] = {}
@@ -108,7 +108,7 @@ class Keep:
         return why
 
     def ranked(self, steps: Iterable[Step]) -> list[Step]:
-        """The usable steps that have the metric, the best first. Of equal ones, the newer is better."""
+        """Return the usable steps that have the metric, best first. On ties, the newer step is first."""
         metric, sign = self.metric, -1.0 if self.mode == "max" else 1.0
         if metric is None:
             return []

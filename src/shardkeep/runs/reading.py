@@ -62,20 +62,20 @@ class ReadableRun:
         return str(self._place)
 
     def steps(self) -> list[Step]:
-        """The committed steps of the run, the oldest first, damaged and abandoned ones among them.
+        """Return the committed steps of the run, oldest first, including damaged and abandoned ones.
 
-        In a bucket this costs about six requests, and one for each step that is not in the index of the run.
+        In a bucket, this takes about six requests, plus one for each step that is not in the index of the run.
         """
         listing = self._index.read()
         return self._with_reasons(listing, listing.steps)
 
     def latest(self) -> Step | None:
-        """The newest usable step whose files are complete; None if there is none. Contents are not read."""
+        """Return the newest usable step whose files are complete, or None. Contents are not verified."""
         listing = self._index.read()
         return self._first_complete(listing, listing.usable)
 
     def best(self) -> Step | None:
-        """The usable step with the best metric, by `metric` and `mode` of the run's `Keep`; None if there is none."""
+        """Return the usable step with the best metric, by `metric` and `mode` of the run's `Keep`, or None."""
         if self._keep is None or self._keep.metric is None:
             raise ValueError(
                 'best() needs to know which metric: open the run with keep=Keep(best=..., metric="eval/loss", '
@@ -96,10 +96,10 @@ class ReadableRun:
         return with_reasons(steps, why)
 
     def load(self, step: "int | Step | None" = None, **arguments: Any) -> Any:
-        """Load a step of the run: the newest usable one, or the one that is named.
+        """Load a step of the run.
 
         Args:
-            step: The number of the step, or a `Step`.
+            step: The number of the step, or a `Step`. The default is the newest usable step.
             **arguments: Arguments of `shardkeep.load`; for example `prefix="ema"` for a named tree.
 
         Returns:
@@ -154,7 +154,8 @@ class ReadableRun:
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
         """Record metrics of a committed step, for example those of an evaluation. No lock is needed.
 
-        Of several values of one metric, the latest is used. In a job with several processes, process 0 records.
+        If a metric is recorded several times, the latest value is used. In a job with several processes, process 0
+        records.
 
         Args:
             step: The number of the step, or a `Step`.
@@ -170,12 +171,12 @@ class ReadableRun:
             self._control.record_metrics(entry.name, entry.step.save_id, values.read())
 
     def pin(self, step: "int | Step") -> None:
-        """Keep a step until `unpin`, whatever the rules say. No lock is needed.
+        """Keep a step until `unpin`, regardless of the run's `Keep`. No lock is needed.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            ConflictError: It is being deleted; or it is abandoned or damaged, so that it is replaced when it is saved
-                again.
+            ConflictError: The step is being deleted; or it is abandoned or damaged, and would be replaced when it is
+                saved again.
         """
         if not _leads():
             return
@@ -195,7 +196,7 @@ class ReadableRun:
             raise
 
     def unpin(self, step: "int | Step") -> None:
-        """Let the rules decide about a pinned step again. It is no error if it is not pinned."""
+        """Remove the pin of a step, so that the run's `Keep` applies again. Has no effect if it is not pinned."""
         if not _leads():
             return
         entry = self._entry(step, "unpin")
@@ -205,17 +206,18 @@ class ReadableRun:
 
     @contextmanager
     def hold(self, step: "int | Step") -> Generator[Step]:
-        """A context in which no retention deletes the step, neither this program's nor that of another host.
+        """A context manager that protects a step from deletion, by this program or any other.
 
-        It writes a small record into the run's directory, which is gone when the block ends or the program dies.
+        It writes a small record into the run's directory. The record is removed when the block ends, and becomes
+        invalid if the program dies.
 
         Args:
             step: The number of the step, or a `Step`.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or it was deleted meanwhile.
-            ConflictError: It is being deleted.
-            AccessError: There is no permission to write into the run's directory.
+            CheckpointNotFoundError: There is no such step, or it has been deleted.
+            ConflictError: The step is being deleted.
+            AccessError: No permission to write to the run's directory.
         """
         entry = self._entry(step, "hold")
         hold = self._take_hold(entry)
@@ -256,15 +258,15 @@ class ReadableRun:
         return found.step.state if found is not None and found.step.save_id == entry.step.save_id else None
 
     def watch(self, after: int | None = None, timeout: float | None = None, hold: bool = True) -> Generator[Step]:
-        """Yield usable steps as they are committed, each held while the body of the loop runs.
+        """Yield usable steps as they are committed, and hold each one while the body of the loop runs.
 
-        Steps come in the order of their numbers. One that is saved again, after the run went back, comes again. One
-        that is deleted before it is held is left out.
+        Steps are yielded in order. A step that is saved again, after the run went back, is yielded again. A step that
+        is deleted before it can be held is skipped.
 
         Args:
-            after: Start with the first step after this number. None starts with the newest step that is there.
-            timeout: End after this many seconds without a new step. None waits for ever.
-            hold: Whether to hold each step, which needs permission to write into the run's directory.
+            after: Start with the first step after this number. None starts with the newest step.
+            timeout: End after this many seconds without a new step. None waits indefinitely.
+            hold: Whether to hold each step, which needs permission to write to the run's directory.
 
         >>> import numpy as np, shardkeep
         >>> with shardkeep.Run(tmp / "run") as run:

@@ -42,14 +42,14 @@ _OWN = ("path", "template", "per_process", "mapped")  # the arguments of load th
 
 @dataclass(frozen=True, repr=False)
 class Resumed:
-    """How a run was resumed: what `run.resumed` says after `run.resume`.
+    """How a run was resumed. `run.resumed` returns it after a call of `run.resume`.
 
     Attributes:
-        step: The step that the run continues with; 0 for a new run.
+        step: The step that the run continues from; 0 for a new run.
         path: The checkpoint that was loaded; None for a new state.
-        fresh: Whether the run had no steps, so that it begins now.
-        init_from: For a new run that began with the weights of another, the path of the checkpoint; else None.
-        skipped: Newer steps that are damaged or gone, each with the reason.
+        fresh: Whether the run had no steps and starts from the beginning.
+        init_from: The path of the checkpoint that a new run started from; None if there was none.
+        skipped: Newer steps that are damaged or missing, each with the reason.
         iterators: The states of the data iterators, by name.
     """
 
@@ -172,9 +172,9 @@ class Resumption:
         known = dict(skipped)
         lines = [f"  step {one.number}: {known.get(one.number) or one.reason or one.state}" for one in candidates]
         raise IntegrityError(
-            f"the run {self._place} has steps, but none that can be resumed from:\n" + "\n".join(lines) + "\nIt is not "
-            "started anew over them. Go back to an abandoned step with resume(step=...), restore a step from a backup, "
-            "delete the steps to begin from the start, or choose another directory"
+            f"the run {self._place} has steps, but none that can be resumed from:\n" + "\n".join(lines) + "\nIt does "
+            "not start over. Go back to an abandoned step with resume(step=...), restore a step from a backup, delete "
+            "the steps to start from the beginning, or choose another directory"
         )
 
     def _try(self, one: Candidate) -> tuple[Any, dict[str, Any]] | str:
@@ -319,7 +319,7 @@ class Resumption:
         if self._template.make is None:
             raise ValueError(
                 f"resume: the run {self._place} has no steps yet, and the template has only shapes, so there is no "
-                "state to begin with. Pass a function that makes it, a tree of arrays, or init_from="
+                "state to start from. Pass a function that makes it, a tree of arrays, or init_from="
             )
         return self._template.make(), Resumed(0, fresh=True)
 
@@ -366,13 +366,13 @@ def _refuse_other_names(control: Control, name: StepName) -> None:
         if each in single:
             raise CheckpointExistsError(
                 f"resume: the run {control.place} has no steps yet, but it has the file {place} of another program. "
-                "To begin with the newest of its weights at step 0, pass init_from=. To begin anew, choose another "
-                "directory"
+                "To start from the newest of its weights at step 0, pass init_from=. To start from scratch, choose "
+                "another directory"
             )
         raise CheckpointExistsError(
             f"resume: the run {control.place} has no steps named {name.pattern!r}, but it has {place}. To continue "
-            f"with the checkpoints there are, open the run with name={pattern_of(each)!r}. To begin with "
-            "their weights at step 0, pass init_from=. To begin anew, choose another directory"
+            f"with these checkpoints, open the run with name={pattern_of(each)!r}. To start from "
+            "their weights at step 0, pass init_from=. To start from scratch, choose another directory"
         )
 
 
@@ -398,5 +398,5 @@ def check_arguments(arguments: Mapping[str, object]) -> None:
     for name in arguments:
         if name not in known:
             raise TypeError(
-                f"resume() has no argument {name!r}; beside its own it takes those of load: {', '.join(known)}"
+                f"resume() has no argument {name!r}; in addition to its own, it takes those of load: {', '.join(known)}"
             )

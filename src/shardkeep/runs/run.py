@@ -23,30 +23,29 @@ from shardkeep.saving.save import FormatName
 
 log = logging.getLogger("shardkeep")
 
-_LAST_THREE = Keep(last=3)
-
 
 class Run(ReadableRun):
-    """A training run: a directory of steps, each an ordinary checkpoint, and what looks after them.
+    """A training run: saves steps in the background, deletes old ones, and resumes from the newest.
 
-    Opening a run takes no lock and writes nothing, so evaluators open it to read. The first call of `resume`, `step` or
-    `save` makes this program its writer, of which there is one at a time.
+    A run is a directory with one checkpoint per saved step. Opening it takes no lock and writes nothing, so evaluators
+    can read a run while it trains. The first call of `resume`, `step` or `save` makes this program the writer of the
+    run. A run has one writer at a time.
 
-    In a job with several JAX processes, all of them open the run and make the same calls of `resume`, `step`, `save`,
-    `load`, `delete` and `close`.
+    In a job with several JAX processes, all of them must open the run and make the same calls of `resume`, `step`,
+    `save`, `load`, `delete` and `close`.
 
     Args:
-        path: The directory of the run, local or a `gs://` or `s3://` URL.
+        path: The directory of the run, as a local path or a `gs://` or `s3://` URL.
         save_every: When `step` saves: a number of steps, a time ("15 min", or a `timedelta`), or a tuple of both. A
-            number N means the first step at or past each multiple of N. None: only `save` saves.
-        keep: Which steps stay; see `Keep`. None keeps all.
-        name: The names of the steps' directories, with `{}` for the number.
-        format: How arrays are stored, as for `shardkeep.save`.
+            number N saves the first step at or past each multiple of N. With None, only `save` saves.
+        keep: Which steps to keep; see `Keep`. None keeps all steps.
+        name: The pattern for the names of step directories, with `{}` for the step number.
+        format: How to store arrays, as for `shardkeep.save`.
         metadata: A dict to store with every step.
-        on_preemption: What to do on one of `signals`: "save" saves at the next call of `step` and sets `stopping`;
-            "ignore" does not handle signals.
-        signals: The signals that announce the end of the job.
-        on_error: "raise" raises what went wrong with an earlier save at a later call of `step` or `save`; "log" only
+        on_preemption: What to do when one of `signals` arrives. "save" saves at the next call of `step` and sets
+            `stopping`; "ignore" installs no signal handlers.
+        signals: The signals that announce a preemption.
+        on_error: "raise" raises the error of a failed background save from a later call of `step` or `save`; "log" only
             logs it.
 
     >>> import jax, jax.numpy as jnp, shardkeep
@@ -71,7 +70,7 @@ class Run(ReadableRun):
         path: object,
         *,
         save_every: Interval | tuple[Interval, Interval] | None = None,
-        keep: Keep | None = _LAST_THREE,
+        keep: Keep | None = Keep(last=3),  # frozen; the reference shows it like this
         name: str = "step_{}",
         format: FormatName = "safetensors",
         metadata: Mapping[str, object] | None = None,
@@ -106,7 +105,7 @@ class Run(ReadableRun):
 
     @property
     def resumed(self) -> Resumed | None:
-        """What `resume` did; None before it was called."""
+        """How the run was resumed; None before `resume` has been called."""
         return self._resumed
 
     def _open(self) -> Writer:
@@ -136,42 +135,43 @@ class Run(ReadableRun):
         redistribute: Redistribute | None = None,
         **arguments: Any,
     ) -> tuple[Any, int]:
-        """The state to train with, and its step: of the newest usable step, or a new one and 0.
+        """Return the state and number of the newest usable step, or a new state and 0 if the run has no steps.
 
-        The step is loaded and verified. If it is damaged, that is logged, the step is marked, and the one before it is
-        tried; `run.resumed` says what happened. Other errors are raised and change nothing. A run that has steps is
-        never started anew.
+        The step is loaded and verified. If it is damaged, it is marked as damaged, a warning is logged, and the
+        previous step is tried; `run.resumed` has the details. Other errors are raised and change nothing. A run that
+        has steps never starts over.
 
         Args:
-            template: A function that makes a new state, the state itself (a tree of arrays), or a tree of abstract
-                arrays. A function is called under `jax.jit`, so that a new state is made where it belongs. A new and a
-                loaded state have the same shardings: those of the template's arrays, of a function jitted with
+            template: A function that returns a new state, the state itself (a tree of arrays), or a tree of abstract
+                arrays. A function is called under `jax.jit`, so a new state is created directly on its devices. New and
+                loaded states have the same shardings: those of the template's arrays, of a function jitted with
                 `out_shardings`, of `shardings=`, or of `mesh=` with `partition_rules=`. Leaves that are not data, such
-                as functions, are kept from the template.
-            iterators: Data iterators by name, whose saved positions are restored: with `set_state` or
-                `load_state_dict`. For a state in place of an iterator, see `run.resumed.iterators`.
+                as functions, are taken from the template.
+            iterators: A dict of data iterators by name. Their saved positions are restored with `set_state` or
+                `load_state_dict`. If a value is a plain state instead of an iterator, the saved state is in
+                `run.resumed.iterators`.
             step: Go back to this step. Later steps are marked as abandoned, and are replaced when they are saved again.
-            init_from: If the run has no steps yet, load this checkpoint, or the newest one of this run, and begin at
-                step 0.
-            redistribute: A function of the iterators' states (a list by process) and the number of processes, which
-                returns that many states. It is needed if the number of processes has changed.
-            **arguments: Arguments of `shardkeep.load`: `mesh`, `partition_rules`, `shardings`, `dtype`, `include`,
-                `verify` and others. `prefix` is for checkpoints that no Run saved: which of their trees is the state.
-                Default: the one without a prefix, or the only one. With `init_from`, the arguments `remap`, `missing`
-                and `extra` are for that checkpoint alone; `remap` needs it. With `missing="keep"`, leaves that it does
-                not have are made by the template: of a function, only those leaves are computed.
+            init_from: If the run has no steps yet, start at step 0 from this checkpoint, or from the newest step if it
+                is a run.
+            redistribute: Needed if the number of processes has changed: a function that takes the list of all
+                processes' states of an iterator and the new number of processes, and returns that many states.
+            **arguments: Arguments of `shardkeep.load`, such as `mesh`, `partition_rules`, `shardings`, `dtype`,
+                `include` and `verify`. `prefix` selects the tree with the state in checkpoints that were not saved by a
+                `Run`; the default is the one without a prefix, or the only one. `remap`, `missing` and `extra` apply to
+                the checkpoint of `init_from` only, and `remap` requires `init_from`. With `missing="keep"`, leaves that
+                it does not have come from the template; if that is a function, only those leaves are computed.
 
         Returns:
-            The state and the step that it was saved at.
+            The state, and the step at which it was saved.
 
         Raises:
-            IntegrityError: There are steps, and none of them can be used.
-            ConflictError: Another program writes to the run; or a step after `step` is pinned, which going back would
-                abandon.
-            ShardingError: There are several devices, and nothing says how to use them.
-            RemapError: A rule cannot be applied, or there is no `init_from` to apply it to.
-            MissingLeafError: The step has no state of one of the iterators.
-            CheckpointExistsError: There are no steps, but numbered checkpoints of another name; see `name` of `Run`.
+            IntegrityError: The run has steps, but none of them can be used.
+            ConflictError: Another program writes to the run, or a step later than `step` is pinned.
+            ShardingError: There are several devices, and no sharding was given.
+            RemapError: A rule cannot be applied, or `init_from` is missing.
+            MissingLeafError: The step has no saved state for one of the iterators.
+            CheckpointExistsError: The directory has no steps of this run, but numbered checkpoints with another name;
+                see `name` of `Run`.
         """
         writer = self._open()
         check_arguments(arguments)
@@ -207,29 +207,30 @@ class Run(ReadableRun):
         trees: Mapping[str, object] | None = None,
         metadata: Mapping[str, object] | None = None,
     ) -> PendingSave | None:
-        """Tell the run that a training step has ended. If a save is due, it begins, and goes on in the background.
+        """Record the end of a training step. If a save is due, start it in the background.
 
-        If none is due, this costs a microsecond: no system call, no access to a device, no message. The state may be
-        donated as soon as this returns.
+        If no save is due, this takes about a microsecond: no system call, no device access, no communication. The state
+        can be donated as soon as this returns.
 
         Args:
             step: The number of the step, a Python int.
             state: The state, any PyTree.
             metrics: Names and numbers to record with the step, also JAX scalars, which are read in the background.
-                Those of process 0 are recorded. They are looked at only if the step is saved.
-            iterators: Data iterators by name, whose positions are saved with the state: with `get_state` or
-                `state_dict`, or states themselves. `shardkeep.Global` wraps one that is the same on every process.
+                The metrics of process 0 are recorded. They are ignored if the step is not saved.
+            iterators: Data iterators by name. Their positions, from `get_state` or `state_dict`, are saved with the
+                state. Values can also be plain states. Wrap those that are the same on every process in
+                `shardkeep.Global`.
             trees: Further trees by name, such as `{"ema": ...}`, saved in the same commit. `run.load(prefix="ema")`
                 loads one.
-            metadata: A dict to store with the step, beside the one of the run.
+            metadata: A dict to store with the step, in addition to that of the run.
 
         Returns:
-            A `PendingSave` if a save has begun; None if none was due, or the step is committed already.
+            A `PendingSave` if a save has started; None if no save was due or the step is already committed.
 
         Raises:
             MetadataError: A metric is not a number.
-            ShardkeepError: An earlier save failed (unless `on_error="log"`): with one process, at the next call;
-                with several, at the next call that saves, on all of them.
+            ShardkeepError: An earlier save failed, and `on_error` is "raise". With one process, the next call raises
+                this; with several processes, the next call that saves, on all of them.
         """
         enter = self._enter or self._open_and_enter()
         saving, writer = self._saves.last, self._writer
@@ -250,10 +251,10 @@ class Run(ReadableRun):
         return self._enter
 
     def due(self, step: int) -> bool:
-        """Whether `run.step(step, ...)` will save, for example to compute metrics only then.
+        """Whether `run.step(step, ...)` will save. Use this to compute metrics only when they are needed.
 
-        The answer is the same on every process, and does not change for a step. A save for which several processes
-        have to agree on a call (by time, by a signal or on request) is not foreseen.
+        The result is the same on every process, and does not change for a step. Saves that several processes agree on
+        at run time (by time, after a signal or on request) are not predicted.
 
         Args:
             step: The number of the step.
@@ -275,7 +276,7 @@ class Run(ReadableRun):
         metadata: Mapping[str, object] | None = None,
         pin: bool = False,
     ) -> PendingSave:
-        """Save a step in any case, unless it is already committed and usable. A damaged or abandoned one is replaced.
+        """Save a step now, unless it is already committed and usable. A damaged or abandoned step is replaced.
 
         Args:
             step: See `step`.
@@ -287,7 +288,7 @@ class Run(ReadableRun):
             pin: Whether to keep the step until `unpin`.
 
         Returns:
-            A `PendingSave`. If the step is already committed, it is done, and its report has no files.
+            A `PendingSave`. If the step was already committed, it is done, and its report lists no files.
         """
         enter = self._enter or self._open_and_enter()
         number = check_number(step)
@@ -320,10 +321,10 @@ class Run(ReadableRun):
         self._stopping = True
 
     def record(self, step: "int | Step", metrics: Mapping[str, object]) -> None:
-        """Record metrics of a step, for example those of an evaluation. An evaluator needs no lock for this.
+        """Record metrics of a step, for example those of an evaluation. No lock is needed.
 
-        Of several values of one metric, the latest is used. In a job with several processes, process 0 records. If the
-        step is just being saved, this waits for its commit.
+        If a metric is recorded several times, the latest value is used. In a job with several processes, process 0
+        records. If the step is still being saved, this waits for the commit.
 
         Args:
             step: The number of the step, or a `Step`.
@@ -339,14 +340,15 @@ class Run(ReadableRun):
         super().record(step, metrics)
 
     def delete(self, step: "int | Step") -> None:
-        """Delete a step. This program becomes the writer of the run.
+        """Delete a step. This makes the program the writer of the run.
 
         Args:
             step: The number of the step, or a `Step`.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or another program wrote it. Nothing was deleted.
-            ConflictError: It is pinned, a reader holds it, or another program writes to the run. Nothing was deleted.
+            CheckpointNotFoundError: There is no such step, or it was not written by shardkeep. Nothing was deleted.
+            ConflictError: The step is pinned or held by a reader, or another program writes to the run. Nothing was
+                deleted.
         """
         writer = self._open()
         with join(f"deleting a step of {self.path}") as operation:
@@ -357,22 +359,22 @@ class Run(ReadableRun):
             operation.share()
 
     def stop(self) -> None:
-        """Have all processes save at one of their next calls of `step` and then stop. Threads may call it."""
+        """Request that all processes save at one of their next calls of `step` and then stop. Thread-safe."""
         self._stop_asked = True
         writer = self._writer
         if writer is not None and writer.agreement is not None:
             writer.agreement.request("run.stop()", stop=True)
 
     def wait(self) -> None:
-        """Wait until the save in the background is committed, and deletions are done. Raises what went wrong."""
+        """Wait until the background save is committed and deletions are done. Raises the error if one failed."""
         self._saves.settle()
         if self._writer is not None:
             self._writer.wait()
 
     def close(self) -> None:
-        """Wait for the save in the background and for deletions, and give up the lock. Raises what went wrong.
+        """Wait for the background save and for deletions, and release the lock. Raises the error if one failed.
 
-        The run can still be read afterwards. Closing it twice is harmless.
+        A closed run can still be read. Closing it again has no effect.
         """
         self._is_closed, self._enter = True, None
         try:

@@ -16,7 +16,7 @@ State = Literal["usable", "damaged", "abandoned", "deleting"]
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """A committed step of a run, as `run.steps()`, `run.latest()` and `run.best()` return it.
+    """A committed step of a run, as returned by `run.steps()`, `run.latest()` and `run.best()`.
 
     Attributes:
         number: The training step.
@@ -24,15 +24,15 @@ class Step:
         metrics: The metrics that were saved or recorded for the step, as floats.
         metadata: The metadata it was saved with.
         time: When it was saved, in UTC.
-        nbytes: The size of its arrays, of all its trees.
-        kept: Why the run's `Keep` keeps the step: any of "newest", "last", "every", "best", "awaiting metric",
-            "within", "pinned", "resumed from" and "not saved by a Run". Empty if it would be deleted, and for steps
-            that are not usable, which retention ignores.
-        state: "usable"; "damaged" if a `resume` found it damaged, or its manifest cannot be read; "abandoned" if a
-            `resume(step=...)` went back to an earlier step; "deleting" while retention deletes it.
-        reason: What is wrong with a damaged step.
-        save_id: The id of the save that wrote it. A step that is saved again has another one.
-        source: What wrote it: "shardkeep", or the kind of another program's checkpoint, such as "orbax".
+        nbytes: The size of the arrays in all its trees.
+        kept: Why the step is kept: any of "newest", "last", "every", "best", "awaiting metric", "within", "pinned",
+            "resumed from" and "not saved by a Run". Empty if the step would be deleted, and for steps that are not
+            usable, which retention ignores.
+        state: "usable"; "damaged" if `resume` found damage, or the manifest cannot be read; "abandoned" if
+            `resume(step=...)` went back to an earlier step; "deleting" while the step is being deleted.
+        reason: The problem with a damaged step.
+        save_id: The id of the save that wrote it. It changes if the step is saved again.
+        source: What wrote it: "shardkeep", or the format of another program, such as "orbax".
     """
 
     number: int
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the step can be resumed from, as far as is known without reading it."""
+        """Whether the step can be resumed from, as far as is known without reading its data."""
         return self.state == "usable"
 
     def __repr__(self) -> str:

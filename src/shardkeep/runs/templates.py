@@ -286,8 +286,8 @@ def _for_the_rest(known: Sequence[Any], missing: Sequence[ShapedLeaf], has_mesh:
     names = ", ".join(repr(name_leaf(leaf.path)) for leaf in missing[:3]) + (", …" if len(missing) > 3 else "")
     alone = "mesh= alone does not say how arrays are split. " if has_mesh else ""
     raise ShardingError(
-        f"resume: there are {jax.device_count()} devices, and nothing says on which of them "
-        f"{counted(len(missing), 'array')} ({names}) should be. {alone}{_HOW}"
+        f"resume: there are {jax.device_count()} devices, but no sharding for {counted(len(missing), 'array')} "
+        f"({names}). {alone}{_HOW}"
     )
 
 

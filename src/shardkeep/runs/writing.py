@@ -114,7 +114,7 @@ class Writer:
         newest = max((n for n, s in self.known.items() if s == "usable"), default=-1)
         if not self.resumed and number <= newest and self.known:
             raise CheckpointExistsError(
-                f"the run {self._control.place} has steps up to {newest}, and step {number} was to be saved without "
+                f"the run {self._control.place} has steps up to {newest}, but step {number} would be saved without "
                 "resuming. Call run.resume() before the loop, which continues with the newest step, or "
                 "run.resume(step=...), which goes back; or choose another directory for a new run. Nothing was written"
             )

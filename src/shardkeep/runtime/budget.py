@@ -129,17 +129,18 @@ after_fork_in_child(budget.start_over)
 
 
 def set_memory_budget(nbytes: int | None) -> None:
-    """Limit the host memory that pending saves and running loads hold in total.
+    """Limit the total host memory of pending saves and running loads.
 
     A `save_async` that would exceed the limit waits for earlier saves and logs a warning. A single save larger than the
-    limit runs on its own.
+    limit runs alone.
 
     Args:
-        nbytes: The limit in bytes. None restores the default: `SHARDKEEP_MEMORY_BUDGET` bytes if that variable is set,
-            else half of the memory that is available to the machine or container when the limit is first needed.
+        nbytes: The limit in bytes. None restores the default: `SHARDKEEP_MEMORY_BUDGET` bytes if that environment
+            variable is set, else half of the memory available to the machine or container when the limit is first
+            needed.
 
     Raises:
-        ValueError: If `nbytes` is zero or negative.
+        ValueError: `nbytes` is zero or negative.
 
     >>> set_memory_budget(8 << 30)
     >>> set_memory_budget(None)

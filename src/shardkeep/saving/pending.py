@@ -172,12 +172,13 @@ class BackgroundSave:
 
 
 class PendingSave:
-    """A save in the background, as `save_async` returns it.
+    """A save that runs in the background, as returned by `save_async`.
 
-    The save finishes whether or not anyone waits for it, and even if the program ends first.
+    The save finishes even if `wait` is never called. If the main program ends first, the process stays alive until the
+    save is done.
 
     Attributes:
-        path: Where the checkpoint goes.
+        path: Where the checkpoint is being saved.
         report: The `SaveReport`, once the checkpoint is committed. None while the save is running, and if it failed.
 
     >>> import numpy as np, shardkeep
@@ -194,7 +195,7 @@ class PendingSave:
 
     @property
     def path(self) -> str:
-        """Where the checkpoint goes."""
+        """Where the checkpoint is being saved."""
         return self._save.path
 
     @property
@@ -203,29 +204,29 @@ class PendingSave:
         return self._save.report
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not, and its callback, if it has one, has run."""
+        """Whether the save has ended, successfully or not, and its callback (if any) has run."""
         return self._save.done()
 
     def succeeded(self) -> bool:
-        """Whether the save has ended and the checkpoint is committed. What a callback raised does not change that."""
+        """Whether the save has ended and the checkpoint is committed, even if its callback raised an exception."""
         return self._save.done() and self._save.error is None
 
     def wait(self, timeout: float | None = None) -> SaveReport:
-        """Block until the checkpoint is committed and the callback, if there is one, has run.
+        """Block until the checkpoint is committed and the callback (if any) has run.
 
-        Called inside a commit callback, it waits for the commit only.
+        Inside a commit callback, it waits for the commit only.
 
         Args:
-            timeout: The most seconds to wait. None waits as long as it takes.
+            timeout: The maximum number of seconds to wait. None waits indefinitely.
 
         Returns:
             The report of the save.
 
         Raises:
-            TimeoutError: The save is still running. It goes on.
-            CallbackError: The checkpoint is committed, but the callback raised something. The first call raises
-                this; later ones return the report.
-            ShardkeepError: Whatever went wrong with the save. Every call raises it.
+            TimeoutError: The save is still running. It continues.
+            CallbackError: The checkpoint is committed, but the callback raised an exception. Only the first call raises
+                this; later calls return the report.
+            ShardkeepError: The save failed. Every call raises the error.
         """
         return self._save.wait(timeout)
 

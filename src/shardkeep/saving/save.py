@@ -70,36 +70,37 @@ def save(
 ) -> SaveReport:
     """Save a PyTree and return once the checkpoint is committed and durable.
 
-    If this raises, whatever was at `path` before is unchanged.
+    If this raises an error, a previous checkpoint at `path` is unchanged, unless the message says otherwise. In a job
+    with several JAX processes, all of them must call `save` with the same arguments.
 
     Args:
-        path: Where the checkpoint goes: a local path, or a URL such as "gs://bucket/run/step_100" or "s3://…". A path
-            that ends in `.safetensors` gives plain safetensors files with Hugging Face names; any other path is a
-            checkpoint directory.
+        path: Where to save: a local path, or a URL such as "gs://bucket/run/step_100" or "s3://…". A path that ends in
+            `.safetensors` writes plain safetensors files with Hugging Face names; any other path becomes a checkpoint
+            directory.
         tree: Any PyTree of JAX arrays, NumPy arrays and plain Python values.
-        format: How arrays are stored in a checkpoint directory: "safetensors" (a few packed files) or "zarr" (a zarr v2
-            array for each leaf). "tensorstore" is another name for "zarr".
-        prefix: The name of this tree, if several trees share one directory. Saving to one prefix leaves the others
-            alone.
-        metadata: A dict to store with the tree; `inspect(path).metadata` returns it. NumPy and JAX scalars become
-            Python numbers, tuples lists, paths strings, enums their values, dates ISO strings; NaN and infinities are
-            kept. Anything else without an obvious JSON form is a `MetadataError`.
-        overwrite: Whether to replace the tree that is already there. If False, that is a `CheckpointExistsError`,
-            unless files of that tree are missing or have the wrong size (see `exists`): then it is replaced anyway.
-            The old tree is removed after the new one is committed.
-        compression: "zstd" compresses arrays in the zarr format. None stores them as they are.
-        max_shard_size: For a path that ends in `.safetensors`: the most bytes of arrays in one file, as a number or a
-            string such as "5GB", which is the default. Larger trees are split into several files with an index.
+        format: How to store arrays in a checkpoint directory: "safetensors" (a few packed files) or "zarr" (a zarr v2
+            array for each leaf). "tensorstore" is an alias for "zarr".
+        prefix: The name of this tree, if several trees share one directory. Saving one prefix does not affect the
+            others.
+        metadata: A dict to store with the tree; `inspect(path).metadata` returns it. NumPy and JAX scalars are stored
+            as Python numbers, tuples as lists, paths as strings, enums as their values, and dates as ISO strings. NaN
+            and infinities are kept. Anything else without an obvious JSON form raises a `MetadataError`.
+        overwrite: Whether to replace an existing tree. If False, saving over a complete tree raises a
+            `CheckpointExistsError`; a tree with missing files, or files of the wrong size (see `exists`), is replaced
+            anyway. The old tree is removed only after the new one is committed.
+        compression: "zstd" compresses arrays in the zarr format. None stores them uncompressed.
+        max_shard_size: For a path that ends in `.safetensors`, the maximum size of the arrays in one file: a number of
+            bytes, or a string such as "5GB" (the default). Larger trees are split into several files with an index.
         progress: Whether to show a progress bar.
-        step: The training step, which is recorded with the tree. `latest` orders checkpoints by it.
-        trees: Further trees to commit together with `tree`, in one step: either all of them are saved or none is. A
-            dict from prefixes to PyTrees. Each is stored under its prefix, as if it was saved with `prefix=`, and is
-            loaded with `load(path, prefix=…)`. `metadata` is stored with `tree` only. Trees of other prefixes that are
-            already there stay. With `overwrite=False`, the save is refused if any of the trees exists. Exchange files
-            hold a single tree, so this is a `ValueError` for a path that ends in `.safetensors`.
+        step: The training step to record with the tree. `latest` orders checkpoints by it.
+        trees: Further trees to save in the same commit, as a dict from prefixes to PyTrees: either all trees are saved
+            or none. Each is stored as if it was saved with `prefix=`, and is loaded with `load(path, prefix=…)`.
+            `metadata` is stored with `tree` only. Existing trees with other prefixes are kept. With `overwrite=False`,
+            the save is refused if any of the trees exists. A path that ends in `.safetensors` holds a single tree, so
+            `trees` raises a `ValueError` there.
 
     Returns:
-        A `SaveReport` with the bytes and files written and the time it took.
+        A `SaveReport` with the bytes and files written and the time taken.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> report = shardkeep.save(tmp / "step_100", {"w": jnp.ones((4, 4)), "step": 100})
@@ -136,13 +137,13 @@ def save_async(
 ) -> PendingSave:
     """Like `save`, but return after the snapshot and write in the background.
 
-    The tree may be donated, deleted or changed as soon as this returns. The exception is host memory that a JAX array
+    The tree can be donated, deleted or modified as soon as this returns. The exception is host memory that a JAX array
     on CPU aliases: it must not change before `wait()` returns. shardkeep detects the usual ways to create such arrays
     (`device_put`, dlpack) and copies them.
 
-    Errors in the arguments or the tree are raised here. Later errors are raised by `wait()`, logged at once, and
-    reported when the program ends if `wait()` was never called. Saves to one path are committed in the order of the
-    calls.
+    Errors in the arguments or the tree are raised immediately. Later errors are logged as they occur and raised by
+    `wait()`; if `wait()` is never called, they are reported when the program exits. Saves to the same path are
+    committed in the order of the calls.
 
     Args:
         path: See `save`.
@@ -155,12 +156,12 @@ def save_async(
         max_shard_size: See `save`.
         progress: See `save`.
         step: See `save`.
-        copy: Whether to copy every array before this returns, also those that shardkeep would not have to copy. This
-            costs time and memory, and is only needed for aliased memory that shardkeep cannot detect.
-        trees: See `save`. They are part of the snapshot, so they may be donated, deleted or changed as well.
+        copy: Whether to copy every array before this returns, even where shardkeep considers it unnecessary. This costs
+            time and memory, and is only needed for aliased memory that shardkeep cannot detect.
+        trees: See `save`. They are part of the snapshot, so they can be donated, deleted or modified as well.
 
     Returns:
-        A `PendingSave`. Call `wait()` on it to find out how the save ended.
+        A `PendingSave`. Call its `wait()` to get the report, or the error if the save failed.
 
     >>> import jax.numpy as jnp, shardkeep
     >>> pending = shardkeep.save_async(tmp / "step_300", {"w": jnp.ones((4, 4))}, trees={"ema": {"w": jnp.ones(4)}})

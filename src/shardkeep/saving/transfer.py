@@ -158,8 +158,8 @@ class Arriving:
             if part.is_deleted():
                 raise HostMemoryError(
                     "the pinned host memory was exhausted after save_async had returned, and the arrays have been "
-                    "donated or deleted since; nothing was committed. Set SHARDKEEP_PINNED_HOST=never, or let JAX "
-                    f"have more pinned memory ({error})"
+                    "donated or deleted since; nothing was committed. Set SHARDKEEP_PINNED_HOST=never, or give JAX "
+                    f"more pinned memory ({error})"
                 ) from error
             self._sent = self._part = private_part(part)
             return np.asarray(self._part)

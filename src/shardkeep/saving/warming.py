@@ -145,7 +145,7 @@ class Warming(Warmth):
         if free >= needed:
             return True
         log.info(
-            "%s is not kept in the page cache: %s bytes of memory are available, and it needs %s (%s times its size)",
+            "%s is not kept in the page cache: %s bytes of memory are available, but it needs %s (%s times its size)",
             self._where,
             f"{free:,}",
             f"{needed:,}",

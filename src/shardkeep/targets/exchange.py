@@ -168,7 +168,7 @@ class Exchange(ExchangeFiles):
         prefix = tree.draft.prefix
         if current is not None and current.prefixes != [prefix]:
             raise PrefixError(
-                f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, and exchange files hold only one "
+                f"{self.where} holds the tree with prefix {current.prefixes[0]!r}, but exchange files hold only one "
                 f"tree; save prefix {prefix!r} to another path, or to a directory"
             )
         if tree.names == [SINGLE_END]:

@@ -43,7 +43,7 @@ class ForeignFile:
         known = (
             f"it is {what}, which this version of shardkeep cannot read"
             if what
-            else "it is not the file of a checkpoint that shardkeep can read"
+            else "shardkeep cannot read this kind of file"
         )
         raise CheckpointNotFoundError(f"no checkpoint at {self.where}: {known}")
 

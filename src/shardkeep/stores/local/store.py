@@ -413,7 +413,7 @@ class LocalStore:
     def check_locks(self, name: str) -> None:
         if self._mount.kind not in LOCAL and not self.has_leases and not self.is_held(name):
             log.warning(
-                "%s: locks that other hosts take are not seen here, although the file system (%s) should share them. "
+                "%s: locks of other hosts are not visible here, although the file system (%s) should share them. "
                 "Saves are protected by leases instead, as on file systems that do not share locks",
                 self._root,
                 self._mount.kind,
