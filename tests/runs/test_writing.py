@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runs.runs import trained
-from shardkeep import Keep
 from shardkeep.errors import CheckpointExistsError, ConflictError
 from shardkeep.processes.operation import join
 from shardkeep.runs.control import Control
@@ -18,9 +17,9 @@ from shardkeep.runs.writing import Writer
 from shardkeep.stores.location import location
 
 
-def writer_of(path: Path, keep: Keep | None = None) -> Writer:
+def writer_of(path: Path) -> Writer:
     control, name = Control(location(path)), StepName("step_{}")
-    return Writer(control, RunIndex(control, name), name, keep, Schedule(None), set())
+    return Writer(control, RunIndex(control, name), name, Schedule(None), set())
 
 
 def opened(path: Path) -> Writer:

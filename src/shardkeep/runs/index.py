@@ -28,7 +28,7 @@ from shardkeep.model.manifest import MANIFEST, OURS, Manifest
 from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runs.control import INDEX, RUN_CONTROL, UNREADABLE, Control, Mark, MetricRecord, numbers_in
 from shardkeep.runs.keep import Keep
-from shardkeep.runs.rules import Rules, encode_rules
+from shardkeep.runs.rules import Keeping, Rules, encode_rules, recorded_keep
 from shardkeep.runs.steps import Step, StepName
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import CONTROL
@@ -40,6 +40,7 @@ log = logging.getLogger("shardkeep")
 
 KEY = "shardkeep_run"  # of the metadata: what a Run notes about a step
 _VERSION = 1  # of the index; another one is ignored
+_UNREADABLE: Mapping[str, Any] = {}  # in place of rules that cannot be read
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Listing:
     """What was found in a run.
 
     `entries`: by number. `unfinished`: names of directories with saves that were never committed. `void`: marks and
-    metrics of saves that are not there any more. `is_indexed`: whether the index says the same.
+    metrics of saves that are not there any more. `is_indexed`: whether the index says the same. `keep`: which of the
+    steps stay; None for all.
     """
 
     entries: dict[int, Entry] = field(default_factory=dict[int, Entry])
@@ -78,6 +80,7 @@ class Listing:
     void: tuple[Mark | MetricRecord, ...] = ()
     metrics: Mapping[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     is_indexed: bool = True
+    keep: Keep | None = None
 
     @property
     def steps(self) -> list[Step]:
@@ -96,17 +99,22 @@ class RunIndex:
     Args:
         control: Its control directory.
         name: How its steps are named.
-        keep: Which of them stay. The index says so, too, for programs that only look at the run.
+        keep: Which of them stay.
 
     Attributes:
+        keep: Which of them stay. The writer replaces "recorded" by what that means when it opens the run.
+        records_rules: Whether the index is written with the rules of this program, for programs that open the run
+            later. Before the run was resumed or a step was committed, those that are recorded stay as they are.
         distrusted: Names of steps that are being saved again: the index has no say about them, and is written without
             them, until the writer takes them out of this set.
         deleted: Names of steps that the writer has deleted. Some servers go on listing them as empty directories.
         lock: Held while the index is read or written.
     """
 
-    def __init__(self, control: Control, name: StepName, keep: Keep | None = None) -> None:
-        self._control, self._name, self._keep = control, name, keep
+    def __init__(self, control: Control, name: StepName, keep: Keeping = None) -> None:
+        self._control, self._name, self.keep = control, name, keep
+        self.records_rules = False
+        self._recorded: Any = None  # the rules in the index that was read last
         self.distrusted: set[str] = set()
         self.deleted: set[str] = set()
         # The index is put on condition of the version that was read last, and a writer has two threads that do both.
@@ -122,7 +130,7 @@ class RunIndex:
             parsed = {name: self._name.parse(name) for name in directories if name not in self.deleted}
             names = {name: number for name, number in parsed.items() if number is not None}
             has_control = RUN_CONTROL in directories
-            indexed, known_metrics, same_rules = self._read_index() if has_control else ({}, {}, False)
+            indexed, known_metrics, recorded = self._read_index() if has_control else ({}, {}, None)
             marks = self._control.marks() if has_control else []
             records = self._control.metric_records() if has_control else []
             entries, unfinished, looked = self._entries(names, indexed)
@@ -135,26 +143,34 @@ class RunIndex:
             for name, entry in entries.items()
         }
         void = [one for one in (*marks, *records) if self._is_void(one, entries, unfinished)]
-        same = same_rules and not looked
+        self._recorded = recorded
+        keep = recorded_keep(recorded) if self.keep == "recorded" else self.keep
+        same = not looked and (not self.records_rules or recorded == self._rules())
         same = same and indexed.keys() == entries.keys() and known_metrics.keys() == metrics.keys()
-        return Listing(found, tuple(unfinished), tuple(void), metrics, same)
+        return Listing(found, tuple(unfinished), tuple(void), metrics, same, keep)
 
-    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]], bool]:
-        """What the index says, and whether its rules are those of this program; nothing if it cannot be used."""
+    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]], Any]:
+        """What the index says: steps and metrics, none if it cannot be used, and rules; None if it has no rules."""
+        recorded: Any = None
         try:
             with self.lock:
                 content = self._control.store.read(INDEX)
+            recorded = _UNREADABLE
             found = json.loads(content)
+            recorded = found.get("rules")
             if found["version"] != _VERSION:
-                return {}, {}, False
+                return {}, {}, recorded
             entries = {name: self._decoded(name, one) for name, one in found["steps"].items()}
             metrics = {file: numbers_in(decode_metadata(values)) for file, values in found["metrics"].items()}
         except (FileNotFoundError, KeyError, TypeError, AttributeError, *UNREADABLE):
-            return {}, {}, False
-        return entries, metrics, found.get("rules") == self._rules()
+            return {}, {}, recorded
+        return entries, metrics, recorded
 
-    def _rules(self) -> dict[str, object]:
-        return encode_rules(Rules(self._name.pattern, self._keep))
+    def _rules(self) -> Any:
+        """The rules to record."""
+        if self.records_rules and self.keep != "recorded":
+            return encode_rules(Rules(self._name.pattern, self.keep))
+        return self._recorded
 
     def _decoded(self, name: str, one: Mapping[str, Any]) -> Entry:
         number = self._name.parse(name)
@@ -177,9 +193,10 @@ class RunIndex:
         """Replace the index. Only the writer of the run does so. Not being able to is no error: it is a cache."""
         known = listing.entries.values()
         readable = [e for e in known if e.step.save_id and not e.by_others and e.name not in self.distrusted]
+        rules = self._rules()
         document = {
             "version": _VERSION,
-            "rules": self._rules(),
+            **({} if rules is None else {"rules": rules}),
             "steps": {entry.name: _encoded(entry) for entry in readable},
             "metrics": {file: encode_metadata(values) for file, values in listing.metrics.items()},
         }

@@ -23,9 +23,9 @@ from shardkeep.model.markup import Code, facts, panel
 from shardkeep.processes.operation import join
 from shardkeep.runs.control import Control, Hold
 from shardkeep.runs.index import Entry, Listing, RunIndex
-from shardkeep.runs.keep import Keep
 from shardkeep.runs.metrics import Metrics
 from shardkeep.runs.retention import explain, is_marked, with_reasons
+from shardkeep.runs.rules import Keeping
 from shardkeep.runs.steps import State, Step, StepName
 from shardkeep.stores.base import CONTROL
 from shardkeep.stores.location import Location, is_file, location, store_at
@@ -47,9 +47,9 @@ class ReadableRun:
         name: How its steps are named.
     """
 
-    def __init__(self, path: object, *, keep: Keep | None = None, name: str = "step_{}") -> None:
+    def __init__(self, path: object, *, keep: Keeping = None, name: str = "step_{}") -> None:
         self._place = location(path, "Run(path)")
-        self._keep, self._name = keep, StepName(name)
+        self._name = StepName(name)
         _refuse_checkpoint(self._place)
         self._control = Control(self._place)
         self._index = RunIndex(self._control, self._name, keep)
@@ -76,13 +76,13 @@ class ReadableRun:
 
     def best(self) -> Step | None:
         """Return the usable step with the best metric, by `metric` and `mode` of the run's `Keep`, or None."""
-        if self._keep is None or self._keep.metric is None:
+        listing = self._index.read()
+        if listing.keep is None or listing.keep.metric is None:
             raise ValueError(
                 'best() needs to know which metric: open the run with keep=Keep(best=..., metric="eval/loss", '
                 'mode="min")'
             )
-        listing = self._index.read()
-        return self._first_complete(listing, self._keep.ranked(listing.steps))
+        return self._first_complete(listing, listing.keep.ranked(listing.steps))
 
     def _first_complete(self, listing: Listing, steps: list[Step]) -> Step | None:
         for step in self._with_reasons(listing, steps):
@@ -92,7 +92,7 @@ class ReadableRun:
         return None
 
     def _with_reasons(self, listing: Listing, steps: list[Step]) -> list[Step]:
-        why = explain(listing, self._keep, datetime.datetime.now(datetime.UTC), self._resumed_from)
+        why = explain(listing, listing.keep, datetime.datetime.now(datetime.UTC), self._resumed_from)
         return with_reasons(steps, why)
 
     def load(self, step: "int | Step | None" = None, **arguments: Any) -> Any:
@@ -314,7 +314,9 @@ class ReadableRun:
 
     def _known(self) -> list[tuple[str, str | None]]:
         """What is known about the run without looking at it."""
-        return [("keeps", "every step" if self._keep is None else repr(self._keep))]
+        keep = self._index.keep
+        said = "every step" if keep is None else "what its recorded rules say" if keep == "recorded" else repr(keep)
+        return [("keeps", said)]
 
 
 class _Seen:

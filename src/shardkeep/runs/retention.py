@@ -85,12 +85,11 @@ class Retention:
 
     Args:
         control: The control directory of the run.
-        index: Lists its steps.
-        keep: Which steps stay; None for all.
+        index: Lists its steps, and knows which of them stay.
     """
 
-    def __init__(self, control: Control, index: RunIndex, keep: Keep | None) -> None:
-        self._control, self._index, self._keep = control, index, keep
+    def __init__(self, control: Control, index: RunIndex) -> None:
+        self._control, self._index = control, index
         self._reported: set[tuple[str, str]] = set()  # what was logged once
 
     def settle(self, listing: Listing) -> Listing:
@@ -124,7 +123,7 @@ class Retention:
     ) -> tuple[Listing, list[int]]:
         """Delete what is not kept. Returns what is left, and what was deleted."""
         listing = self.settle(self._index.read())
-        why = explain(listing, self._keep, now, resumed_from)
+        why = explain(listing, listing.keep, now, resumed_from)
         self._warn_unseen(listing)
         deleted: list[int] = []
         for number, entry in sorted(listing.entries.items()):
@@ -164,7 +163,7 @@ class Retention:
 
     def _warn_unseen(self, listing: Listing) -> None:
         """Say that a metric was never seen: then every step awaits it, and none is deleted."""
-        keep = self._keep
+        keep = listing.keep
         if keep is None or keep.best is None or keep.metric is None:
             return
         own = [entry.step for entry in listing.entries.values() if entry.by_run and entry.step.is_usable]

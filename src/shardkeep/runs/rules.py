@@ -3,10 +3,15 @@
 import datetime
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.steps import StepName
+
+
+Keeping: TypeAlias = Keep | None | Literal["recorded"]  # None: all; "recorded": as the index of the run says
+
+_NEW_RUN = Keep(last=3)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,17 @@ def encode_rules(rules: Rules) -> dict[str, Any]:
     if kept and isinstance(kept.get("within"), datetime.timedelta):
         kept["within"] = f"{kept['within'].total_seconds():f} s"
     return {"name": rules.name, "keep": kept}
+
+
+def recorded_keep(found: Any) -> Keep | None:
+    """Which steps of a run stay by the rules in its index; `Keep(last=3)` if it has none.
+
+    Rules that this version does not understand keep every step: what a newer one wants to keep must not be deleted.
+    """
+    if found is None:
+        return _NEW_RUN
+    rules = decode_rules(found)
+    return None if rules is None else rules.keep
 
 
 def decode_rules(found: Any) -> Rules | None:

@@ -38,7 +38,8 @@ class Run(ReadableRun):
         path: The directory of the run, as a local path or a `gs://` or `s3://` URL.
         save_every: When `step` saves: a number of steps, a time ("15 min", or a `timedelta`), or a tuple of both. A
             number N saves the first step at or past each multiple of N. With None, only `save` saves.
-        keep: Which steps to keep; see `Keep`. None keeps all steps.
+        keep: Which steps to keep; see `Keep`. None keeps all steps. By default, a new run uses `Keep(last=3)`, and a
+            run that is opened again uses the rules that it was last written with, which it records.
         name: The pattern for the names of step directories, with `{}` for the step number.
         format: How to store arrays, as for `shardkeep.save`.
         metadata: A dict to store with every step.
@@ -70,7 +71,7 @@ class Run(ReadableRun):
         path: object,
         *,
         save_every: Interval | tuple[Interval, Interval] | None = None,
-        keep: Keep | None = Keep(last=3),  # frozen; the reference shows it like this
+        keep: Keep | Literal["recorded"] | None = "recorded",
         name: str = "step_{}",
         format: FormatName = "safetensors",
         metadata: Mapping[str, object] | None = None,
@@ -78,7 +79,7 @@ class Run(ReadableRun):
         signals: Sequence[str] = ("SIGTERM",),
         on_error: Literal["raise", "log"] = "raise",
     ) -> None:
-        if keep is not None and not isinstance(keep, Keep):
+        if keep is not None and keep != "recorded" and not isinstance(keep, Keep):
             raise TypeError(f"keep must be a shardkeep.Keep or None, not {keep!r}")
         if on_preemption not in ("save", "ignore"):
             raise ValueError(f'on_preemption must be "save" or "ignore", not {on_preemption!r}')
@@ -117,7 +118,7 @@ class Run(ReadableRun):
         if self._writer is not None:
             self._writer.close()  # opening it was interrupted
         with join(f"opening the run {self.path}") as operation:
-            parts = (self._control, self._index, self._name, self._keep, self._schedule, self._in_use)
+            parts = (self._control, self._index, self._name, self._schedule, self._in_use)
             writer = self._writer = Writer(*parts)
             agreement = writer.open(operation, self._signals)
         self._enter = agreement.enter
@@ -188,8 +189,10 @@ class Run(ReadableRun):
             candidates = [Candidate(*row) for row in operation.share(found)]
         resumption = Resumption(self._control, self._index, plan, iterators, redistribute, prefix)
         state, resumed = resumption.resume(number, candidates, init_from, self._name, changes)
-        if writer.leads:
-            writer.note(self._index.read())
+        with join(f"recording the rules of the run {self._place}") as operation:
+            if operation.leads:
+                writer.adopt()
+            operation.share()
         writer.resumed = True
         writer.resumed_from = self._resumed_from = None if resumed.fresh else resumed.step
         self._resumed = resumed

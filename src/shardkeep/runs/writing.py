@@ -15,7 +15,6 @@ from shardkeep.runs.contents import Contents, checked_metadata
 from shardkeep.runs.control import POLL, Control, WriterLock
 from shardkeep.runs.housekeeping import Housekeeping, Task
 from shardkeep.runs.index import Entry, Listing, RunIndex
-from shardkeep.runs.keep import Keep
 from shardkeep.runs.preemption import Signals
 from shardkeep.runs.retention import Retention, delete_step
 from shardkeep.runs.schedule import Schedule
@@ -36,9 +35,8 @@ class Writer:
 
     Args:
         control: The control directory of the run.
-        index: Lists its steps.
+        index: Lists its steps, and knows which of them stay.
         name: How they are named.
-        keep: Which of them stay; None for all.
         schedule: When saves are due.
         in_use: Steps that must not be deleted at the moment.
 
@@ -55,12 +53,11 @@ class Writer:
         control: Control,
         index: RunIndex,
         name: StepName,
-        keep: Keep | None,
         schedule: Schedule,
         in_use: Collection[int],
     ) -> None:
         self._control, self._index, self._name, self._schedule = control, index, name, schedule
-        self._retention = Retention(control, index, keep)
+        self._retention = Retention(control, index)
         self._lock = WriterLock(control.place)
         self._in_use = in_use
         self._signals: Signals | None = None
@@ -82,6 +79,7 @@ class Writer:
             if self.leads:
                 self._lock.take()
                 listing = self._retention.settle(self._index.read())
+                self._index.keep = listing.keep  # as long as this program writes, whatever becomes of the index
                 self.note(listing)
                 if not listing.is_indexed:
                     self._index.write(listing)
@@ -100,6 +98,14 @@ class Writer:
     def note(self, listing: Listing) -> None:
         """Remember which steps are there."""
         self.known = {number: entry.step.state for number, entry in listing.entries.items()}
+
+    def adopt(self) -> None:
+        """The run was resumed: from here on, the index has the rules of this program. Called on the leader."""
+        self._index.records_rules = True
+        listing = self._index.read()
+        self.note(listing)
+        if not listing.is_indexed:
+            self._index.write(listing)
 
     def _look_for_requests(self) -> None:
         found = set(self._control.requests())
@@ -160,6 +166,7 @@ class Writer:
         """A step is committed: delete what is not kept any more, in the background. Called on the leader."""
         self.known[number] = "usable"
         self.resumed = True  # from here on, the steps of this run are this program's own
+        self._index.records_rules = True
         names = list(fulfilled)
         self._put(lambda: self._tidy(number, names))
 
