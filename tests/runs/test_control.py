@@ -44,7 +44,9 @@ class Other:
 def test_a_lock_has_one_holder_and_the_next_one_is_told_who_it_is(tmp_path: Path) -> None:
     first, second = WriterLock(location(tmp_path)), WriterLock(location(tmp_path))
     first.take()
-    with pytest.raises(ConflictError, match=rf"another program writes .* process {os.getpid()} on .*, since 20.* UTC"):
+    with pytest.raises(
+        ConflictError, match=rf"this program has already opened .* process {os.getpid()} on .*, since 20.* UTC"
+    ):
         second.take()
     first.confirm()
     first.release()

@@ -143,11 +143,3 @@ def test_a_run_without_recorded_rules_keeps_the_last_three(tmp_path: Path) -> No
     by_rules(tmp_path)
     (tmp_path / ".shardkeep-run/index.json").unlink()
     assert go_on(tmp_path) == [80, 90, 100]
-
-
-def test_opening_and_looking_at_a_run_writes_nothing(tmp_path: Path) -> None:
-    by_rules(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    run = Run(tmp_path)
-    run.steps(), run.best(), run.latest()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

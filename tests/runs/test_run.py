@@ -162,9 +162,8 @@ def test_a_second_writer_is_refused_with_who_holds_the_run_and_readers_are_not(t
         other = Run(tmp_path / "run")
         assert numbers(other) == [1]
         assert other.load()["n"] == 1
-        with pytest.raises(
-            ConflictError, match=f"another program writes to the run .*: process {os.getpid()} on .*since"
-        ):
+        here = f"this program has already opened the run .*: process {os.getpid()} on .*since.*close\\(\\) of that Run"
+        with pytest.raises(ConflictError, match=here):
             other.resume(new_state, shardings=ONE)
     with other:
         assert other.resume(new_state, shardings=ONE)[1] == 1
@@ -522,3 +521,67 @@ def test_the_log_says_when_a_run_stops(tmp_path: Path, caplog: pytest.LogCapture
         run.save(3, state_of(3))
         assert run.stopping
     assert "stops after step 3, which is saved (run.stop())" in caplog.text
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("save_every", [10, "1 h", None])
+def test_step_numbers_that_go_down_are_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save_every: Any
+) -> None:
+    with Run(tmp_path / "run", save_every=save_every) as run:
+        run.resume(new_state, shardings=ONE)
+        for _ in range(3):
+            for step in range(26):
+                run.step(step, state_of(step))
+            run.step(25, state_of(25))  # the same once more is nothing to report
+    (message,) = warned(caplog)
+    assert "run.step(0) comes after step 25. Step numbers must grow over the whole run" in message
+
+
+def test_step_numbers_that_start_again_after_a_resume_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "run", [10, 20])
+    with Run(tmp_path / "run", save_every=10) as run:
+        run.resume(new_state, shardings=ONE)
+        run.step(1, state_of(1))
+        assert "run.step(1) comes after step 20" in "".join(warned(caplog))
+        caplog.clear()
+        run.resume(new_state, step=10, shardings=ONE)
+        run.step(11, state_of(11))
+    assert warned(caplog) == []
+
+
+def test_saved_positions_that_resume_does_not_restore_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(tmp_path / "run") as run:
+        run.resume(new_state, shardings=ONE)
+        run.save(1, state_of(1), iterators={"train": Data(), "eval": {"at": 3}})
+    assert warned(caplog) == []
+    with Run(tmp_path / "run") as run:
+        run.resume(new_state, shardings=ONE)
+        (message,) = warned(caplog)
+        assert "'train', 'eval'" in message or "'eval', 'train'" in message
+        assert "Pass resume(iterators={" in message
+        caplog.clear()
+        run.resume(new_state, iterators={}, shardings=ONE)
+        run.resume(new_state, iterators={"train": Data()}, shardings=ONE)
+        run.save(2, state_of(2))
+        run.wait()
+        run.resume(new_state, shardings=ONE)
+    assert warned(caplog) == []
+
+
+def test_a_run_that_was_opened_again_after_an_error_can_be_closed_first(tmp_path: Path) -> None:
+    first = Run(tmp_path / "run")
+    first.resume(new_state, shardings=ONE)
+    second = Run(tmp_path / "run")
+    with pytest.raises(ConflictError, match="this program has already opened"):
+        second.resume(new_state, shardings=ONE)
+    first.close()
+    with second:
+        assert second.resume(new_state, shardings=ONE)[1] == 0

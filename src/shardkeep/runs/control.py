@@ -22,6 +22,7 @@ from shardkeep.model.metadata import decode_metadata, encode_metadata
 from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import Held, Store
 from shardkeep.stores.location import Location, store_at
+from shardkeep.system import after_fork_in_child
 from shardkeep.targets.running import maker_of, now, record_lines
 
 log = logging.getLogger("shardkeep")
@@ -282,6 +283,13 @@ class WriterLock:
         waits = False
         while not self._try():
             seen = self._seen()
+            if self._is_held_here():
+                raise ConflictError(
+                    f"this program has already opened the run {self._place} for writing, with another Run object: "
+                    f"{_named(self._store)}. Call close() of that Run first, or use `with shardkeep.Run(...) as run:`, "
+                    "which closes it also after an error. If no variable refers to it any more, restart the program "
+                    "or the notebook's kernel"
+                )
             if not self._store.has_leases or (None not in (before, seen) and seen != before):
                 raise ConflictError(
                     f"another program writes to the run {self._place}: {_named(self._store)}. A run has one writer at "
@@ -319,7 +327,14 @@ class WriterLock:
             except BaseException:
                 self.release()
                 raise
+            _taken.add(self)
         return True
+
+    def _is_held_here(self) -> bool:
+        """Whether another object of this program has the lock."""
+        maker = maker_of(self._store, _WRITER)
+        mine = [lock for lock in tuple(_taken) if lock._held is not None and lock._place == self._place]
+        return bool(mine) and maker is not None and maker[1] == os.getpid()
 
     def confirm(self) -> None:
         """Raise `ConflictError` if another program has taken the lock over, because this one was suspended."""
@@ -332,6 +347,10 @@ class WriterLock:
         if self._held is not None:
             _remove(self._held, f"the lock of the run {self._place}")
             self._held = None
+
+
+_taken: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+after_fork_in_child(_taken.clear)
 
 
 @contextmanager

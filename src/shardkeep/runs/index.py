@@ -144,7 +144,7 @@ class RunIndex:
         }
         void = [one for one in (*marks, *records) if self._is_void(one, entries, unfinished)]
         self._recorded = recorded
-        keep = recorded_keep(recorded) if self.keep == "recorded" else self.keep
+        keep = recorded_keep(recorded) if isinstance(self.keep, str) else self.keep
         same = not looked and (not self.records_rules or recorded == self._rules())
         same = same and indexed.keys() == entries.keys() and known_metrics.keys() == metrics.keys()
         return Listing(found, tuple(unfinished), tuple(void), metrics, same, keep)
@@ -168,7 +168,7 @@ class RunIndex:
 
     def _rules(self) -> Any:
         """The rules to record."""
-        if self.records_rules and self.keep != "recorded":
+        if self.records_rules and not isinstance(self.keep, str):
             return encode_rules(Rules(self._name.pattern, self.keep))
         return self._recorded
 

@@ -114,7 +114,7 @@ class Resumption:
         control: The control directory of the run, which the leader writes to.
         index: Lists its steps.
         template: What to load, and how to make it anew.
-        iterators: The data iterators to position.
+        iterators: The data iterators to position. None: a warning names those that the step has.
         redistribute: What to do with their states on another number of processes.
         prefix: The tree that is the state, in checkpoints that no Run saved.
     """
@@ -129,7 +129,7 @@ class Resumption:
         prefix: str | None,
     ) -> None:
         self._control, self._index, self._template = control, index, template
-        self._iterators, self._redistribute = iterators or {}, redistribute
+        self._iterators, self._redistribute = iterators, redistribute
         self._prefix = prefix
 
     def resume(
@@ -197,19 +197,34 @@ class Resumption:
 
     def load(self, one: Candidate) -> tuple[Any, dict[str, Any]]:
         """The state of a step, and the states of its iterators, which are put back."""
-        self._check_complete(one)
+        saved = self._check_complete(one)
         state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path), {})
-        return state, self._position(one) if self._iterators else {}
+        if self._iterators is None and saved:
+            log.warning(
+                "resuming from step %d of %s: it has the positions of the data iterators %s, which resume() was not "
+                "given, so their data starts again. Pass resume(iterators={%r: ...}); or iterators={} if that is meant",
+                one.number,
+                self._place,
+                ", ".join(map(repr, saved)),
+                saved[0],
+            )
+        return state, self._position(one, self._iterators) if self._iterators else {}
 
     @staticmethod
-    def _check_complete(one: Candidate) -> None:
-        """`IntegrityError` if files of a step are missing or truncated, those of trees that are not loaded too."""
+    def _check_complete(one: Candidate) -> list[str]:
+        """`IntegrityError` if files of a step are missing or truncated, those of trees that are not loaded too.
+
+        Returns, on the leader, the names of the iterators whose positions it has.
+        """
+        saved: list[str] = []
         with join(f"looking at {one.path}") as operation:
             if operation.leads:
-                _, damage = find_complete(lambda: look(location(one.path), search=False))
+                found, damage = find_complete(lambda: look(location(one.path), search=False))
                 if damage is not None:
                     raise IntegrityError(f"{one.path} is damaged: {damage}")
+                saved = list(_kinds_in(found.manifest))
             operation.share()
+        return saved
 
     def _state_in(self, path: str, prefix: str | None, more: Mapping[str, Any]) -> Any:
         arguments = {**self._template.arguments, **more}
@@ -231,7 +246,7 @@ class Resumption:
             "them is the state: resume(prefix=...)"
         )
 
-    def _position(self, one: Candidate) -> dict[str, Any]:
+    def _position(self, one: Candidate, iterators: Mapping[str, object]) -> dict[str, Any]:
         _, manifest = open_checkpoint(location(one.path))
         kinds = _kinds_in(manifest)
         tree = manifest.trees.get(ITERATORS)
@@ -242,7 +257,7 @@ class Resumption:
 
         processes = counts[0] if counts else None
         what = f"resuming from step {one.number} of {self._place}"
-        return put_back(self._iterators, kinds, processes, states, self._redistribute, what)
+        return put_back(iterators, kinds, processes, states, self._redistribute, what)
 
     def _mark_damaged(self, one: Candidate, reason: str) -> None:
         """Note durably, by one process, that a step is damaged."""

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, cast
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.steps import StepName
 
-
-Keeping: TypeAlias = Keep | None | Literal["recorded"]  # None: all; "recorded": as the index of the run says
+Keeping: TypeAlias = Keep | Literal["recorded"] | None  # None: all; "recorded": as the index of the run says
 
 _NEW_RUN = Keep(last=3)
 

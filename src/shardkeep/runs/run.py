@@ -91,7 +91,7 @@ class Run(ReadableRun):
         self._writer: Writer | None = None
         self._enter: Callable[[], Agreed | None] | None = None  # the agreement's `enter`, once this program writes
         self._stop_asked = self._is_closed = False
-        self._stopping = False
+        self._stopping = self._went_back = False
         self._resumed: Resumed | None = None
         super().__init__(path, keep=keep, name=name)
         self._saves = Saves(self._place, self._name, format, metadata, raises=on_error == "raise")
@@ -150,7 +150,8 @@ class Run(ReadableRun):
                 as functions, are taken from the template.
             iterators: A dict of data iterators by name. Their saved positions are restored with `set_state` or
                 `load_state_dict`. If a value is a plain state instead of an iterator, the saved state is in
-                `run.resumed.iterators`.
+                `run.resumed.iterators`. Without this, a warning names the iterators whose positions were saved; pass
+                `{}` if their data is meant to start again.
             step: Go back to this step. Later steps are marked as abandoned, and are replaced when they are saved again.
             init_from: If the run has no steps yet, start at step 0 from this checkpoint, or from the newest step if it
                 is a run.
@@ -216,7 +217,7 @@ class Run(ReadableRun):
         can be donated as soon as this returns.
 
         Args:
-            step: The number of the step, a Python int.
+            step: The number of the step, a Python int. Numbers must grow over the whole run, also across epochs.
             state: The state, any PyTree.
             metrics: Names and numbers to record with the step, also JAX scalars, which are read in the background.
                 The metrics of process 0 are recorded. They are ignored if the step is not saved.
@@ -241,12 +242,28 @@ class Run(ReadableRun):
             self._saves.settle()
         number = step if type(step) is int and step >= 0 else check_number(step)
         agreed = enter()
+        if number < self._schedule.last:
+            self._warn_of_going_back(number)
         due = self._schedule.passed(number)
         if not due and self._schedule.seconds is not None and writer is not None:
             due = writer.is_time(number)
         if not due and agreed is None:
             return None
         return self._save(number, Contents(state, metrics, iterators, trees, metadata), agreed)
+
+    def _warn_of_going_back(self, number: int) -> None:
+        """Say once that step numbers do not grow: what is saved already is not saved again."""
+        if self._went_back or self._writer is None or not self._writer.leads:
+            return
+        self._went_back = True
+        log.warning(
+            "the run %s: run.step(%d) comes after step %d. Step numbers must grow over the whole run, also over epochs "
+            "and after resume(): until they are past step %d again, nothing is due by its number",
+            self.path,
+            number,
+            self._schedule.last,
+            self._schedule.last,
+        )
 
     def _open_and_enter(self) -> Callable[[], Agreed | None]:
         self._open()

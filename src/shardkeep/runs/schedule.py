@@ -37,7 +37,7 @@ class Schedule:
 
     def __init__(self, save_every: Interval | tuple[Interval, Interval] | None) -> None:
         self.steps, self.seconds = _parse(save_every)
-        self._last = 0  # the last step that was passed, or that the run was resumed at
+        self.last = 0  # the last step that was passed, or that the run was resumed at
         self._next = self._multiple_after(0)
         self._due: set[int] = set()
         self._since: float | None = None
@@ -62,19 +62,19 @@ class Schedule:
 
     def resumed(self, step: int) -> None:
         """Start after a step: all multiples up to it are done."""
-        self._last, self._next = step, self._multiple_after(step)
+        self.last, self._next = step, self._multiple_after(step)
         self._due.clear()
 
     def passed(self, step: int) -> bool:
         """Note that every process has come to this step, and tell whether it is due. It may be passed twice."""
-        if self._last < step < self._next:  # nearly always, so this is all that a step costs
-            self._last = step
+        if self.last < step < self._next:  # nearly always, so this is all that a step costs
+            self.last = step
             return False
         due = self.is_due(step)
         if due:
             self._due.add(step)
-        self._last = max(self._last, step)
-        self._next = self._multiple_after(self._last)
+        self.last = max(self.last, step)
+        self._next = self._multiple_after(self.last)
         return due
 
     def _multiple_after(self, step: int) -> float:
@@ -82,7 +82,7 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Whether a step is due by its number. It depends only on the steps that were passed, and changes nothing."""
-        return step in self._due or self.due_by_steps(step, self._last)
+        return step in self._due or self.due_by_steps(step, self.last)
 
     def restart_time(self, now: float) -> None:
         """Count the time from now on: a save has begun."""
