@@ -3,14 +3,18 @@
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
 import shardkeep
 from cli.commands import FIXTURES, GOLDEN, Run, data_file, kill_save, leave_dead_save
 from shardkeep.stores.local.store import LocalStore
+from shardkeep.targets.running import DELETE
 from support import record
 
 TREE = {"w": np.ones((2, 3), np.float32), "step": 1}
@@ -162,3 +166,54 @@ def test_a_truncated_file_is_named(run: Run, tmp_path: Path) -> None:
     one = found(run, tmp_path)["c"]
     assert one["state"] == "damaged"
     assert re.fullmatch(rf"{data_file(tmp_path / 'c')} has [\d,]+ bytes instead of [\d,]+", str(one["problem"]))
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Have something happen while the command pauses before it looks again."""
+    todo = [happens]
+    monkeypatch.setattr(time, "sleep", lambda _: todo.pop()() if todo else None)
+
+
+def test_a_save_that_has_made_its_directory_only_is_not_unfinished(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c/.shardkeep").mkdir(parents=True)
+    meanwhile(monkeypatch, lambda: shardkeep.save(tmp_path / "c", TREE))
+    assert states(run, tmp_path) == {"c": "complete"}
+
+
+def test_a_save_that_has_not_locked_its_record_yet_is_running(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_dead_save(tmp_path / "c")
+    locked = []
+    meanwhile(monkeypatch, lambda: locked.append(record(LocalStore(str(tmp_path / "c")), "ab" * 16, ["x"])))
+    shown = found(run, tmp_path)["c"]
+    locked[0].release()
+    assert shown["state"] == "saving"
+    assert "is running" in str(shown["problem"])
+
+
+def test_a_delete_is_shown_while_it_runs_and_leaves_nothing_to_show(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shardkeep.save(tmp_path / "other", TREE)
+    running = record(LocalStore(str(tmp_path / "c")), DELETE, ["x"])
+    shown = found(run, tmp_path)["c"]
+    assert shown["state"] == "deleting"
+    assert "is being deleted" in str(shown["problem"])
+    told = run("verify", tmp_path)
+    assert told.code == 0
+    assert f"deleting  {tmp_path}/c: not checked, a delete is running\n" in told.out
+    running.release()
+    shutil.rmtree(tmp_path / "c")
+    (tmp_path / "c/.shardkeep").mkdir(parents=True)  # as after its record was removed
+    meanwhile(monkeypatch, lambda: shutil.rmtree(tmp_path / "c"))
+    assert states(run, tmp_path) == {"other": "complete"}
+
+
+def test_what_a_dead_save_left_is_shown_with_what_removes_it(run: Run, tmp_path: Path) -> None:
+    leave_dead_save(tmp_path / "c")
+    assert "remove the remains with shardkeep clean" in run("ls", tmp_path).out
+    assert run("clean", tmp_path, "--yes").code == 0
+    assert states(run, tmp_path) == {}

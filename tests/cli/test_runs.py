@@ -12,6 +12,7 @@ from cli.commands import Run, leave_dead_save
 from runs.runs import ONE, damage, data_file, new_state, numbers, state_of, trained
 from shardkeep import Keep
 from shardkeep.runs import writing
+from shardkeep.runs.viewing import RunView
 
 KEEP = Keep(last=2, every=4, best=1, metric="loss", mode="max")
 
@@ -85,6 +86,23 @@ def test_what_is_in_a_run_beside_its_steps_is_listed_after_them(run: Run, tmp_pa
         "run/step_1",
         "run/step_2",
     ]
+
+
+def test_a_step_that_is_deleted_while_the_run_is_listed_is_left_out(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "run", [1, 2, 3])
+    steps = RunView.steps
+
+    def and_then_deleted(view: RunView) -> object:
+        listed = steps(view)
+        shardkeep.delete(tmp_path / "run/step_1")
+        return listed
+
+    monkeypatch.setattr(RunView, "steps", and_then_deleted)
+    document = run.document("ls", tmp_path / "run")
+    assert [(one["step"], one["state"]) for one in document["steps"]] == [(2, "complete"), (3, "complete")]
+    assert document["checkpoints"] == []
 
 
 def test_ls_of_a_run_changes_nothing(run: Run, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_save_that_died_is_said_to_be_dead_and_by_whom_it_was(kind: str, tmp_p
     saving.wait()
     told = (
         rf"a save by process {saving.pid} on {re.escape(socket.gethostname())}, started 20\S+ \S+ UTC, never "
-        r"finished\. Save to the same path again, or remove the remains with shardkeep.delete$"
+        r"finished\. Save to the same path again, or remove the remains with shardkeep clean or shardkeep.delete$"
     )
     with pytest.raises(shardkeep.IncompleteCheckpointError, match=told):
         shardkeep.load(path)

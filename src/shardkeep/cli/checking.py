@@ -12,18 +12,19 @@ from shardkeep.loading.verify import verify as verify_checkpoint
 from shardkeep.model.reports import Problem, VerifyReport
 from shardkeep.stores.location import Location, location
 
-_LABELS: dict[CheckpointState | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING"}
+_LABELS: dict[CheckpointState | None, str] = {"unfinished": "UNFINISHED", "saving": "SAVING", "deleting": "DELETING"}
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The result for one checkpoint: a report, an error, or neither if a save is writing it right now."""
+    """The result for one checkpoint: a report, an error, or neither if it is being saved or deleted (see `state`)."""
 
     path: str
     report: VerifyReport | None = None
     error: Exception | None = None
     label: str = "DAMAGED"  # if there are problems
     alone: bool = False  # the checkpoint is the path that was given, not one found below it
+    state: CheckpointState = "saving"
 
     @property
     def code(self) -> int:
@@ -73,7 +74,8 @@ def _verdicts(path: str, prefix: str | None) -> Iterator[_Verdict]:
             continue
         seen.add(place)
         # A save that is running has committed nothing yet: there is nothing to check, and nothing is wrong.
-        yield _Verdict(found.path) if found.state == "saving" else _check(found.path, prefix)
+        running = found.state in ("saving", "deleting")
+        yield _Verdict(found.path, state=found.state) if running else _check(found.path, prefix)
 
 
 def _is_at(found: SurveyEntry, path: str) -> bool:
@@ -98,7 +100,9 @@ def _show(verdict: _Verdict, output: Output) -> None:
     report = verdict.report
     if report is None:
         if verdict.error is None:
-            output.line(f"{output.paint('saving', 'cyan')}  {plain(verdict.path)}: not checked, a save is running")
+            what = "save" if verdict.state == "saving" else "delete"
+            label = output.paint(verdict.state, "cyan")
+            output.line(f"{label}  {plain(verdict.path)}: not checked, a {what} is running")
         else:
             output.line(f"{output.paint('ERROR', 'red')}  {message_of(verdict.error)}")
         return
@@ -124,7 +128,7 @@ def _document(verdict: _Verdict) -> dict[str, object]:
     report = verdict.report
     if report is None:
         if verdict.error is None:
-            return {"path": verdict.path, "ok": None, "saving": True}
+            return {"path": verdict.path, "ok": None, verdict.state: True}
         said = {"type": type(verdict.error).__name__, "message": message_of(verdict.error)}
         return {"path": verdict.path, "ok": False, "error": said}
     return {

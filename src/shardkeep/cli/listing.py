@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkeep.cli.output import Cell, Output, age, counted, human, json_number, name_prefix, plain
-from shardkeep.converting.survey import SurveyEntry, look, survey
+from shardkeep.converting.survey import SurveyEntry, look, look_again, survey
 from shardkeep.model.manifest import OURS, Tree
 from shardkeep.model.metadata import untagged
 from shardkeep.runs.rules import encode_rules
@@ -12,7 +12,14 @@ from shardkeep.runs.steps import Step
 from shardkeep.runs.viewing import RunView, has_steps_of_others, is_run
 from shardkeep.stores.location import Location, is_directory, location
 
-_STYLES = {"complete": "green", "saving": "cyan", "unfinished": "yellow", "unindexed": "yellow", "abandoned": "dim"}
+_STYLES = {
+    "complete": "green",
+    "saving": "cyan",
+    "deleting": "cyan",
+    "unfinished": "yellow",
+    "unindexed": "yellow",
+    "abandoned": "dim",
+}
 
 
 def ls(path: str, output: Output) -> int:
@@ -34,7 +41,7 @@ def ls(path: str, output: Output) -> int:
 def _ls_run(place: Location, path: str, output: Output) -> int:
     """List the steps of a run, and then what else there is in its directory."""
     view = RunView(place)
-    rows = [_listed(name, step) for name, step in view.steps().items()]
+    rows = _rows_of(view.steps())
     found = survey(path, without=[row.name for row in rows])
     writer = view.control.writer()
     if output.as_json:
@@ -101,13 +108,22 @@ class _Listed:
         }
 
 
-def _listed(name: str, step: Step) -> _Listed:
-    """A step with its state. On a disk, the sizes of its files are compared too."""
-    place = location(step.path)
-    if not step.is_usable or place.is_url:
-        return _Listed(name, step, "complete" if step.is_usable else step.state, step.reason or None, step.source)
-    found = look(place, name)
-    return _Listed(name, step, found.state, found.problem, step.source)
+def _rows_of(steps: Mapping[str, Step]) -> list[_Listed]:
+    """The steps with their states. On a disk, the sizes of their files are compared too.
+
+    Those that retention has deleted since they were listed are left out.
+    """
+    places = {name: location(step.path) for name, step in steps.items()}
+    compared = [name for name, step in steps.items() if step.is_usable and not places[name].is_url]
+    found = {one.name: one for one in look_again([look(places[name], name) for name in compared])}
+    rows: list[_Listed] = []
+    for name, step in steps.items():
+        if name not in compared:
+            state = "complete" if step.is_usable else step.state
+            rows.append(_Listed(name, step, state, step.reason or None, step.source))
+        elif name in found:
+            rows.append(_Listed(name, step, found[name].state, found[name].problem, step.source))
+    return rows
 
 
 def _show(found: Sequence[SurveyEntry], output: Output) -> None:

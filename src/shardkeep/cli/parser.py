@@ -77,8 +77,8 @@ def _add_ls(commands: _Commands) -> None:
         commands,
         "ls",
         "list the checkpoints at and below a path",
-        "Shows age, size on disk, format, state and prefixes. States: complete; saving (a save is\n"
-        "running); unfinished (a save died before it committed); damaged (files missing or truncated,\n"
+        "Shows age, size on disk, format, state and prefixes. States: complete; saving and deleting\n"
+        "(still running); unfinished (a save died before it committed); damaged (files missing or truncated,\n"
         "or the manifest corrupted); newer (written by a later version of shardkeep); unindexed (zarr\n"
         "arrays without an index); unreadable (permission denied, for example). File contents are not\n"
         "read: see verify. Sorted by name, step_9 before step_10.\n\n"

@@ -3,7 +3,8 @@
 import datetime
 import os
 import re
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,10 +26,12 @@ from shardkeep.targets.base import Target
 from shardkeep.targets.damage import find_damage
 from shardkeep.targets.exchange import SUFFIX, Exchange, exchange_bases
 from shardkeep.targets.files import ForeignFile
-from shardkeep.targets.running import recorded_names, unfinished_saves
+from shardkeep.targets.running import explain_unfinished, recorded_names, unfinished_saves
 
-CheckpointState = Literal["complete", "saving", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
+CheckpointState = Literal["complete", "saving", "deleting", "unfinished", "damaged", "newer", "unreadable", "unindexed"]
 
+_DOUBTFUL = ("unfinished", "damaged")  # what a checkpoint may look like while it is being saved or deleted
+_PAUSES = (0.02, 0.1, 0.3)  # seconds: a save is between two of its first steps, or of its last, for moments
 _DEEPEST = 64  # levels of directories: a link may lead back up
 
 
@@ -55,7 +58,7 @@ class SurveyEntry:
         if self.manifest is not None:
             return sum({f.name: f.size for tree in self.manifest.trees.values() for f in tree.files}.values())
         store = self.store
-        if store is None or self.state not in ("unfinished", "saving"):
+        if store is None or self.state not in ("unfinished", "saving", "deleting"):
             return 0
         names = {name for save in store.children(store.saves) for name in recorded_names(store, save)}
         return sum(size or 0 for size in store.sizes(names).values())
@@ -100,7 +103,23 @@ def survey(path: str, without: Collection[str] = ()) -> list[SurveyEntry]:
     found = list(walk.visit(where, "", 0, frozenset()))
     if not found and walk.has_arrays:
         found = [look(where, ".", unindexed=True)]
-    return sorted(found, key=lambda f: natural(f.name))
+    return sorted(look_again(found), key=lambda f: natural(f.name))
+
+
+def look_again(found: Sequence[SurveyEntry]) -> list[SurveyEntry]:
+    """What is found at second sight: without what was deleted meanwhile or has become complete.
+
+    A save that has made its directory and not yet its record, or a delete that has just removed its own, looks like one
+    that died. One that did looks the same later.
+    """
+    seen = [one for one in found if not one.absent]
+    for pause in _PAUSES:
+        if not any(one.state in _DOUBTFUL for one in seen):
+            break
+        time.sleep(pause)
+        looks = [look(location(one.path), one.name) if one.state in _DOUBTFUL else one for one in seen]
+        seen = [one for one in looks if not one.absent]
+    return seen
 
 
 def _survey_one(where: Location, store: Store) -> list[SurveyEntry]:
@@ -115,7 +134,7 @@ def _survey_one(where: Location, store: Store) -> list[SurveyEntry]:
     found = look(where, where.name)
     if found.state == "unreadable":
         raise CheckpointNotFoundError(found.problem or "")
-    return [found]
+    return look_again([found])
 
 
 @dataclass
@@ -211,16 +230,18 @@ def look(where: Location, name: str, unindexed: bool = False) -> SurveyEntry:
         _check_files(target.store, manifest)
     except (ShardkeepError, OSError) as error:
         absent = isinstance(error, CheckpointNotFoundError)
-        return SurveyEntry(str(where), name, _state(error, target), kind, target, manifest, str(error), absent)
+        state, problem = _state(error, target)
+        return SurveyEntry(str(where), name, state, kind, target, manifest, problem, absent)
     return SurveyEntry(str(where), name, "unindexed" if unindexed else "complete", kind, target, manifest)
 
 
-def _state(error: Exception, target: Target | ForeignFile | None) -> CheckpointState:
+def _state(error: Exception, target: Target | ForeignFile | None) -> tuple[CheckpointState, str]:
+    """The state of a checkpoint that cannot be read, and what is wrong with it."""
     if isinstance(error, IncompleteCheckpointError):
-        return _unfinished(target)
+        return _unfinished(error, target)
     if isinstance(error, NewerFormatError):
-        return "newer"
-    return "damaged" if isinstance(error, IntegrityError) else "unreadable"
+        return "newer", str(error)
+    return "damaged" if isinstance(error, IntegrityError) else "unreadable", str(error)
 
 
 def _check_files(store: Store, manifest: Manifest) -> None:
@@ -230,10 +251,13 @@ def _check_files(store: Store, manifest: Manifest) -> None:
         raise IntegrityError(damage)
 
 
-def _unfinished(target: Target | ForeignFile | None) -> CheckpointState:
-    """Whether a save is still at work there."""
-    running = target is not None and any(save.is_running for save in unfinished_saves(target.store))
-    return "saving" if running else "unfinished"
+def _unfinished(error: Exception, target: Target | ForeignFile | None) -> tuple[CheckpointState, str]:
+    """Whether a save or a delete is still at work there. It may have begun after the error was raised."""
+    saves = [] if target is None else unfinished_saves(target.store)
+    if target is None or not saves or not saves[0].is_running:
+        return "unfinished", str(error)
+    state: CheckpointState = "deleting" if saves[0].is_delete else "saving"
+    return state, explain_unfinished(target.store, target.where, saves)
 
 
 def moment_of(text: object) -> datetime.datetime | None:

@@ -277,7 +277,9 @@ class RunIndex:
             return None
         if store.children(store.saves):
             return Entry(name, replace(step, state="damaged"))
-        if not {CONTROL, MANIFEST}.issuperset(inside):
+        known = {CONTROL, MANIFEST}
+        # Looked at again: a delete may have removed its files and then its record between the two looks before.
+        if not known.issuperset(inside) and not known.issuperset(store.children("")):
             return Entry(name, replace(step, state="damaged", reason=f"{step.path}: its manifest is missing"))
         return None
 

@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -102,13 +102,19 @@ def maker_of(store: Store, name: str) -> tuple[str, int, datetime.datetime] | No
     return None if not host.isprintable() or since.tzinfo is None else (host, pid, since)
 
 
-def explain_unfinished(store: Store, where: str) -> str:
-    """For an error: why there is no committed checkpoint where there is a control directory."""
-    saves = unfinished_saves(store)
+def explain_unfinished(store: Store, where: str, saves: Sequence[Unfinished] | None = None) -> str:
+    """For an error: why there is no committed checkpoint where there is a control directory.
+
+    Args:
+        store: That of the checkpoint.
+        where: Its path.
+        saves: What `unfinished_saves` found. None: look now.
+    """
+    saves = unfinished_saves(store) if saves is None else saves
     if not saves:
         return (
             f"{where} holds no committed checkpoint: a save to it never finished, or a delete was interrupted. "
-            "Save to the same path again, or remove the remains with shardkeep.delete"
+            "Save to the same path again, or remove the remains with shardkeep clean or shardkeep.delete"
         )
     first = saves[0]
     perhaps = ", or died a moment ago" if store.has_leases else ""  # until its lease ends, nobody can tell
@@ -120,5 +126,5 @@ def explain_unfinished(store: Store, where: str) -> str:
     still = f" If that process is still running on {first.host}, wait for it." if elsewhere else ""
     return (
         f"{where} holds no committed checkpoint: {first} never finished.{still} "
-        "Save to the same path again, or remove the remains with shardkeep.delete"
+        "Save to the same path again, or remove the remains with shardkeep clean or shardkeep.delete"
     )
