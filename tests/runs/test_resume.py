@@ -423,3 +423,39 @@ class TestChanged:
             pytest.raises(shardkeep.RemapError, match=r"resume\(remap=...\) needs init_from="),
         ):
             run.resume(self.new, remap=self.RULES, shardings=NamedSharding(mesh_of(4, 2), PartitionSpec()))
+
+
+def test_a_step_that_does_not_fit_the_template_is_named_with_how_to_go_on(tmp_path: Path) -> None:
+    """`remap=` is no advice for `resume`, which does not take it for the run's own steps."""
+    trained(tmp_path / "run", [1, 2])
+    with Run(tmp_path / "run", keep=None) as run:
+        for template, kind in (
+            (lambda: {"v": jnp.zeros(64), "n": 0}, shardkeep.MissingLeafError),
+            (lambda: {"w": jnp.zeros(65), "n": 0}, shardkeep.TemplateMismatchError),
+        ):
+            with pytest.raises(kind, match=r"resuming from step 2 of .*/run: the checkpoint .*/run/step_2 ") as raised:
+                run.resume(template, shardings=ONE)
+            text = str(raised.value)
+            assert "try remap=" not in text
+            assert "shardkeep.load(path, template=..., remap=...)" in text
+            assert ('missing="keep"' in text) == (kind is shardkeep.MissingLeafError)
+            assert len(raised.value.problems) == 1
+            assert raised.value.problems[0] in text
+        assert run.resume(new_state, shardings=ONE)[1] == 2
+
+
+def test_a_run_whose_model_changed_goes_on_in_a_new_run_at_the_same_step_and_position(tmp_path: Path) -> None:
+    with Run(tmp_path / "old") as run:
+        run.resume(new_state, shardings=ONE)
+        run.save(7, state_of(7), iterators={"train": {"at": 3}})
+    newest = Run(tmp_path / "old").latest()
+    assert newest is not None
+    template = {"v": jax.ShapeDtypeStruct((64,), jnp.float32), "n": 0}
+    state = shardkeep.load(newest.path, template=template, remap=remap.rename("w", "v"), shardings=ONE)
+    positions = shardkeep.load(newest.path, prefix="iterators")
+    with Run(tmp_path / "new") as run:
+        run.save(newest.number, state, iterators=positions)
+        state, step = run.resume(template, iterators={"train": {"at": 0}}, shardings=ONE)
+        assert (step, state["n"], float(state["v"][0])) == (7, 7, 7.0)
+        assert run.resumed is not None
+        assert run.resumed.iterators == {"train": {"at": 3}}

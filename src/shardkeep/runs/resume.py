@@ -12,11 +12,14 @@ from shardkeep.errors import (
     CheckpointNotFoundError,
     ConflictError,
     IntegrityError,
+    MissingLeafError,
     PrefixError,
     RemapError,
+    TemplateMismatchError,
 )
 from shardkeep.foreign.registry import checkpoint_files
 from shardkeep.loading.load import load
+from shardkeep.loading.mismatches import summarize
 from shardkeep.loading.remapping import FromTemplate
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.markup import Code, facts, line, panel, table
@@ -198,7 +201,12 @@ class Resumption:
     def load(self, one: Candidate) -> tuple[Any, dict[str, Any]]:
         """The state of a step, and the states of its iterators, which are put back."""
         saved = self._check_complete(one)
-        state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path), {})
+        try:
+            state = self._state_in(one.path, None if one.by_run else self._prefix_in(one.path), {})
+        except (MissingLeafError, TemplateMismatchError) as error:
+            if not error.problems:  # nothing to do with the tree of the template
+                raise
+            raise self._other_tree(one, error) from None  # which suggests what `load` takes and `resume` does not
         if self._iterators is None and saved:
             log.warning(
                 "resuming from step %d of %s: it has the positions of the data iterators %s, which resume() was not "
@@ -225,6 +233,21 @@ class Resumption:
                 saved = list(_kinds_in(found.manifest))
             operation.share()
         return saved
+
+    def _other_tree(
+        self, one: Candidate, error: MissingLeafError | TemplateMismatchError
+    ) -> MissingLeafError | TemplateMismatchError:
+        """The error about a step that does not fit the template, with what can be done about it in a run."""
+        keep = ' missing="keep" keeps the template\'s own values.' if isinstance(error, MissingLeafError) else ""
+        told = type(error)(
+            f"resuming from step {one.number} of {self._place}: the checkpoint {one.path} does not fit the template:\n"
+            f"{summarize(error.problems)}\n"
+            f"shardkeep.abstract({one.path!r}) gives a template that fits.{keep} If the model has changed, load this "
+            "step with shardkeep.load(path, template=..., remap=...), whose errors suggest rules, save it as the same "
+            'step of a new run, and resume that one; the guide "Loading into a model that changed" shows how'
+        )
+        told.problems = error.problems
+        return told
 
     def _state_in(self, path: str, prefix: str | None, more: Mapping[str, Any]) -> Any:
         arguments = {**self._template.arguments, **more}
@@ -402,7 +425,9 @@ def take_changes(arguments: dict[str, object], init_from: object) -> dict[str, o
     if arguments.get("remap") is not None:
         raise RemapError(
             "resume(remap=...) needs init_from=: rules change the checkpoint that a run begins with, and must not be "
-            "applied again to the run's own steps, which have the new tree already"
+            "applied again to the run's own steps, which have the new tree already. To continue a run whose model has "
+            "changed, load its newest step with shardkeep.load(path, template=..., remap=...), save it as the same "
+            "step of a new run, and resume that one"
         )
     return {}
 
