@@ -40,7 +40,7 @@ log = logging.getLogger("shardkeep")
 
 KEY = "shardkeep_run"  # of the metadata: what a Run notes about a step
 _VERSION = 1  # of the index; another one is ignored
-_UNREADABLE: Mapping[str, Any] = {}  # in place of rules that cannot be read
+_UNREADABLE: Mapping[str, object] = {}  # in place of rules that cannot be read
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class RunIndex:
     def __init__(self, control: Control, name: StepName, keep: Keeping = None) -> None:
         self._control, self._name, self.keep = control, name, keep
         self.records_rules = False
-        self._recorded: Any = None  # the rules in the index that was read last
+        self._recorded: object = None  # the rules in the index that was read last
         self.distrusted: set[str] = set()
         self.deleted: set[str] = set()
         # The index is put on condition of the version that was read last, and a writer has two threads that do both.
@@ -149,9 +149,9 @@ class RunIndex:
         same = same and indexed.keys() == entries.keys() and known_metrics.keys() == metrics.keys()
         return Listing(found, tuple(unfinished), tuple(void), metrics, same, keep)
 
-    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]], Any]:
+    def _read_index(self) -> tuple[dict[str, Entry], dict[str, dict[str, float]], object]:
         """What the index says: steps and metrics, none if it cannot be used, and rules; None if it has no rules."""
-        recorded: Any = None
+        recorded: object = None
         try:
             with self.lock:
                 content = self._control.store.read(INDEX)
@@ -166,7 +166,7 @@ class RunIndex:
             return {}, {}, recorded
         return entries, metrics, recorded
 
-    def _rules(self) -> Any:
+    def _rules(self) -> object:
         """The rules to record."""
         if self.records_rules and not isinstance(self.keep, str):
             return encode_rules(Rules(self._name.pattern, self.keep))

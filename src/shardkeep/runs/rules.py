@@ -33,7 +33,7 @@ def encode_rules(rules: Rules) -> dict[str, Any]:
     return {"name": rules.name, "keep": kept}
 
 
-def recorded_keep(found: Any) -> Keep | None:
+def recorded_keep(found: object) -> Keep | None:
     """Which steps of a run stay by the rules in its index; `Keep(last=3)` if it has none.
 
     Rules that this version does not understand keep every step: what a newer one wants to keep must not be deleted.
