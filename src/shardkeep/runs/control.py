@@ -283,19 +283,8 @@ class WriterLock:
         waits = False
         while not self._try():
             seen = self._seen()
-            if self._is_held_here():
-                raise ConflictError(
-                    f"this program has already opened the run {self._place} for writing, with another Run object: "
-                    f"{_named(self._store)}. Call close() of that Run first, or use `with shardkeep.Run(...) as run:`, "
-                    "which closes it also after an error. If no variable refers to it any more, restart the program "
-                    "or the notebook's kernel"
-                )
             if not self._store.has_leases or (None not in (before, seen) and seen != before):
-                raise ConflictError(
-                    f"another program writes to the run {self._place}: {_named(self._store)}. A run has one writer at "
-                    "a time; end that program first, or choose another directory. Readers need no lock: latest(), "
-                    "steps(), load() and watch() work meanwhile"
-                )
+                raise self._taken_already()
             if not waits:
                 waits = True
                 log.warning(
@@ -330,11 +319,21 @@ class WriterLock:
             _taken.add(self)
         return True
 
-    def _is_held_here(self) -> bool:
-        """Whether another object of this program has the lock."""
-        maker = maker_of(self._store, _WRITER)
+    def _taken_already(self) -> ConflictError:
+        """The error that says who has the lock: another object of this program, or another program."""
+        maker, who = maker_of(self._store, _WRITER), _named(self._store)
         mine = [lock for lock in tuple(_taken) if lock._held is not None and lock._place == self._place]
-        return bool(mine) and maker is not None and maker[1] == os.getpid()
+        if mine and maker is not None and maker[1] == os.getpid():
+            return ConflictError(
+                f"this program has already opened the run {self._place} for writing, with another Run object: {who}. "
+                "Call close() of that Run first, or use `with shardkeep.Run(...) as run:`, which closes it also after "
+                "an error. If no variable refers to it any more, restart the program or the notebook's kernel"
+            )
+        return ConflictError(
+            f"another program writes to the run {self._place}: {who}. A run has one writer at a time; end that program "
+            "first, or choose another directory. Readers need no lock: latest(), steps(), load() and watch() work "
+            "meanwhile"
+        )
 
     def confirm(self) -> None:
         """Raise `ConflictError` if another program has taken the lock over, because this one was suspended."""
