@@ -11,6 +11,7 @@ import pytest
 import shardkeep
 from runs.runs import ONE, new_state, numbers, state_of, trained
 from shardkeep import Keep, Run
+from shardkeep.runs import index
 from shardkeep.runs.control import Control
 from shardkeep.runs.index import RunIndex
 from shardkeep.runs.steps import StepName
@@ -139,3 +140,24 @@ def test_a_child_that_is_forked_while_the_index_is_read_can_read_it(tmp_path: Pa
     if child.is_alive():
         child.kill()
     assert child.exitcode == 0
+
+
+def test_a_step_that_is_committed_between_two_looks_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, [1])
+    (tmp_path / INDEX).unlink()
+    manifest = tmp_path / "step_1/manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    assert [step.state for step in index_of(tmp_path).read().steps] == ["damaged"]
+    real = index.look
+
+    def look_and_then_commit(place: object, **arguments: object) -> object:
+        try:
+            return real(place, **arguments)
+        finally:
+            manifest.write_bytes(content)
+
+    monkeypatch.setattr(index, "look", look_and_then_commit)
+    assert [step.state for step in index_of(tmp_path).read().steps] == ["usable"]

@@ -277,9 +277,13 @@ class RunIndex:
             return None
         if store.children(store.saves):
             return Entry(name, replace(step, state="damaged"))
-        known = {CONTROL, MANIFEST}
-        # Looked at again: a delete may have removed its files and then its record between the two looks before.
-        if not known.issuperset(inside) and not known.issuperset(store.children("")):
+        # Between the two looks, a save may have been committed, or a delete completed.
+        again = store.children("")
+        if MANIFEST in again:
+            with suppress(CheckpointNotFoundError, IntegrityError, NewerFormatError):
+                look(self._control.place / name, search=False)
+                return self.look(name, step.number)
+        if not {CONTROL, MANIFEST}.issuperset(inside) and not {CONTROL, MANIFEST}.issuperset(again):
             return Entry(name, replace(step, state="damaged", reason=f"{step.path}: its manifest is missing"))
         return None
 
