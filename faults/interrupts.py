@@ -221,7 +221,7 @@ class Worker:
     def path(self, call: str) -> Any:
         if call == "bucket":
             return self._bucket()
-        return self.room / ("model.safetensors" if call == "exchange" else call)
+        return self.room / ("exchange/model.safetensors" if call == "exchange" else call)
 
     def _bucket(self) -> str:
         if self._server is None:
@@ -236,7 +236,7 @@ class Worker:
         import shardkeep
         from faults.sweep import left_overs
 
-        if self._server is None:
+        if self._server is None or not str(path).startswith("gs://"):
             return left_overs(path)
         known = {file.name for tree in shardkeep.inspect(path).trees.values() for file in tree.files}
         return {key.removeprefix("run/") for key in self._server.objects["bucket"]} - known - {"manifest.json"}
