@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import jax
 from jax.experimental.layout import Format
@@ -17,6 +16,7 @@ from shardkeep.loading.request import LoadRequest
 from shardkeep.loading.shardings import ShapedLeaf, resolve_shardings
 from shardkeep.model.arrays import kind_of
 from shardkeep.model.keys import ByLooseKey, loose_key
+from shardkeep.model.lazy import cached_property
 from shardkeep.model.leaves import NumpyArray, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.perprocess import PerProcess, fold_containers

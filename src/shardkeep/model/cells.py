@@ -3,13 +3,14 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import cast
 
 import numpy as np
 
 from shardkeep.model.arrays import Array, Region
+from shardkeep.model.lazy import cached_property
 from shardkeep.model.values import Json
 
 MOST_CELLS = 1 << 32  # of one array: tables number them with 32 bits

@@ -4,12 +4,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from shardkeep.errors import PrefixError, counted
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.keys import KeyTable
+from shardkeep.model.lazy import cached_property
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.markup import Cell, Code, Gauge, Html, facts, line, panel, table
 from shardkeep.model.naming import clean_name, is_table

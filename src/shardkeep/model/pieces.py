@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -16,6 +15,7 @@ from shardkeep.model.arrays import ArraySpec, Region
 from shardkeep.model.cells import CellGrid
 from shardkeep.model.digests import BLOCK, block_count
 from shardkeep.model.fastclass import fast_dataclass
+from shardkeep.model.lazy import cached_property
 from shardkeep.model.leaves import Piece, StoredArray
 from shardkeep.model.manifest import DataFile, Tree
 from shardkeep.model.tables import LeafRows, PieceTable, TableRow, encode_table

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkeep.model.arrays import Region
 from shardkeep.model.digests import digest
+from shardkeep.model.lazy import cached_property
 
 Numbers = NDArray[np.int64]
 

@@ -7,13 +7,13 @@ looked at where they lie.
 import struct
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
 
 from shardkeep.model.arrays import Array
 from shardkeep.model.fastclass import fast_dataclass
+from shardkeep.model.lazy import cached_property
 
 _MAGIC = b"skpiece2"
 _HEADER = struct.Struct("<8sIIQQ")  # magic, flags, numbers of leaves, of pieces, of digests

@@ -9,13 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from shardkeep.model.arrays import Region, split_counts
 from shardkeep.model.digests import digest
+from shardkeep.model.lazy import cached_property
 from shardkeep.model.shares import Numbers, Shares, Writers
 from shardkeep.processes.operation import LEADER
 

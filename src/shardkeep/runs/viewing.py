@@ -4,11 +4,11 @@ import datetime
 import json
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 
 from shardkeep.errors import CheckpointNotFoundError
 from shardkeep.foreign.orbax import MANAGER
 from shardkeep.foreign.registry import is_recognized, is_recognized_below
+from shardkeep.model.lazy import cached_property
 from shardkeep.model.manifest import MANIFEST
 from shardkeep.runs.control import INDEX, RUN_CONTROL, UNREADABLE, Control
 from shardkeep.runs.index import Listing, RunIndex

@@ -8,11 +8,12 @@ import stat
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 
 from shardkeep import system
 from shardkeep.config import LEASE, read
 from shardkeep.errors import IntegrityError
+from shardkeep.model.lazy import cached_property
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
