@@ -115,7 +115,8 @@ def _rows_of(steps: Mapping[str, Step]) -> list[_Listed]:
     """
     places = {name: location(step.path) for name, step in steps.items()}
     compared = [name for name, step in steps.items() if step.is_usable and not places[name].is_url]
-    found = {one.name: one for one in look_again([look(places[name], name) for name in compared])}
+    looks = [look(places[name], name) for name in compared]
+    found = {one.name: one for one in look_again([one for one in looks if not one.absent])}
     rows: list[_Listed] = []
     for name, step in steps.items():
         if name not in compared:

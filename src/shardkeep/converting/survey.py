@@ -112,7 +112,7 @@ def look_again(found: Sequence[SurveyEntry]) -> list[SurveyEntry]:
     A save that has made its directory and not yet its record, or a delete that has just removed its own, looks like one
     that died. One that did looks the same later.
     """
-    seen = [one for one in found if not one.absent]
+    seen = list(found)
     for pause in _PAUSES:
         if not any(one.state in _DOUBTFUL for one in seen):
             break

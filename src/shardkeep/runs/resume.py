@@ -209,8 +209,9 @@ class Resumption:
             raise self._other_tree(one, error) from None  # which suggests what `load` takes and `resume` does not
         if self._iterators is None and saved:
             log.warning(
-                "resuming from step %d of %s: it has the positions of the data iterators %s, which resume() was not "
-                "given, so their data starts again. Pass resume(iterators={%r: ...}); or iterators={} if that is meant",
+                "resuming from step %d of %s: it has the positions of the data iterators %s"
+                ", which resume() was not given, so their data starts again. Pass resume(iterators={%r: ...}); "
+                "or iterators={} if that is meant",
                 one.number,
                 self._place,
                 ", ".join(map(repr, saved)),
