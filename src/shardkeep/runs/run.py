@@ -159,8 +159,8 @@ class Run(ReadableRun):
                 processes' states of an iterator and the new number of processes, and returns that many states.
             **arguments: Arguments of `shardkeep.load`, such as `mesh`, `partition_rules`, `shardings`, `dtype`,
                 `include` and `verify`. `prefix` selects the tree with the state in checkpoints that were not saved by a
-                `Run`; the default is the one without a prefix, or the only one. With `init_from`, the arguments `remap`,
-                `missing` and `extra` apply to that checkpoint only, not to steps of the run; `remap` requires
+                `Run`; the default is the one without a prefix, or the only one. With `init_from`, `remap`, `missing`
+                and `extra` apply to that checkpoint only, not to steps of the run; `remap` requires
                 `init_from`. With `missing="keep"`, leaves that the checkpoint lacks come from the template; if the
                 template is a function, only those leaves are computed.
 
