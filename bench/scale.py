@@ -11,6 +11,9 @@ thousands of processes. It runs process 0, and one other process as an example. 
 names changed, stands for the records of the others; processes whose pieces the example loads are planned one by one.
 With up to 256 processes, all of them take part in the operation, each in a thread.
 
+The bytes of the manifest are divided by the pieces in the tables, which are those of the example for most processes.
+They should be at most 60 per piece, not counting the digests of its second and later blocks of 4 MiB (16 bytes each).
+
 Seconds of the leader's records and commit are those of a clock, as they are spent waiting for the bucket. The others
 are those of the processor, so other programs on the machine change them little.
 
@@ -22,6 +25,7 @@ import argparse
 import json
 import math
 import statistics
+import struct
 import sys
 import threading
 import time
@@ -105,6 +109,8 @@ class Row:
     files: int
     document: bytes  # manifest.json
     tables: int  # bytes of all tables in files
+    rows: int  # pieces in all tables: not `pieces`, as the tables of the example stand for others
+    digests: int  # in all tables
     decode: float  # seconds: manifest.json
     load: float  # seconds: planning a load onto the same mesh, with the tables
     tables_read: Counter[str]  # bytes of tables that one process reads for it, by file
@@ -115,6 +121,11 @@ class Row:
     def root(self) -> int:
         """The bytes of manifest.json."""
         return len(self.document)
+
+    @property
+    def further(self) -> float:
+        """The bytes of digests beyond the first of each piece, on average."""
+        return 16 * (self.digests - self.rows) / self.rows
 
     @property
     def read(self) -> int:
@@ -304,6 +315,7 @@ def measure(job: Job, seconds: float = LATENCY) -> Row:
         else:
             parts[process] = part if process == example else as_if_by(part, process, example)
     tables = {part.table_file.name: part.table for part in parts.values() if part.table_file}
+    counts = [struct.unpack_from("<QQ", part.table, 16) for part in parts.values() if part.table]
     cloud = Cloud()
     with cloud.in_place() as bucket:
         records, rest, document = commit(job, leads, parts, cloud, bucket, seconds)
@@ -326,7 +338,9 @@ def measure(job: Job, seconds: float = LATENCY) -> Row:
         sent=requests["set"] / min(job.processes, MOST_THREADS),
         files=sum(len(part.files) + bool(part.table_file) for part in parts.values()),
         document=document,
-        tables=sum(len(part.table) for part in parts.values() if part.table_file),
+        tables=sum(map(len, tables.values())),
+        rows=sum(pieces for pieces, _ in counts),
+        digests=sum(digests for _, digests in counts),
         decode=decode,
         load=load,
         tables_read=read,
@@ -346,7 +360,8 @@ COLUMNS: dict[str, Callable[[Row], float]] = {
     "commit (s)": lambda row: row.commit,
     "requests of the leader": lambda row: row.requests.total(),
     "manifest.json (bytes)": lambda row: row.root,
-    "all of the manifest (bytes a piece)": lambda row: (row.root + row.tables) / row.pieces,
+    "all of the manifest (bytes a piece)": lambda row: (row.root + row.tables) / row.rows,
+    "… without the digests of later blocks": lambda row: (row.root + row.tables) / row.rows - row.further,
     "decoding (s)": lambda row: row.decode,
     "plan of a load (s)": lambda row: row.load,
     "read for it / held (bytes)": lambda row: row.read / row.share,

@@ -59,7 +59,7 @@ def test_it_is_a_schema_and_part_of_the_package() -> None:
     assert "manifest.schema.json" in project["tool"]["setuptools"]["package-data"]["shardkeep"]
 
 
-@pytest.mark.parametrize(("version", "count"), [(1, 26), (2, 32)])
+@pytest.mark.parametrize(("version", "count"), [(1, 26), (2, 33)])
 def test_every_golden_manifest_is_valid(version: int, count: int) -> None:
     documents = list(_documents(GOLDEN / f"v{version}"))
     assert {document["shardkeep"] for document in documents} == {version}
@@ -273,6 +273,31 @@ def test_what_is_not_valid_in_version_1_is_refused(field: str, value: Any) -> No
         decode_manifest(_sealed(body), "run", "run/manifest.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("names", value) for value in (REMOVED, None, 5, "", "x", "*-*", "x" * 255 + "*")],
+        *[("names", value) for value in ("/*", "../*", "a//*", "*/.", "a\\*", "a\0*")],
+        *[("first", value) for value in (REMOVED, None, -1, "0", 0.5, True, 2**32, 10**4000)],
+        *[("sizes", value) for value in (REMOVED, None, 5, "", {}, [], ["4160"] * 10, [4160.5] * 10, [-1] * 10)],
+        *[("header_lengths", value) for value in (REMOVED, None, -1, "4096", 0.5, True, {}, [], ["0"] * 10, [-1] * 10)],
+        *[("header_digests", value) for value in (REMOVED, None, 5, "", [], "AAAA", "0" * 33, "!" * 216, "A" * 217)],
+    ],
+    ids=_name,
+)
+def test_what_is_not_valid_in_a_series_is_refused(field: str, value: Any) -> None:
+    body = json.loads((GOLDEN / "v2" / "series" / "manifest.json").read_bytes())
+    assert _problems(body) == []
+    series = _file(body)
+    if value is REMOVED:
+        del series[field]
+    else:
+        series[field] = value
+    assert _problems(body) != []
+    with pytest.raises(shardkeep.IntegrityError, match="malformed|file name|outside the checkpoint"):
+        decode_manifest(_sealed(body), "run", "run/manifest.json")
+
+
 def test_fields_that_are_not_known_are_ignored(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "run")
     body = json.loads((saved / "manifest.json").read_bytes())
@@ -303,7 +328,7 @@ GOLDEN_BODIES = [
     json.loads((GOLDEN / version / name / "manifest.json").read_bytes())
     for version, names in (
         ("v1", ["zstd", "safetensors", "auxiliary/zarr", "per process/one/zarr"]),
-        ("v2", ["zstd", "safetensors", "auxiliary/zarr", "per process/one/zarr", "tables/two/zarr"]),
+        ("v2", ["zstd", "safetensors", "auxiliary/zarr", "per process/one/zarr", "tables/two/zarr", "series"]),
     )
     for name in names
 ]

@@ -31,8 +31,7 @@ function readManifest(where) {
   const inDirectory = !where.endsWith('.safetensors'), several = !inDirectory && !fs.existsSync(where)
   const file = inDirectory ? path.join(where, 'manifest.json') : several ? `${where}.index.json` : where
   const single = inDirectory || several ? null : path.basename(file)
-  const { size } = fs.statSync(file)
-  const length = single === null ? size : 8 + Number(readBytes(file, 0, 8).readBigUint64LE())
+  const { size } = fs.statSync(file), length = single ? 8 + Number(readBytes(file, 0, 8).readBigUint64LE()) : size
   must(length <= size, `the header of ${file} is damaged`)
   const sealed = readBytes(file, 0, length)
   const root = JSON.parse(sealed.subarray(single === null ? 0 : 8))
@@ -41,10 +40,19 @@ function readManifest(where) {
   const at = sealed.subarray(0, 200).indexOf('digest":"') + 9, digest = sealed.toString('latin1', at, at + 32)
   must(at > 8 && digestOf(sealed.fill('0', at, at + 32)) === digest, `${file} is damaged`)
   must(manifest.algorithm === 'xxh3-128' && manifest.block === BLOCK, `${file} has digests of another kind`)
-  const named = Object.values(manifest.trees).flatMap(tree => tree.files.map(([name]) => name))
+  const trees = Object.values(manifest.trees)
+  for (const tree of trees) tree.files = tree.files.flatMap(entry => Array.isArray(entry) ? [entry] : listSeries(entry))
+  const named = trees.flatMap(tree => tree.files.map(([name]) => name))
   const both = [named, several ? Object.values(root.weight_map) : named].map(names => [...new Set(names)].sort().join())
   must(both[0] === both[1], `${file} and its manifest name different files`)
   return { ...manifest, directory: path.dirname(file), single, several }
+}
+
+// The files of a series, each as an entry of its own.
+function listSeries({ names, first, sizes, header_lengths: header, header_digests: digests }) {
+  const hex = Buffer.from(digests, 'base64').toString('hex').match(/.{32}/g)
+  must(new Set([hex.length, header.length ?? hex.length, sizes.length]).size === 1, `the lists of ${names} differ in length`)
+  return sizes.map((size, i) => [names.replace('*', `${first + i}`.padStart(5, 0)), size, header[i] ?? header, hex[i]])
 }
 
 function checkFiles({ directory, single, several, save }, { files }) {
@@ -92,12 +100,11 @@ function readTables(tree, files) {
 }
 
 // The pieces of a leaf in version 1, and a grid that has them as its cells.
-function toGrid(leaf, files) {
-  const pieces = leaf.pieces.map(piece => ({ start: leaf.shape.map(() => 0), shape: leaf.shape, ...piece }))
-  const grid = leaf.shape.map((_, axis) => [...new Set(pieces.map(({ start }) => start[axis]))].sort((a, b) => a - b))
+function toGrid({ shape, pieces: records }, files) {
+  const pieces = records.map(piece => ({ start: shape.map(() => 0), shape, stored: null, table: 0, ...piece }))
+  const grid = shape.map((_, axis) => [...new Set(pieces.map(({ start }) => start[axis]))].sort((a, b) => a - b))
   const numberOf = start => start.reduce((cell, from, i) => cell * grid[i].length + grid[i].indexOf(from), 0)
-  return { grid, pieces: pieces.map(piece => ({ stored: null, ...piece, cell: numberOf(piece.start),
-    file: files[piece.file], table: 0 })) }
+  return { grid, pieces: pieces.map(piece => ({ ...piece, cell: numberOf(piece.start), file: files[piece.file] })) }
 }
 
 function readPiece({ file: { file, size }, offset, stored, digests }, length) {
@@ -116,7 +123,7 @@ function readPiece({ file: { file, size }, offset, stored, digests }, length) {
 }
 
 // All elements of an array in C order.
-function readArray({ shape, dtype, grid, pattern }, pieces, patterns) {
+function readArray({ shape, dtype, grid, pattern }, pieces, { patterns }) {
   const size = dtype === 'bool' ? 1 : Math.ceil(dtype.match(/\d+/)[0] / 8)
   const bounds = shape.map((length, axis) => {
     const part = grid?.[axis] ?? [0]
@@ -137,12 +144,8 @@ function readArray({ shape, dtype, grid, pattern }, pieces, patterns) {
     must(String(piece.shape ?? extent) === String(extent), 'the pieces are not the cells of a grid')
     const raw = readPiece(piece, product(extent) * size), run = (extent.at(-1) ?? 1) * size
     for (let from = 0; from < raw.length; from += run) {
-      let to = 0
-      for (let axis = 0, rest = from / size; axis < shape.length; axis++) {
-        const below = product(extent.slice(axis + 1))
-        to = to * shape[axis] + start[axis] + Math.floor(rest / below)
-        rest %= below
-      }
+      const to = shape.reduce((above, length, axis) => above * length + start[axis]
+        + Math.floor(from / size / product(extent.slice(axis + 1))) % extent[axis], 0)
       array.set(raw.subarray(from, from + run), to * size)
     }
   }
@@ -155,8 +158,7 @@ function show(value) {
   if (value === null || typeof value !== 'object') return JSON.stringify(value)
   const [[kind, content]] = Object.entries(value)
   if (kind === 'int') return String(content.startsWith('-') ? -BigInt(content.slice(1)) : BigInt(content))
-  if (kind === 'float') return content
-  return `${kind}(${[content].flat().join(', ')})`
+  return kind === 'float' ? content : `${kind}(${[content].flat().join(', ')})`
 }
 
 function* describe(manifest) {
@@ -168,12 +170,10 @@ function* describe(manifest) {
     for (const [number, leaf] of tree.leaves.entries()) {
       const { key, kind, dtype, shape, value } = leaf
       must(KINDS.includes(kind), `a leaf has the unknown kind ${kind}`)
-      if (kind === 'value') {
-        yield `  ${show(key)} = ${show(value)}`
-      } else {
+      if (kind === 'value') yield `  ${show(key)} = ${show(value)}`
+      else {
         const { grid, pieces } = tabled ? { grid: leaf.grid, pieces: tabled[number] } : toGrid(leaf, files)
-        const array = readArray({ ...leaf, grid }, pieces, tree.patterns)
-        yield `  ${show(key)}: ${kind} ${dtype}[${shape}] ${digestOf(array)}`
+        yield `  ${show(key)}: ${kind} ${dtype}[${shape}] ${digestOf(readArray({ ...leaf, grid }, pieces, tree))}`
       }
     }
   }

@@ -238,6 +238,42 @@ def test_arrays_above_the_size_of_an_object(place: Place, monkeypatch: pytest.Mo
     assert_same(shardkeep.load(f"{place.url}/model.safetensors"), tree)
 
 
+def test_a_series_of_objects(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record of the manifest names them all: they are found, checked, replaced and removed one by one."""
+    monkeypatch.setattr(BucketStore, "traits", replace(BucketStore.traits, object_limit=40_000))
+    path = f"{place.url}/run"
+
+    def tree(number: int) -> dict[str, Any]:
+        return {f"layer {i}": pattern(np.float32, (9000 + i,), number) for i in range(12)}
+
+    def objects() -> list[str]:
+        return sorted(name for name in place.names("run") if name.endswith(".safetensors"))
+
+    for number in range(2):
+        shardkeep.save(path, tree(number), overwrite=True)
+        record, *others = json.loads(place.get("run/manifest.json"))["trees"][""]["files"]
+        assert (record["names"][32:], record["first"], len(record["sizes"]), others) == ("-*.safetensors", 0, 12, [])
+        assert objects() == [f"run/{record['names'].replace('*', f'{i:05d}')}" for i in range(12)]
+        assert_same(shardkeep.load(path), tree(number))
+        report = shardkeep.verify(path)
+        assert (report.ok, report.files, report.unchecked) == (True, 12, 0)
+    assert [file.name for file in shardkeep.inspect(path).tree().files] == [name[4:] for name in objects()]
+    assert shardkeep.latest(place.url) == path
+    damaged = objects()[7]
+    shardkeep.save(path, {"w": np.ones(3)}, prefix="ema")
+    assert_same(shardkeep.load(path, prefix=""), tree(1))
+    header = bytearray(place.get(damaged))
+    header[20] ^= 1
+    place.put(damaged, bytes(header))
+    (problem,) = shardkeep.verify(path).problems
+    assert "-00007.safetensors" in str(problem)
+    place.put(damaged, bytes(header[:-1]))
+    with pytest.raises(shardkeep.IntegrityError, match=r"-00007\.safetensors"):
+        shardkeep.load(path, prefix="")
+    shardkeep.delete(path)
+    assert place.names() == {}
+
+
 class Rendered:
     """Some library's path: not `os.PathLike`, but its text is one."""
 

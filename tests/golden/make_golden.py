@@ -9,6 +9,7 @@ add a new format version, or before a version is released. What a checkpoint mus
 encoding so that the test does not trust the code it tests.
 """
 
+import dataclasses
 import enum
 import json
 import math
@@ -279,6 +280,7 @@ def checkpoints(root: Path) -> dict[str, Any]:
         | auxiliary(root)
         | tagged_metadata(root)
         | tabled(root)
+        | in_series(root)
     )
 
 
@@ -396,6 +398,21 @@ for name, more in {kinds!r}.items():
     finally:
         plan._INLINE, plan.plan_pieces = inline, pieces
     return {f"tables/{count}/{name}": tree for count in ("one", "two") for name in kinds}
+
+
+def in_series(root: Path) -> dict[str, Any]:
+    """So many files that one record in the manifest names several."""
+    import shardkeep
+    from shardkeep.stores.local.store import LocalStore
+
+    tree = {"layers": [np.arange(16 + number, dtype=np.float32) for number in range(10)], "step": 7}
+    traits = LocalStore.traits
+    LocalStore.traits = dataclasses.replace(traits, object_limit=64)  # bytes, as objects in a bucket have 32 MiB
+    try:
+        shardkeep.save(root / "series", tree)
+    finally:
+        LocalStore.traits = traits
+    return {"series": tree}
 
 
 # Every way of storing a tree that has a document of its own.

@@ -226,6 +226,27 @@ def test_a_piece_takes_less_than_60_bytes_however_many_processes_save(processes:
     ]
 
 
+def test_what_a_process_packs_into_many_files_takes_little_more() -> None:
+    """One record for the objects of each process, and one for the tables."""
+    rows, leaves, processes = 512, 20, 16
+    plans = plans_of(SafetensorsLayout(16 << 10), processes, rows, leaves)  # four pieces in each
+    parts = {process: part_for(plan) for process, plan in enumerate(plans)}
+    tree = assemble(plans[0], parts)
+    document = encode_manifest(Manifest("", "0" * 32, {"": tree}))
+    tables = {part.table_file.name: part.table for part in parts.values() if part.table_file}
+    assert len(tables) == processes
+    series = json.loads(document)["trees"][""]["files"]
+    assert [record["names"].removeprefix("0" * 32) for record in series] == [
+        *[f"-{process:05d}-*.safetensors" for process in range(processes)],
+        "-0-*.pieces",
+    ]
+    assert len(tree.files) == rows * leaves // 4 + processes
+    assert len(document) + sum(map(len, tables.values())) < 50 * rows * leaves
+    again = decode_manifest(document, "", "x", lambda file: tables[file.name]).tree()
+    assert again.files == tree.files
+    assert [list(leaf.pieces) for leaf in again.arrays] == [list(leaf.pieces) for leaf in tree.arrays]
+
+
 @pytest.mark.parametrize("layout", [SafetensorsLayout(), SafetensorsLayout(1 << 20), ZarrLayout(), ZarrLayout(ZSTD)])
 @pytest.mark.parametrize("processes", [2, 3, 16])
 def test_each_process_plans_its_own_files_under_names_of_its_own(layout: Layout, processes: int) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
         path = tmp_path_factory.mktemp(name) / "run"
         shardkeep.save(path, _tree(), metadata={"a": [1, None]}, **arguments)  # type: ignore[arg-type]
         found[name] = (path, (path / "manifest.json").read_bytes())
-    return found
+    series = tmp_path_factory.mktemp("series") / "run"  # one record for several files
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "v2" / "series", series)
+    return {**found, "series": (series, (series / "manifest.json").read_bytes())}
 
 
 @pytest.fixture

@@ -82,3 +82,36 @@ def test_small_tables_of_all_processes_are_in_the_manifest(pair: Kept, tmp_path:
     assert list(path.glob("*.pieces")) == []
     assert len(json.loads((path / "manifest.json").read_bytes())["trees"][""]["tables"]) == 2
     assert shardkeep.verify(path).ok
+
+
+SERIES = """
+from dataclasses import replace
+from shardkeep.stores.local.store import LocalStore
+
+usual = LocalStore.traits
+LocalStore.traits = replace(usual, object_limit=128 << 10)
+try:
+    for number in range(2):
+        values = {str(i): pattern("float32", (512, 512), number + i) for i in range(3)}
+        shardkeep.save(root / "run", {key: spread(value, P("a")) for key, value in values.items()}, overwrite=True)
+finally:
+    LocalStore.traits = usual
+say(wrong=differences(shardkeep.load(root / "run", mesh=mesh_over()), values))
+"""
+
+
+def test_many_files_of_a_process_are_a_series(pair: Kept, tmp_path: Path) -> None:
+    """In the record that it hands in, and in the manifest; those of a replaced tree go one by one."""
+    assert [said["wrong"] for said in pair.run(SERIES, tmp_path)] == [[], []]
+    path = tmp_path / "run"
+    tree = shardkeep.inspect(path).tree()
+    records = json.loads((path / "manifest.json").read_bytes())["trees"][""]["files"]
+    assert [(record["names"], len(record["sizes"])) for record in records] == [
+        (f"{tree.save_id}-{process:05d}-*.safetensors", 12) for process in range(2)
+    ]
+    assert sorted(file.name for file in path.glob("*.safetensors")) == [file.name for file in tree.files]
+    assert left_overs(path) == set()
+    report = shardkeep.verify(path)
+    assert (report.ok, report.files) == (True, 24)
+    shardkeep.delete(path)
+    assert not path.exists()

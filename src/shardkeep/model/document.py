@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, SupportsIndex, TypedDict, cast
 
+import numpy as np
+
 from shardkeep.errors import IntegrityError, NewerFormatError, an
 from shardkeep.model.digests import ALGORITHM, BLOCK, check_seal, seal
+from shardkeep.model.fileseries import SHORTEST, decode_series, join_series
 from shardkeep.model.leafrecords import HEX32, LeafRecord, LeafWriter, Tables, decode_leaf, integer, is_digest
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import OURS, DataFile, Manifest, Tree, check_prefix
@@ -36,9 +39,6 @@ _FIRST_SOURCE = "eformer"  # of a foreign tree without a source: documents had n
 
 # What the parts of a document hold. Those of a file are taken to be like this, and checked field by field: whatever is
 # not, raises an error that `decode_manifest` reports.
-_FileRecord = list[Json]  # name, size, length and digest of the header
-
-
 class _TreeRecord(TypedDict):
     save: str
     format: str
@@ -50,7 +50,7 @@ class _TreeRecord(TypedDict):
     source: NotRequired[str]
     metadata: Json
     structure: Json
-    files: list[_FileRecord]
+    files: list[Json]
     tables: list[dict[str, Json]]  # not in version 1
     patterns: NotRequired[list[list[int]]]
     leaves: list[LeafRecord]
@@ -89,7 +89,7 @@ def _encode_tree(tree: Tree) -> str:
         **({} if tree.source == OURS else {"source": tree.source}),
         "metadata": encode_metadata(dict(tree.metadata)) if tree.metadata else {},
         "structure": to_json(tree.skeleton.root),
-        "files": list(map(encode_file, tree.files)),
+        "files": encode_files(tree.files),
         "tables": [_encode_source(source) for source in found.sources],
         **({"patterns": [list(pattern.tables) for pattern in writer.patterns]} if writer.patterns else {}),
     }
@@ -173,6 +173,18 @@ def check_step(step: object) -> int | None:
     return number
 
 
+def check_bools(**given: object) -> list[bool]:
+    """Arguments that must be True or False, in order, also NumPy's. Anything else raises a `TypeError` that names it.
+
+    >>> check_bools(overwrite=np.True_, copy=False)
+    [True, False]
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, not {value!r:.80}")
+    return [bool(value) for value in given.values()]
+
+
 def no_duplicates(pairs: list[tuple[str, Json]]) -> JsonObject:
     """For `json.loads`: refuse an object with a repeated key, which readers interpret differently."""
     found = dict(pairs)
@@ -235,7 +247,7 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
         raise NewerFormatError(
             f"has a tree in the format {named}, which is unknown: upgrade shardkeep, or register that layout"
         )
-    files = tuple(map(decode_file, as_list(data["files"])))
+    files = decode_files(as_list(data["files"]), series=tabled is not None)
     skeleton = Skeleton.from_json(data["structure"])
     paths = skeleton.paths()
     if len(paths) != len(data["leaves"]):
@@ -278,15 +290,24 @@ def _decode_tree(data: _TreeRecord, tabled: _Tabled | None) -> Tree:
     )
 
 
-def encode_file(file: DataFile) -> list[Json]:
-    """A file as a manifest, and the record of a save by several processes, have it."""
-    return [file.name, file.size, file.header_length, file.header_digest]
+def encode_files(files: Sequence[DataFile]) -> list[Json]:
+    """Files as a manifest, and the record of a save by several processes, have them."""
+    records: list[Json] = [[file.name, file.size, file.header_length, file.header_digest] for file in files]
+    return records if len(files) < SHORTEST else join_series(files, records)
 
 
-def decode_file(data: list[Json]) -> DataFile:
-    """The file in such a record; `ValueError` if it is malformed."""
-    name, size, header_length, header_digest = data
-    size, header_length = integer(size), integer(header_length)
-    if not 0 <= header_length <= size or not (header_digest is None or is_digest(header_digest)):
-        raise ValueError(f"invalid file record for {name!r}")
-    return DataFile(check_name(name), size, header_length, header_digest)
+def decode_files(records: Sequence[Json], series: bool = True) -> tuple[DataFile, ...]:
+    """The files in such records; `ValueError` if one is malformed. `series`: whether a record may be of a series."""
+    files: list[DataFile] = []
+    for record in records:
+        if series and isinstance(record, dict):
+            files += decode_series(record)
+            continue
+        name, size, header_length, header_digest = as_list(record)
+        size, header_length = integer(size), integer(header_length)
+        if not 0 <= header_length <= size or not (header_digest is None or is_digest(header_digest)):
+            raise ValueError(f"invalid file record for {name!r}")
+        files.append(DataFile(check_name(name), size, header_length, header_digest))
+    if any(isinstance(record, dict) for record in records) and len({file.name for file in files}) < len(files):
+        raise ValueError("a file has two records")
+    return tuple(files)

@@ -17,7 +17,7 @@ import numpy as np
 from shardkeep.errors import StorageError
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, WrittenPart
 from shardkeep.model.digests import digest
-from shardkeep.model.document import decode_file, encode_file
+from shardkeep.model.document import decode_files, encode_files
 from shardkeep.model.leafrecords import encode_origin
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
 from shardkeep.model.tree import Leaf, name_leaf
@@ -136,15 +136,15 @@ def names_of_others(everyones: Mapping[int, Sequence[WrittenPart]]) -> dict[str,
 
 def _encode_part(part: WrittenPart) -> JsonObject:
     """What a process notes of its part of a tree. A table that goes into the manifest is noted as it is."""
-    table = None if part.table_file is None else encode_file(part.table_file)
+    table = None if part.table_file is None else encode_files([part.table_file])[0]
     inside = "" if part.table_file else base64.b64encode(part.table).decode()
-    return {"files": [encode_file(file) for file in part.files], "table": inside, "table_file": table}
+    return {"files": encode_files(part.files), "table": inside, "table_file": table}
 
 
 def _decode_part(told: Any) -> WrittenPart:
-    table = None if told["table_file"] is None else decode_file(told["table_file"])
+    table = None if told["table_file"] is None else decode_files([told["table_file"]], series=False)[0]
     inside = base64.b64decode(told["table"], validate=True)
-    return WrittenPart(tuple(map(decode_file, told["files"])), inside, table)
+    return WrittenPart(decode_files(told["files"]), inside, table)
 
 
 def _read_parts(
