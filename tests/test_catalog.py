@@ -208,3 +208,37 @@ def test_a_delete_that_failed_can_be_repeated(tmp_path: Path) -> None:
     data.rmdir()
     shardkeep.delete(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["f.npz", "w.npy", "model.pt", "model.PTH", "pytorch_model.bin", "s.msgpack", "m.weights.h5", "a.b.pkl"]
+)
+def test_a_name_of_another_programs_file_is_refused_before_a_directory_is_made(tmp_path: Path, name: str) -> None:
+    ending = os.path.splitext(name)[1]
+    for save in (shardkeep.save, shardkeep.save_async):
+        with pytest.raises(
+            shardkeep.PathError, match=rf"'{name}' ends in {ending}, but .* a path without {ending}; .*safetensors"
+        ):
+            save(tmp_path / name, {"w": np.zeros(3)})
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_index_of_exchange_files_is_not_where_they_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(shardkeep.PathError, match="one that ends in .safetensors"):
+        shardkeep.save(tmp_path / "model.safetensors.index.json", {"w": np.zeros(3)})
+
+
+@pytest.mark.parametrize("name", ["step.10", "v1.0", "run.zarr", "epoch=3.ckpt", "npz", "model.pt.d", "bin"])
+def test_other_dots_in_names_are_harmless(tmp_path: Path, name: str) -> None:
+    shardkeep.save(tmp_path / name, {"w": np.ones(3)})
+    assert (tmp_path / name / "manifest.json").is_file()
+
+
+def test_a_checkpoint_that_has_such_a_name_already_stays_usable(tmp_path: Path) -> None:
+    """Version 0.1.0 made them."""
+    shardkeep.save(tmp_path / "f", {"w": np.ones(3)})
+    (tmp_path / "f").rename(tmp_path / "f.npz")
+    shardkeep.save(tmp_path / "f.npz", {"w": np.zeros(3)}, prefix="ema")
+    shardkeep.save(tmp_path / "f.npz", {"w": np.zeros(3)}, overwrite=True)
+    assert shardkeep.load(tmp_path / "f.npz", prefix="ema")["w"].sum() == 0
+    shardkeep.delete(tmp_path / "f.npz")

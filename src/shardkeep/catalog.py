@@ -12,6 +12,7 @@ from shardkeep.errors import (
     IntegrityError,
     NewerFormatError,
     NotADirectoryPathError,
+    PathError,
     ProcessError,
     ShardkeepError,
     StorageError,
@@ -33,6 +34,12 @@ from shardkeep.targets.resolve import TooManyError, find, find_complete, find_ne
 
 log = logging.getLogger("shardkeep")
 
+# Extensions of files that other programs write. `.zarr` and `.ckpt` are left out, as directories have them too.
+_FILE_ENDINGS = (
+    *(".npz", ".npy", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".msgpack"),
+    *(".h5", ".hdf5", ".keras", ".gguf", ".onnx", ".json"),
+)
+
 # For a hint about a wrong path
 _MOST_LOOKED_INTO = 50  # directories
 _MOST_LOOKED_AT = 100  # names in one of them
@@ -42,6 +49,8 @@ def new_target(
     place: Location, format: str, compression: str | None, max_shard_size: int | str | None, directory: bool = False
 ) -> Target:
     """Where a save goes: exchange files if it ends in .safetensors, else a checkpoint directory.
+
+    Raises a `PathError` for a new directory that has the extension of another program's files.
 
     Args:
         place: The directory or file.
@@ -64,6 +73,14 @@ def new_target(
         raise ValueError("max_shard_size is only for exchange files; pass a path that ends in .safetensors")
     if not place.is_url and os.path.lexists(place.text) and not os.path.isdir(place.text):
         raise NotADirectoryPathError(f"{place} is a file; pass a directory, or a path that ends in {SUFFIX}")
+    is_file_name = place.text.lower().endswith(_FILE_ENDINGS) and not directory and not place.is_bucket
+    if is_file_name and not is_directory(place):
+        ending = os.path.splitext(place.name)[1]
+        raise PathError(
+            f"{place.name!r} ends in {ending}, but shardkeep does not write {ending} files. For a checkpoint "
+            f"directory, pass a path without {ending}; for a file that other programs can read, pass one that ends in "
+            f"{SUFFIX}"
+        )
     store = store_at(place)
     return Directory(store, layout_named(format, compression, store.traits))
 

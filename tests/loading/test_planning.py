@@ -93,7 +93,7 @@ def test_an_empty_array_lies_where_another_one_begins(tmp_path: Path) -> None:
 def test_arguments_are_those_of_load(saved: Path) -> None:
     with pytest.raises(TypeError, match=r"plan_load\(\) has no argument 'shards'; it takes those of load: template, "):
         shardkeep.plan_load(saved, shards=3)
-    with pytest.raises(ValueError, match="mmap must be True or False"):
+    with pytest.raises(TypeError, match="mmap must be True or False"):
         shardkeep.plan_load(saved, mapped="yes")
     with pytest.raises(shardkeep.CheckpointNotFoundError, match="no checkpoint at"):
         shardkeep.plan_load(saved / "nothing")

@@ -96,7 +96,7 @@ class TestMissing:
         assert np.array_equal(loaded["embed"], np.arange(24.0).reshape(6, 4))
         (record,) = [r for r in caplog.records if "not from the checkpoint" in r.message]
         assert record.levelno == logging.WARNING
-        assert "2 leaves are not from the checkpoint (32 bytes)" in record.message
+        assert "2 leaves (32 bytes) are taken from the template" in record.message
         assert "'adapter/a', 'adapter/scale'" in record.message
 
     def test_a_function_makes_them_where_the_template_wants_them(self, saved: Path) -> None:
@@ -156,7 +156,9 @@ class TestMissing:
 class TestExtra:
     def test_leaves_that_the_template_does_not_have_are_refused_if_asked(self, saved: Path) -> None:
         template = {"embed": jnp.zeros((6, 4)), "step": 0}
-        with pytest.raises(TemplateMismatchError, match="9 leaves of the checkpoint are not in the template") as told:
+        with pytest.raises(
+            TemplateMismatchError, match="c: 9 leaves of the checkpoint are not in the template"
+        ) as told:
             shardkeep.load(saved, template=template, extra="error")
         assert told.value.problems[0] == "Extra leaf 'layers/0/w'"
         assert shardkeep.load(saved, template=template)["step"] == 5

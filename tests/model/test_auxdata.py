@@ -129,7 +129,7 @@ def test_a_jax_without_the_registries_registers_nothing(monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "jax._src.export._export")
     assert serializer_of(Layer) is None
     skeleton, _ = flatten(Layer(1, Settings("x")), serialize=True)
-    assert Skeleton.from_json(json.loads(json.dumps(skeleton.to_json()))).opaque_nodes() == [f"{__name__}:Layer"]
+    assert list(Skeleton.from_json(json.loads(json.dumps(skeleton.to_json()))).replaced()) == [f"{__name__}:Layer"]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
@@ -149,7 +149,7 @@ def test_a_registered_class_comes_back_without_a_template(
 def test_it_comes_back_under_its_registered_name_when_the_class_has_moved() -> None:
     text = json.dumps(_document({"layer": Layer(1, Settings("x")), "pair": Pair(1, 2)}))
     moved = Skeleton.from_json(json.loads(text.replace(f"{__name__}:", "__main__:")))
-    assert moved.opaque_nodes() == []
+    assert moved.replaced() == {}
     loaded = moved.rebuild([7, 1, 2])
     assert type(loaded["layer"]) is Layer
     assert (loaded["layer"].kernel, loaded["layer"].settings) == (7, Settings("x"))
@@ -161,7 +161,7 @@ def test_a_class_that_nobody_registered_here_is_an_opaque_node_and_its_bytes_go_
     foreign = text.replace("tests.Layer", "nobody.Layer").replace(f"{__name__}:", "nowhere:")
     CALLS.clear()
     skeleton = Skeleton.from_json(json.loads(foreign))
-    assert skeleton.opaque_nodes() == ["nowhere:Layer"]
+    assert list(skeleton.replaced()) == ["nowhere:Layer"]
     assert skeleton.rebuild([7]) == shardkeep.OpaqueNode("nowhere:Layer", {"0": 7})
     assert CALLS == []
     assert json.loads(foreign) == json.loads(json.dumps(skeleton.to_json())), "a copy keeps what it cannot read"

@@ -21,7 +21,7 @@ def test_a_class_that_is_not_imported_is_replaced_by_a_stand_in() -> None:
     skeleton, _ = flatten({"layer": Keyed(1, 2, "tag"), "point": Point(3, 4)})
     text = json.dumps(skeleton.to_json()).replace("support:", "nowhere:")
     foreign = Skeleton.from_json(json.loads(text))
-    assert sorted(foreign.opaque_nodes()) == ["nowhere:Keyed", "nowhere:Point"]
+    assert sorted(foreign.replaced()) == ["nowhere:Keyed", "nowhere:Point"]
     tree = foreign.rebuild([1, 2, 3, 4])
     assert tree["layer"] == OpaqueNode("nowhere:Keyed", {"left": 1, "right": 2})
     assert tree["point"].x == 3
@@ -147,13 +147,13 @@ def test_other_aux_data_needs_a_template() -> None:
     skeleton, _ = flatten(Keyed(1, 2, tag=len))
     assert skeleton.rebuild([3, 4]).tag is len
     again = Skeleton.from_json(json.loads(json.dumps(skeleton.to_json())))
-    assert again.opaque_nodes() == ["support:Keyed"]
+    assert list(again.replaced()) == ["support:Keyed"]
 
 
 def test_aux_data_with_a_numpy_text_needs_a_template_too() -> None:
     skeleton, _ = flatten(Keyed(1, 2, tag=np.str_("a")))
     again = Skeleton.from_json(json.loads(json.dumps(skeleton.to_json())))
-    assert again.opaque_nodes() == ["support:Keyed"]
+    assert list(again.replaced()) == ["support:Keyed"]
 
 
 def test_a_class_that_refuses_what_was_saved_says_so() -> None:

@@ -113,7 +113,8 @@ def _archive(window: FileWindow, name: str) -> Tree:
             raise UnreadableError(f"its arrays of strings have more than {_MOST_TEXT:,} bytes")
         unnamed += [key] if described.is_unnamed else []
         found.append((tuple(key.split("/")), value))
-    _mention_unnamed(unnamed)
+    if unnamed:
+        _mention_unnamed(unnamed)
     return _tree(nest(found), DataFile(name, window.size), directory.identity)
 
 

@@ -300,6 +300,10 @@ def plan_pieces(
     """
     pieces: list[PiecePlan] = []
     for number, array in enumerate(arrays):
+        if array.shares is None and len(array.held) == 1 and array.spec.nbytes <= whole:  # as most small ones are
+            (region,) = array.held
+            pieces.append(PiecePlan(number, region, array.spec.nbytes, ((array.first_held, region),)))
+            continue
         held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
         itemsize = array.spec.dtype.itemsize
         uneven = len({region.shape for _, region in held}) > 1  # JAX does not do this, and a zarr grid cannot store it

@@ -1,19 +1,29 @@
 """Loading: read the manifest → choose leaves and shardings → plan → read and check → put on devices → rebuild."""
 
-import logging
 import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy as np
 from jax.sharding import Mesh
 
 from shardkeep.catalog import missing_first, open_checkpoint
-from shardkeep.errors import CheckpointNotFoundError, IntegrityError, ProcessError, ShardkeepError, an, storage_error
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    MissingLeafError,
+    ProcessError,
+    ShardkeepError,
+    TemplateMismatchError,
+    an,
+    storage_error,
+)
 from shardkeep.loading.adapt import adapt, warn_numpy
 from shardkeep.loading.blocks import BlockReader
 from shardkeep.loading.broadcast import Broadcast, StartOver, agree, fewest_replicas
+from shardkeep.loading.classes import warn_classes
 from shardkeep.loading.derive import read_derived
 from shardkeep.loading.hostcasts import sent_to_devices
 from shardkeep.loading.matching import Wanted
@@ -26,6 +36,7 @@ from shardkeep.loading.request import LoadRequest, refuse_function
 from shardkeep.loading.select import Choice, abstract_leaf, choose, choose_places, choose_process
 from shardkeep.loading.shardings import Rules, as_mesh, as_partition_rules
 from shardkeep.model.arrays import parse_dtype
+from shardkeep.model.document import check_bools
 from shardkeep.model.manifest import MANIFEST, Manifest, Tree
 from shardkeep.model.naming import is_table
 from shardkeep.model.tree import Skeleton
@@ -41,8 +52,6 @@ from shardkeep.runtime.scopes import Scope
 from shardkeep.stores.base import CONTROL, Store
 from shardkeep.stores.location import Location, location, name_path
 from shardkeep.targets.steady import TRIES, Attempt
-
-log = logging.getLogger("shardkeep")
 
 
 def load(
@@ -182,9 +191,8 @@ def make_request(
     extra: str,
 ) -> LoadRequest:
     """The arguments of `load`, checked."""
-    if not isinstance(mmap, bool):
-        raise ValueError(f"mmap must be True or False, not {mmap!r}")
-    if not isinstance(broadcast, bool) and broadcast != "auto":
+    verify, mmap, progress = check_bools(verify=verify, mmap=mmap, progress=progress)
+    if not isinstance(broadcast, bool | np.bool_) and broadcast != "auto":
         raise ValueError(f'broadcast must be "auto", True or False, not {broadcast!r}')
     if per_process not in ("own", "all"):
         raise ValueError(f'per_process must be "own" or "all", not {per_process!r}')
@@ -202,7 +210,7 @@ def make_request(
         dtype=None if dtype is None else parse_dtype(dtype),
         verify=verify,
         mmap=mmap,
-        broadcast=broadcast,
+        broadcast="auto" if broadcast == "auto" else bool(broadcast),
         verbose=progress,
         per_process=per_process,
         remap=() if remap is None else as_rules(remap),
@@ -354,6 +362,10 @@ def _try_load(
             leaves = [choice.kept[i] if w is None else next(values) for i, w in enumerate(choice.wanted)]
             loaded = choice.skeleton, leaves, tree
             attempt.sure = _was_one_state(store, tree, request)
+    except (MissingLeafError, TemplateMismatchError) as error:
+        if not error.told:  # another process has added the path to its own error
+            error.args = (f"{manifest.path}: {error}",)
+        raise
     except OSError as error:
         if isinstance(error, ShardkeepError | FileNotFoundError):
             raise
@@ -431,14 +443,6 @@ def _choose(manifest: Manifest, request: LoadRequest) -> tuple[Tree, Choice]:
         tree = remapped(tree, request).tree
     choice = choose(tree, request)
     choose_places([w for w in choice.wanted if w is not None], prefix, request)
-    opaque_nodes = choice.skeleton.opaque_nodes()
-    if opaque_nodes:
-        log.warning(
-            "%s: %s cannot be rebuilt and %s loaded as OpaqueNode: not imported, not registered with JAX, or with "
-            "auxiliary data that was not saved. Pass template= to get the %s back",
-            manifest.path,
-            ", ".join(opaque_nodes),
-            "is" if len(opaque_nodes) == 1 else "are",
-            "class" if len(opaque_nodes) == 1 else "classes",
-        )
+    if replaced := choice.skeleton.replaced():
+        warn_classes(manifest.path, replaced)
     return tree, choice

@@ -211,7 +211,7 @@ def _as_dtype(dtype: DType, data: Array) -> Array:
 
 
 def _log_kept(choice: Choice) -> None:
-    """Say which values are not from the checkpoint."""
+    """Log which values are not from the checkpoint."""
     whole = list(choice.lacking.values())
     nbytes = sum(_nbytes(leaf.value) for leaf in whole)
     keys = [leaf.key for leaf in whole]
@@ -224,9 +224,10 @@ def _log_kept(choice: Choice) -> None:
         keys.append(f"{leaf.key} (a part)")
     if keys:
         log.warning(
-            "%s not from the checkpoint (%s bytes), but from the template or missing=: %s",
-            counted(len(keys), "leaf is", "leaves are"),
+            "%s (%s bytes) %s taken from the template or missing=, not from the checkpoint: %s",
+            counted(len(keys), "leaf", "leaves"),
             f"{nbytes:,}",
+            "is" if len(keys) == 1 else "are",
             _some(keys),
         )
 

@@ -95,7 +95,8 @@ def _choose_by_template(tree: Tree, request: LoadRequest, collected: list[Mismat
         raise mismatch_error(tree, skeleton, fitting.problems, fitting.total)
     if request.extra == "error":
         refuse_extra(_not_loaded(tree, fitting.choice, leaves, request))
-    _log_kept(fitting.unloaded, fitting.never_saved)
+    if fitting.unloaded or fitting.never_saved:
+        _log_kept(fitting.unloaded, fitting.never_saved)
     _log_not_loaded(tree, fitting.choice, leaves, request)
     return fitting.choice
 

@@ -12,6 +12,7 @@ from shardkeep.errors import IntegrityError, damage_of
 from shardkeep.foreign.registry import checks_of, open_array
 from shardkeep.loading.blocks import PART, BlockReader, Range, parts_of
 from shardkeep.model.digests import BLOCK, block_count, digest
+from shardkeep.model.document import check_bools
 from shardkeep.model.leaves import ForeignArray, Piece, StoredArray
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.naming import is_table
@@ -55,6 +56,7 @@ def verify(path: object, *, prefix: str | None = None, progress: bool = False) -
     """
     started = time.perf_counter()
     place = location(path, "verify(path)")
+    (progress,) = check_bools(progress=progress)
     for _ in range(TRIES):
         try:
             store, manifest = open_checkpoint(place)

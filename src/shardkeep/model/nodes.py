@@ -204,6 +204,21 @@ def find_class(class_name: str) -> type[object] | None:
     return found if isinstance(found, type) else None
 
 
+def import_of(node: Node) -> str | None:
+    """The module whose import is likely to register the class of a node read from a file, by the name of the class.
+
+    For a class of a private module this is the package around it. None if the class would still be unusable.
+    """
+    module, _, qualname = node.class_name.partition(":")
+    names = module.split(".")
+    is_saved = node.kind == "namedtuple" or node.has_aux or node.static is not None or node.aux_bytes is not None
+    if not is_saved or "<" in qualname or not all(map(str.isidentifier, names)):
+        return None
+    private = next((i for i, name in enumerate(names) if i and name.startswith("_")), len(names))
+    public = ".".join(names[:private])
+    return None if public in sys.modules else public
+
+
 def _treedef(cls: type[object], node: Node) -> "PyTreeDef | None":
     """JAX's description of one node of a registered class; None if the class is not registered."""
     if "jax" not in sys.modules and cls is not OpaqueNode:

@@ -124,9 +124,9 @@ class Skeleton:
         remaining = iter(keep)
         return Skeleton(_prune(self.root, remaining))
 
-    def opaque_nodes(self) -> list[str]:
-        """The names of the classes that `rebuild` replaces by `OpaqueNode`s."""
-        found: dict[str, None] = {}
+    def replaced(self) -> dict[str, Node]:
+        """The classes that `rebuild` replaces: the name of each, and a node of it."""
+        found: dict[str, Node] = {}
         pending = [self.root]
         while pending:
             node = pending.pop()
@@ -134,8 +134,8 @@ class Skeleton:
                 pending.extend(node.children)
                 changed = node.cls is None and node.fields != () and is_loaded_otherwise(node)
                 if node.kind in ("namedtuple", "custom") and not changed and usable_class(node) is None:
-                    found[node.class_name] = None
-        return list(found)
+                    found[node.class_name] = node
+        return found
 
     def mention_factories(self) -> None:
         """Warn once about `defaultdict`s whose `default_factory` cannot be saved."""
@@ -147,11 +147,12 @@ class Skeleton:
                 pending += [((*path, n), c) for n, c in zip(node.names, node.children, strict=True) if c is not LEAF]
                 if node.kind == "defaultdict" and node.aux is not None and _factory_name(node) is None:
                     lost.append(name_leaf(path))
-        mention_once(
-            sorted(lost),
-            "the default_factory of %s is not saved: only " + ", ".join(_FACTORIES) + " are. It is loaded as None, "
-            "so that a missing key raises KeyError",
-        )
+        if lost:
+            mention_once(
+                sorted(lost),
+                "the default_factory of %s is not saved: only " + ", ".join(_FACTORIES) + " are. It is loaded as None, "
+                "so that a missing key raises KeyError",
+            )
 
     def to_json(self) -> Json:
         return to_json(self.root)
@@ -341,7 +342,7 @@ _mentioned: set[str] = set()
 
 def mention_once(keys: Sequence[str], what: str) -> None:
     """Warn, once per process and kind, about leaves or containers (`%s`) that are not loaded exactly as they were."""
-    if keys and what not in _mentioned:
+    if what not in _mentioned:
         _mentioned.add(what)
         more = f" and {len(keys) - 3:,} more" if len(keys) > 3 else ""
         shown = ", ".join(keys[:3])

@@ -14,7 +14,7 @@ import numpy as np
 from shardkeep.catalog import new_target
 from shardkeep.errors import CheckpointNotFoundError, PrefixError, TreeError, an
 from shardkeep.layouts.plan import Draft
-from shardkeep.model.document import check_step
+from shardkeep.model.document import check_bools, check_step
 from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
 from shardkeep.model.perprocess import PerProcess
@@ -50,6 +50,7 @@ from shardkeep.targets.transaction import refuse_existing
 _LEAST = 4  # the part of the budget that transfers get, if other arrays of the tree take more than the rest
 
 FormatName = Literal["safetensors", "zarr", "tensorstore"]
+"""How to store arrays: as "safetensors" (a few packed files) or "zarr" (an array per leaf, alias "tensorstore")."""
 
 _HEAD_START = 0.0005  # seconds: without it, planning keeps the interpreter, and `save_async` returns 5 ms later
 
@@ -76,7 +77,7 @@ def save(
     Args:
         path: Where to save: a local path, or a URL such as "gs://bucket/run/step_100" or "s3://…". A path that ends in
             `.safetensors` writes plain safetensors files with Hugging Face names; any other path becomes a checkpoint
-            directory.
+            directory. A new path with the extension of another file format, such as `.npz` or `.pt`, is refused.
         tree: Any PyTree of JAX arrays, NumPy arrays and plain Python values.
         format: How to store arrays in a checkpoint directory: "safetensors" (a few packed files) or "zarr" (a zarr v2
             array for each leaf). "tensorstore" is an alias for "zarr".
@@ -116,6 +117,7 @@ def save(
     """
     with join(f"saving to {name_path(path)}") as operation:
         target = new_target(location(path, "save(path, tree)"), format, compression, max_shard_size)
+        overwrite, progress = check_bools(overwrite=overwrite, progress=progress)
         request = SaveRequest(target, tree, prefix, metadata, overwrite, verbose=progress, step=step, trees=trees)
         return run_save(request, operation)
 
@@ -170,6 +172,7 @@ def save_async(
     """
     with join(f"saving to {name_path(path)}") as operation:
         target = new_target(location(path, "save_async(path, tree)"), format, compression, max_shard_size)
+        overwrite, progress, copy = check_bools(overwrite=overwrite, progress=progress, copy=copy)
         request = SaveRequest(
             target, tree, prefix, metadata, overwrite, verbose=progress, copy=copy, step=step, trees=trees
         )

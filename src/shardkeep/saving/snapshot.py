@@ -9,7 +9,6 @@ while writing for one in the foreground.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, cast
@@ -21,7 +20,7 @@ from jax.core import Tracer
 from shardkeep.errors import UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import is_weakly_typed, local_parts, private_part, refuse_without_jax, transfers_allowed
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
-from shardkeep.model.arrays import Array, ArraySpec, Region, dtype_name
+from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_name
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
 from shardkeep.model.perprocess import PerProcess, PerProcessRows, find_problem, size_of
@@ -41,6 +40,8 @@ from shardkeep.saving.transfer import AnyShard, Arriving, Copies, Transfers
 _SHOWN = 10  # leaves that an error names
 _REMEMBERED = 4096  # shardings and shapes: more than a model has, and a bound for programs that make new ones
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
+
+_WITHOUT_SHARDING = (np.ndarray, Tracer)
 
 Where = Literal["cpu", "host", "device"]  # memory of CPU devices, host memory of accelerators, their own memory
 Assignment = Sequence[Shares | None]  # of each leaf
@@ -112,7 +113,8 @@ def take_snapshot(
                 transfers = Transfers()
             if is_weakly_typed(array):
                 weak.append(name_leaf(leaf.path, leaf.prefix))
-    mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
+    if weak:
+        mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
     plans: list[StagedLeaf] = []
     shards: list[AnyShard] = []
     looked_at = {id(array) for array in staging.watched} if staging is not None else set[int]()
@@ -214,7 +216,7 @@ def staged_sizes(
     sizes: list[tuple[int, Any, Where]] = []
     for number, leaf in enumerate(leaves):
         value = leaf.value
-        if isinstance(value, np.ndarray | Tracer):
+        if isinstance(value, _WITHOUT_SHARDING):
             sizes.append((value.nbytes, leaf.value, "cpu"))
         elif isinstance(value, jax.Array):
             nbytes, where = _size_here(value.sharding, value.shape, value.dtype)
@@ -340,8 +342,10 @@ def _held(array: jax.Array, wanted: Sequence[Region]) -> RegionData:
 def _data(array: jax.Array, form: _Form) -> list[Array]:
     """The regions of an array in host memory, without a copy where they are already there."""
     if form.plain:
-        with suppress(BufferError):  # the array was deleted meanwhile; the lines below raise JAX's error
+        try:
             return [np.asarray(memoryview(cast(Any, array)), order="C")]
+        except BufferError:  # the array was deleted meanwhile; the lines below raise JAX's error
+            pass
     shards = local_parts(array, max(form.parts or (), default=0) + 1)
     chosen = shards[:1] if form.parts is None else [shards[number] for number in form.parts]
     if form.where == "host":
@@ -432,8 +436,13 @@ def _array_problem(array: jax.Array, size: int) -> str | None:
     if is_prng_dtype(array.dtype):
         known = isinstance(jax.random.key_impl(array), str)
         return None if known else "a PRNG key of an unregistered implementation; save its jax.random.key_data instead"
+    return None if _can_be_stored(array.dtype) else f"dtype {array.dtype} cannot be stored"
+
+
+@lru_cache(maxsize=256)
+def _can_be_stored(dtype: DType) -> bool:
     try:
-        dtype_name(np.dtype(array.dtype))
+        dtype_name(np.dtype(dtype))
     except TypeError:
-        return f"dtype {array.dtype} cannot be stored"
-    return None
+        return False
+    return True
