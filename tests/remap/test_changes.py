@@ -90,11 +90,20 @@ def test_a_size_of_the_template_is_given_to_the_array_where_it_ends_up() -> None
     [
         (
             [remap.drop("nothing")],
-            "no leaf; the keys are layers/0/w, layers/0/b, layers/1/w, layers/1/b, head$",
+            "no leaf; patterns match whole keys, which are layers/0/w, layers/0/b, layers/1/w, layers/1/b, head$",
         ),
-        ([remap.within("layers", remap.drop("w"))], "matches no leaf below 'layers'; the keys are 0/w, 0/b, 1/w, 1/b$"),
-        ([remap.within("layers/.", remap.drop("x"))], "below 'layers/0' and 1 more place; the keys are w, b$"),
-        ([remap.within("nowhere", remap.drop("w"))], "no key or subtree matches 'nowhere'; the keys are layers/0/w"),
+        (
+            [remap.within("layers", remap.drop("z"))],
+            "matches no leaf below 'layers'; patterns match whole keys, which are 0/w, 0/b, 1/w, 1/b$",
+        ),
+        (
+            [remap.within("layers/.", remap.drop("x"))],
+            "below 'layers/0' and 1 more place; patterns match whole keys, which are w, b$",
+        ),
+        (
+            [remap.within("nowhere", remap.drop("w"))],
+            "no key or subtree matches 'nowhere'; patterns match whole keys, which are layers/0/w, .*, head$",
+        ),
         ([remap.drop(".*"), remap.drop("w")], "it matches no leaf$"),
     ],
 )

@@ -62,7 +62,7 @@ def test_forms_of_the_results(rule: Rule, expected: dict[str, Any]) -> None:
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: remap.rename("nothing/.*", "x"), r"it matches no leaf; the keys are layers/0/w, "),
+    (lambda: remap.rename("nothing/.*", "x"), r"it matches no leaf; patterns match whole keys, which are layers/0/w, "),
     (lambda: remap.rename("layers/./w", "w"), r"leaf 'layers/1/w': it and 'layers/0/w' would both become 'w'"),
     (lambda: remap.rename("head", "count"), r"leaf '(head|count)': it and '(count|head)' would both become 'count'"),
     (lambda: remap.copy("head", "head"), r"leaf 'head': it and 'head' would both become 'head'"),
@@ -124,7 +124,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: remap.apply("head", abs, dtype="float99"), r"unknown dtype"),
     (lambda: remap.apply("head", lambda a: a - a.max(), elementwise=True), r"fails on an empty array .*; pass dtype="),
     (lambda: remap.within("opt/.*", [remap.drop("w")]), r"no key or subtree matches 'opt/\.\*'"),
-    (lambda: remap.within("layers", [remap.drop("w")]), r"matches no leaf below 'layers'; the keys are 0/w, 1/w, 1/b"),
+    (
+        lambda: remap.within("layers", [remap.drop("w")]),
+        r"matches no leaf below 'layers'; patterns match whole keys, which are 0/w, 1/w, 1/b; try remap.drop\('.\*/w'",
+    ),
     (
         lambda: remap.within("layers", [remap.rename(r"1/(.)", r"0/\1")]),
         r"within\('layers'.* both become 'layers/0/w'",

@@ -22,6 +22,7 @@ from shardkeep.remap.expressions import (
     sources_of,
     walk,
 )
+from shardkeep.remap.extending import around_names, around_parts
 from shardkeep.remap.rules import Rule, Within
 from shardkeep.remap.skeletons import blanks_of, rebuilt
 from shardkeep.remap.steps import Entry, Replacement, refuse
@@ -56,13 +57,14 @@ class Changes:
         if isinstance(rule, Within):
             inside = [(*place, *below) for place in places for below in rule.places(list(self._below(place)))]
             if not inside:
-                raise RemapError(f"{shown}: no key or subtree matches {rule.pattern!r}{_examples(list(self.entries))}")
+                problem = f"{shown}: no key or subtree matches {rule.pattern!r}"
+                raise RemapError(problem + self._suggestion(rule, shown, places))
             for each in rule.rules:
                 self.apply(each, inside, (*around, rule))
             return
         steps = [step for place in places for step in self._steps(rule, shown, place)]
         if not steps:
-            raise _no_match(rule, shown, places, [path for place in places for path in self._below(place)])
+            raise RemapError(_no_match(rule, shown, places) + self._suggestion(rule, shown, places))
         self._commit(rule, shown, steps)
         carried = ((self._carried(rule, path, places), was) for path, was in self.blanks.items())
         self.blanks = {path: was for path, was in carried if path is not None}
@@ -76,6 +78,33 @@ class Changes:
             if not place:
                 raise
             raise RemapError(f"{shown}, below {name_leaf(place)!r}: {error}") from error
+
+    def _suggestion(self, rule: Rule, shown: Rule, places: Sequence[Path]) -> str:
+        """The end of an error: some keys, and the rule that would match most of them, if there is one.
+
+        Rules that match whole names are preferred.
+        """
+        paths = [path for place in places for path in self._below(place)]
+        if not paths:
+            return ""
+        some = ", ".join(dict.fromkeys("/".join(path) for path in paths[:_SHOWN]))
+        said = f"; patterns match whole keys, which are {some}{', …' if len(paths) > _SHOWN else ''}"
+        for candidates in (around_names(rule), around_parts(rule)):
+            found = {each: count for each in candidates if (count := self._matched_by(each, shown, places))}
+            if found:
+                return f"{said}; try {max(found, key=lambda each: found[each])}"
+        return said
+
+    def _matched_by(self, rule: Rule, shown: Rule, places: Sequence[Path]) -> int:
+        """How many leaves or places a rule matches. 0 if it cannot be applied to all of them."""
+        if isinstance(rule, Within):
+            return sum(len(rule.places(list(self._below(place)))) for place in places)
+        try:
+            steps = [step for place in places for step in self._steps(rule, shown, place)]
+            replace(self)._commit(rule, shown, steps)
+        except RemapError:
+            return 0
+        return sum(len(step.takes) for step in steps)
 
     def _carried(self, rule: Rule, path: Path, places: Sequence[Path]) -> Path | None:
         for place in places:
@@ -133,17 +162,12 @@ class Changes:
             self.entries[path] = self.sizes[entry] = made
 
 
-def _no_match(rule: Rule, shown: Rule, places: Sequence[Path], paths: Sequence[Path]) -> RemapError:
-    """The error for a rule that matches nothing, with some of the keys that it was matched against."""
+def _no_match(rule: Rule, shown: Rule, places: Sequence[Path]) -> str:
+    """What is wrong with a rule that matches nothing."""
     if shown is rule:
-        return RemapError(f"{shown}: it matches no leaf{_examples(paths)}")
+        return f"{shown}: it matches no leaf"
     more = f" and {counted(len(places) - 1, 'more place')}" if len(places) > 1 else ""
-    return RemapError(f"{shown}: {rule} matches no leaf below {name_leaf(places[0])!r}{more}{_examples(paths)}")
-
-
-def _examples(paths: Sequence[Path]) -> str:
-    some = ", ".join(dict.fromkeys("/".join(path) for path in paths[:_SHOWN]))
-    return f"; the keys are {some}{', …' if len(paths) > _SHOWN else ''}" if some else ""
+    return f"{shown}: {rule} matches no leaf below {name_leaf(places[0])!r}{more}"
 
 
 def _check_branches(rule: Rule, entries: dict[Path, Entry], owners: dict[Path, Path]) -> None:
