@@ -1,11 +1,12 @@
 """`clean`: left-overs of dead saves go, everything else stays."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 
 import shardkeep
-from cli.commands import DEAD, Run, data_file, kill_save, leave_dead_save
+from cli.commands import DEAD, GOLDEN, Run, data_file, kill_save, leave_dead_save
 from shardkeep.catalog import find
 from shardkeep.stores.location import location
 from support import assert_same, record
@@ -60,6 +61,18 @@ def test_a_running_save_is_never_touched(run: Run, tmp_path: Path) -> None:
     assert live.exists()
     assert not left.exists()
     held.remove()
+
+
+def test_a_file_that_only_a_series_names_is_needed(run: Run, tmp_path: Path) -> None:
+    """As after a save that died between its commit and the removal of its record."""
+    path = tmp_path / "c"
+    shutil.copytree(GOLDEN.parent / "v2" / "series", path)
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    left = leave_dead_save(path, "bb" * 16)
+    record(find(location(path)).store, DEAD, [*files, left.name]).release()
+    assert "removed 1 file, 1.0 kB" in run("clean", tmp_path, "--yes").out
+    assert sorted(file.name for file in path.glob("*.safetensors")) == files
+    assert shardkeep.verify(path).ok
 
 
 def test_a_damaged_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:

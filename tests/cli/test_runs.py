@@ -1,5 +1,6 @@
 """Runs on the command line: `ls RUN`, `pin`, `unpin`, `save-now`, and what `clean` leaves alone."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ import shardkeep
 from cli.commands import Run, leave_dead_save
 from runs.runs import ONE, damage, data_file, new_state, numbers, state_of, trained
 from shardkeep import Keep
+from shardkeep.cli.output import human
 from shardkeep.runs import writing
+from shardkeep.runs.control import INDEX
 from shardkeep.runs.viewing import RunView
 
 KEEP = Keep(last=2, every=4, best=1, metric="loss", mode="max")
@@ -42,6 +45,21 @@ def test_ls_shows_the_steps_of_a_run_and_why_each_is_kept(run: Run, tmp_path: Pa
     assert lines[0].split() == ["STEP", "AGE", "SIZE", "STATE", "METRICS", "KEPT"]
     assert lines[2].split()[-2:] == ["loss=0.25", "every"]
     assert len(lines) == 5
+
+
+def test_a_size_is_that_of_the_files_in_a_run_as_elsewhere(run: Run, tmp_path: Path) -> None:
+    """Also if it comes from the index, and not from the manifest of the step."""
+    trained(tmp_path / "run", [1])
+    step = tmp_path / "run/step_1"
+    size = sum(file.stat().st_size for file in step.glob("*.safetensors"))
+    assert size > shardkeep.inspect(step).nbytes
+    assert rows(run, tmp_path / "run")[1]["stored_bytes"] == size
+    assert run.document("ls", step)["checkpoints"][0]["stored_bytes"] == size
+    shown = [run("ls", path).out.splitlines()[1].split(f" {human(size)} ") for path in (tmp_path / "run", step)]
+    assert [len(parts) for parts in shown] == [2, 2]
+    (indexed,) = json.loads((tmp_path / "run" / INDEX).read_text())["steps"].values()
+    assert indexed["stored_bytes"] == size
+    assert shardkeep.Run(tmp_path / "run").steps()[0].stored_bytes == size
 
 
 def test_ls_shows_damaged_abandoned_pinned_and_held_steps(run: Run, tmp_path: Path) -> None:
@@ -216,3 +234,24 @@ def test_clean_of_the_step_itself_respects_pins_too(run: Run, tmp_path: Path) ->
 def test_metrics_that_are_no_json_numbers_are_strings(run: Run, tmp_path: Path) -> None:
     trained(tmp_path / "run", [1]).record(1, {"loss": float("nan"), "best": float("inf")})
     assert rows(run, tmp_path / "run")[1]["metrics"] == {"loss": "nan", "best": "inf"}
+
+
+def test_what_a_run_notes_about_a_step_is_neither_shown_nor_exported(run: Run, tmp_path: Path) -> None:
+    """It stays in the checkpoint, and in copies of it that can be steps themselves."""
+    with shardkeep.Run(tmp_path / "run", metadata={"commit": "abc"}) as opened:
+        opened.resume(new_state, shardings=ONE)
+        opened.save(1, state_of(1), metrics={"loss": 0.5})
+    step, file, copy = tmp_path / "run/step_1", tmp_path / "model.safetensors", tmp_path / "copies/step_1"
+    for destination in (file, copy):
+        assert run("convert", step, destination).code == 0
+    for path in (step, file, copy):
+        shown = run("inspect", path).out
+        assert "shardkeep_run" not in shown
+        assert 'commit: "abc"' in shown
+        assert run.document("inspect", path)["trees"][0]["metadata"] == {"commit": "abc"}
+        manifest = shardkeep.inspect(path)
+        assert manifest.metadata == {"commit": "abc"}
+        assert "shardkeep_run" not in manifest._repr_html_()
+    assert b"shardkeep_run" not in file.read_bytes()
+    assert shardkeep.inspect(step).tree().metadata["shardkeep_run"]["metrics"] == {"loss": 0.5}
+    assert shardkeep.Run(tmp_path / "copies").steps()[0].metrics == {"loss": 0.5}

@@ -110,7 +110,7 @@ for path in sys.argv[1:]:
         manifest = shardkeep.inspect(path)
         str(manifest), repr(manifest), dict(manifest.leaves) if len(manifest.trees) == 1 else None
         for prefix, tree in manifest.trees.items():
-            manifest.tree(prefix).skeleton.opaque_nodes()
+            manifest.tree(prefix).skeleton.replaced()
         shardkeep.verify(path)
     except shardkeep.ShardkeepError as error:
         seen[path] = str(error)

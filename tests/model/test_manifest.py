@@ -177,6 +177,7 @@ class TestWhatIsShown:
             "save_id",
             "source",
             "step",
+            "stored_bytes",
             "tree",
             "trees",
         ]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from shardkeep.errors import MetadataError, UnsupportedLeafError
+from shardkeep.model.metadata import RUN_KEY
 from shardkeep.model.perprocess import PerProcess
 from shardkeep.runs.contents import ITERATORS, Contents, checked_metadata
-from shardkeep.runs.index import KEY
 from shardkeep.runs.iterators import Global
 from shardkeep.stores.location import location
 
@@ -36,7 +36,7 @@ def test_what_a_run_notes_says_that_a_step_is_pinned() -> None:
     ("given", "error", "message"),
     [
         ({"metrics": {"loss": "low"}}, MetadataError, "metric 'loss' is a str"),
-        ({"metadata": {KEY: 1}}, MetadataError, "choose another key"),
+        ({"metadata": {RUN_KEY: 1}}, MetadataError, "choose another key"),
         ({"metadata": {"x": object()}}, MetadataError, "no obvious JSON form"),
         ({"trees": [1]}, TypeError, "trees must be a dict of names and trees"),
         ({"trees": {ITERATORS: {}}}, ValueError, "this name is reserved for iterators"),
@@ -71,5 +71,5 @@ def test_the_request_replaces_everything_or_nothing_and_reads_metrics_late(tmp_p
         assert request.metadata == {"a": 1}
     assert called == []
     assert request.late is not None
-    assert request.late() == {KEY: {"version": 1, "metrics": {"loss": 2.0}}}
+    assert request.late() == {RUN_KEY: {"version": 1, "metrics": {"loss": 2.0}}}
     assert called == ["before"]

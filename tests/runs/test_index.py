@@ -45,7 +45,7 @@ UNUSABLE = {
     "no step": b'{"version": 1, "steps": {"x": 3}}',
     "deep": b"[" * 100_000,
     "huge": b'{"version": 1, "metrics": {}, "steps": {"step_1": {"save_id": "", "metrics": {}, "metadata": {}, '
-    b'"time": "", "nbytes": Infinity, "by_run": true, "pinned": false, "identity": null}}}',
+    b'"time": "", "nbytes": Infinity, "stored_bytes": 0, "by_run": true, "pinned": false, "identity": null}}}',
 }
 
 

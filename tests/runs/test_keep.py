@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.runs.keep import Keep
+from shardkeep.runs.keep import Keep, choose_steps, rank_steps
 from shardkeep.runs.steps import Step
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -19,7 +19,7 @@ def made(number: int, state: Any = "usable", minutes: float = 0, **metrics: floa
 
 
 def kept(keep: Keep, steps: list[Step]) -> list[int]:
-    return sorted(keep.choose(steps, NOW))
+    return sorted(choose_steps(keep, steps, NOW))
 
 
 def test_last_keeps_the_highest_numbers() -> None:
@@ -43,13 +43,13 @@ def test_best_keeps_the_smallest_or_the_largest() -> None:
 
 def test_nan_is_never_best_and_infinity_may_be() -> None:
     steps = [made(1, loss=math.nan), made(2, loss=math.inf), made(3, loss=math.nan)]
-    assert Keep(best=1, metric="loss", mode="min").choose(steps, NOW) == {2: ("best",), 3: ("newest",)}
+    assert choose_steps(Keep(best=1, metric="loss", mode="min"), steps, NOW) == {2: ("best",), 3: ("newest",)}
 
 
 def test_steps_await_their_metric_until_enough_newer_ones_have_it() -> None:
     keep = Keep(best=1, metric="loss", mode="min")
     assert kept(keep, [made(1), made(2), made(3)]) == [1, 2, 3]
-    assert keep.choose([made(1), made(2, loss=1.0), made(3)], NOW) == {
+    assert choose_steps(keep, [made(1), made(2, loss=1.0), made(3)], NOW) == {
         2: ("best",),
         3: ("newest", "awaiting metric"),
     }
@@ -124,7 +124,7 @@ def rules(draw: st.DrawFn) -> Keep:
 
 @given(rules(), STEPS)
 def test_the_newest_usable_step_is_always_kept_and_only_usable_ones_are(keep: Keep, steps: list[Step]) -> None:
-    why = keep.choose(steps, NOW)
+    why = choose_steps(keep, steps, NOW)
     usable = {step.number for step in steps if step.is_usable}
     assert set(why) <= usable
     assert not usable or max(usable) in why
@@ -135,14 +135,14 @@ def test_the_newest_usable_step_is_always_kept_and_only_usable_ones_are(keep: Ke
 def test_the_order_of_the_steps_does_not_matter(keep: Keep, steps: list[Step], random: Any) -> None:
     shuffled = steps[:]
     random.shuffle(shuffled)
-    assert keep.choose(shuffled, NOW) == keep.choose(steps, NOW)
+    assert choose_steps(keep, shuffled, NOW) == choose_steps(keep, steps, NOW)
 
 
 @given(rules(), STEPS)
 def test_once_what_is_not_kept_is_deleted_nothing_more_is(keep: Keep, steps: list[Step]) -> None:
-    why = keep.choose(steps, NOW)
+    why = choose_steps(keep, steps, NOW)
     rest = [step for step in steps if step.number in why or not step.is_usable]
-    assert keep.choose(rest, NOW).keys() == why.keys()
+    assert choose_steps(keep, rest, NOW).keys() == why.keys()
 
 
 @given(rules(), rules(), STEPS)
@@ -156,17 +156,17 @@ def test_a_step_is_kept_by_two_sets_of_rules_if_one_of_them_keeps_it(a: Keep, b:
         mode=a.mode,
         within=a.within or b.within,
     )
-    assert set(a.choose(steps, NOW)) <= set(joined.choose(steps, NOW))
+    assert set(choose_steps(a, steps, NOW)) <= set(choose_steps(joined, steps, NOW))
 
 
 @given(STEPS, st.integers(1, 5), st.sampled_from(["min", "max"]))
 def test_no_step_that_is_not_kept_is_better_than_one_that_is(steps: list[Step], best: int, mode: Any) -> None:
     keep = Keep(best=best, metric="loss", mode=mode)
-    why = keep.choose(steps, NOW)
+    why = choose_steps(keep, steps, NOW)
     chosen = [step.metrics["loss"] for step in steps if "best" in why.get(step.number, ())]
     others = [s.metrics["loss"] for s in steps if s.is_usable and "loss" in s.metrics and s.number not in why]
     others = [value for value in others if not math.isnan(value)]
-    assert len(chosen) == min(best, len(keep.ranked(steps)))
+    assert len(chosen) == min(best, len(rank_steps(keep, steps)))
     for value in others:
         assert all(good <= value if mode == "min" else good >= value for good in chosen)
 
@@ -179,7 +179,7 @@ def is_number(value: float | None) -> bool:
 def test_a_step_that_awaits_its_metric_is_kept_while_it_could_still_be_among_the_best(
     steps: list[Step], best: int
 ) -> None:
-    why = Keep(best=best, metric="loss", mode="min").choose(steps, NOW)
+    why = choose_steps(Keep(best=best, metric="loss", mode="min"), steps, NOW)
     for step in steps:
         if step.is_usable and "loss" not in step.metrics:
             newer = sum(s.is_usable and s.number > step.number and is_number(s.metrics.get("loss")) for s in steps)

@@ -118,6 +118,31 @@ def test_metrics_are_recorded_as_numbers_nan_and_infinity_too(tmp_path: Path) ->
         assert found == {"a": 0.5, "b": math.inf, "d": 3.0, "e": 2.0}
 
 
+def test_a_save_of_the_last_step_records_the_metrics_of_that_step(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", save_every=2, keep=Keep(last=9)) as run:
+        run.resume(new_state, shardings=ONE)
+        for number in (1, 2, 3):
+            run.step(number, state_of(number), metrics={"loss": jnp.float32(number)})
+        run.save(3, state_of(3))
+        run.save(4, state_of(4))
+        run.step(5, state_of(5), metrics={"loss": 5})
+        run.save(5, state_of(5), metrics={"accuracy": 0.5})
+        run.wait()
+        found = {step.number: dict(step.metrics) for step in run.steps()}
+    assert found == {2: {"loss": 2.0}, 3: {"loss": 3.0}, 4: {}, 5: {"accuracy": 0.5}}
+
+
+def test_metrics_from_before_going_back_are_not_recorded_with_the_step_that_replaces_it(tmp_path: Path) -> None:
+    with Run(tmp_path / "run") as run:
+        run.resume(new_state, shardings=ONE)
+        run.save(1, state_of(1))
+        run.step(2, state_of(2), metrics={"loss": 9.0})
+        run.resume(new_state, step=1, shardings=ONE)
+        run.save(2, state_of(2))
+        run.wait()
+        assert dict(run.steps()[-1].metrics) == {}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -11,7 +11,7 @@ from shardkeep.converting.survey import moment_of, natural
 from shardkeep.model.leafrecords import encode_origin
 from shardkeep.model.leaves import ForeignArray, NumpyArray, StoredArray, StoredLeaf
 from shardkeep.model.manifest import OURS, Tree
-from shardkeep.model.metadata import untagged
+from shardkeep.model.metadata import untagged, without_notes
 from shardkeep.model.pieces import have_digests, regions_in
 from shardkeep.model.tree import name_leaf
 
@@ -70,9 +70,10 @@ def _show_tree(prefix: str, tree: Tree, rows: list[_Row], output: Output) -> Non
     )
     size = f"{counted(len(tree.leaves), 'leaf', 'leaves')}, {human(tree.nbytes)} in {counted(len(tree.files), 'file')}"
     output.line(f"{output.paint(name_prefix(prefix), 'cyan')}: {_format(tree)}, {size}{when}")
-    if tree.metadata:
+    metadata = without_notes(tree.metadata)
+    if metadata:
         output.line("  metadata:")
-        for key, value in tree.metadata.items():
+        for key, value in metadata.items():
             output.line(f"    {plain(str(key))}: {plain(json.dumps(untagged(value), ensure_ascii=False))}")
     output.table([_cells(row) for row in rows], right=(2,), indent="  ")
 
@@ -165,7 +166,7 @@ def _document(path: str, save_id: str, trees: dict[str, Tree], shown: dict[str, 
                 "created": tree.created or None,
                 "save_id": tree.save_id,
                 "array_bytes": tree.nbytes,
-                "metadata": untagged(dict(tree.metadata)),
+                "metadata": untagged(without_notes(tree.metadata)),
                 "files": [{"name": file.name, "size": file.size} for file in tree.files],
                 "leaves": [describe_leaf(row.leaf) for row in shown[prefix] if row.leaf is not None],
                 "folded": [

@@ -83,7 +83,7 @@ class _Listed:
         return [
             str(step.number),
             age(step.time),
-            human(step.nbytes) if step.save_id else "-",
+            human(step.stored_bytes) if step.save_id else "-",
             (self.state, _STYLES.get(self.state, "red")),
             plain(metrics),
             ", ".join(step.kept),
@@ -99,6 +99,7 @@ class _Listed:
             "state": self.state,
             "complete": self.state == "complete",
             "created": step.time.isoformat(timespec="seconds") if step.time else None,
+            "stored_bytes": step.stored_bytes,
             "array_bytes": step.nbytes,
             "metrics": {name: json_number(value) for name, value in step.metrics.items()},
             "metadata": untagged(dict(step.metadata)),

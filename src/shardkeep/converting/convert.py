@@ -27,7 +27,7 @@ from shardkeep.layouts.plan import Draft
 from shardkeep.model.arrays import DType, parse_dtype
 from shardkeep.model.leaves import StoredArray
 from shardkeep.model.manifest import Tree, check_prefix
-from shardkeep.model.metadata import check_metadata
+from shardkeep.model.metadata import check_metadata, without_notes
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Path
 from shardkeep.runtime.progress import Progress
@@ -159,11 +159,14 @@ def _convert_tree(
         made = make(opened, tree, specs, target.layout.gathers, _scratch_directory(target), progress)
     arrays = [leaf for leaf in recorded if isinstance(leaf, StoredArray)]
     same = {new.path: new.path for old, new in zip(tree.arrays, arrays, strict=True) if old.spec == new.spec}
+    metadata = carry_metadata(tree, arrays, same)
+    if isinstance(target, Exchange):  # which cannot be a step of a run
+        metadata = without_notes(metadata)
     draft = Draft(
         save_id=os.urandom(16).hex(),
         prefix=check_prefix(prefix) if prefix else "",
         skeleton=tree.skeleton,
-        metadata=check_metadata(dict(carry_metadata(tree, arrays, same))),
+        metadata=check_metadata(dict(metadata)),
         created=now(),
         indexed=tree.indexed,
         step=tree.step,

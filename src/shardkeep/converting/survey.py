@@ -56,7 +56,7 @@ class SurveyEntry:
     def size(self) -> int:
         """Bytes in its files; for an unfinished one, in the files that its saves recorded."""
         if self.manifest is not None:
-            return sum({f.name: f.size for tree in self.manifest.trees.values() for f in tree.files}.values())
+            return self.manifest.stored_bytes
         store = self.store
         if store is None or self.state not in ("unfinished", "saving", "deleting"):
             return 0

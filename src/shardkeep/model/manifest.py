@@ -12,6 +12,7 @@ from shardkeep.model.keys import KeyTable
 from shardkeep.model.lazy import cached_property
 from shardkeep.model.leaves import StoredArray, StoredLeaf
 from shardkeep.model.markup import Cell, Code, Gauge, Html, facts, line, panel, table
+from shardkeep.model.metadata import without_notes
 from shardkeep.model.naming import clean_name, is_table
 from shardkeep.model.summaries import MOST_SHOWN, brief, cut, human, rows_of
 from shardkeep.model.tree import Skeleton, flatten, name_leaf, nest
@@ -43,7 +44,7 @@ class Tree:
         compression: "zstd" or None.
         created: When it was saved, in ISO 8601 format and UTC; empty if another program wrote it without recording the
             time.
-        metadata: The metadata it was saved with.
+        metadata: The metadata it was saved with. In a step of a run, `shardkeep_run` is what the `Run` recorded.
         leaves: A tuple of `StoredLeaf`s, in the order of the tree.
         nbytes: The uncompressed size of its arrays.
         save_id: The id of the save that wrote it.
@@ -142,8 +143,8 @@ class Manifest:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The metadata of the tree that `load(path)` would return."""
-        return self.tree().metadata
+        """The metadata that was saved with the tree that `load(path)` would return."""
+        return without_notes(self.tree().metadata)
 
     @property
     def step(self) -> int | None:
@@ -164,6 +165,11 @@ class Manifest:
     def nbytes(self) -> int:
         """The uncompressed size of all arrays."""
         return sum(tree.nbytes for tree in self.trees.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of all data files. With compression, it is usually smaller than `nbytes`."""
+        return sum({file.name: file.size for tree in self.trees.values() for file in tree.files}.values())
 
     def tree(self, prefix: str | None = None) -> Tree:
         """Return one tree of the checkpoint.
@@ -225,9 +231,10 @@ class Manifest:
 def _parts(tree: Tree, most: int) -> list[Html]:
     """What a tree shows in a notebook."""
     stored = tree.format + (f", {tree.compression}" if tree.compression else "")
-    metadata = [f"{cut(str(key), 40)}={brief(value)}" for key, value in list(tree.metadata.items())[:_MOST_METADATA]]
-    if len(tree.metadata) > len(metadata):
-        metadata.append(f"… and {len(tree.metadata) - len(metadata):,} more")
+    passed = without_notes(tree.metadata)
+    metadata = [f"{cut(str(key), 40)}={brief(value)}" for key, value in list(passed.items())[:_MOST_METADATA]]
+    if len(passed) > len(metadata):
+        metadata.append(f"… and {len(passed) - len(metadata):,} more")
     about: list[tuple[str, Cell | None]] = [
         ("format", stored if tree.source == OURS else f"{stored} ({tree.source})"),
         ("saved", tree.created),

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -21,11 +21,22 @@ from shardkeep.model.arrays import Array, kind_of
 from shardkeep.model.values import Json, JsonObject, decode, encode, is_unicode, show
 
 TAG = "$shardkeep"
+RUN_KEY = "shardkeep_run"  # what a `Run` records about a step, next to the program's own metadata
 _DEEPEST = 100  # levels: JSON readers recurse
 _LONGEST = 2000  # bits: Python may refuse to write or read longer integers in decimal
 _UNCHANGED = frozenset((type(None), bool, int, str))
 
 _Where = tuple[str | int, ...]
+_Value = TypeVar("_Value")
+
+
+def without_notes(metadata: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The metadata of a tree as the program passed it, without what a `Run` recorded.
+
+    >>> without_notes({"loss": 0.5, "shardkeep_run": {"version": 1}})
+    {'loss': 0.5}
+    """
+    return {key: value for key, value in metadata.items() if key != RUN_KEY}
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> JsonObject:

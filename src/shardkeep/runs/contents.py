@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from shardkeep.catalog import new_target
 from shardkeep.errors import MetadataError
-from shardkeep.model.metadata import check_metadata
-from shardkeep.runs.index import KEY
+from shardkeep.model.metadata import RUN_KEY, check_metadata
 from shardkeep.runs.iterators import take
 from shardkeep.runs.metrics import Metrics
 from shardkeep.saving.save import FormatName, SaveRequest
@@ -83,7 +82,7 @@ class Checked:
 
         def late() -> dict[str, object]:
             before()
-            return {KEY: {**self.noted, "metrics": self.metrics.read()}}
+            return {RUN_KEY: {**self.noted, "metrics": self.metrics.read()}}
 
         return SaveRequest(
             new_target(place, format, None, None, directory=True),
@@ -103,8 +102,8 @@ class Checked:
 def checked_metadata(metadata: Mapping[str, object] | None) -> Mapping[str, object]:
     """Metadata that can be stored, and does not use the key of the run itself."""
     checked = {} if metadata is None else check_metadata(metadata)
-    if KEY in checked:
-        raise MetadataError(f"metadata[{KEY!r}] is reserved for the Run; choose another key")
+    if RUN_KEY in checked:
+        raise MetadataError(f"metadata[{RUN_KEY!r}] is reserved for the Run; choose another key")
     return checked
 
 

@@ -25,7 +25,7 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.rundirs import METADATA, describe, is_described_later
 from shardkeep.model.manifest import MANIFEST, OURS, Manifest
-from shardkeep.model.metadata import decode_metadata, encode_metadata
+from shardkeep.model.metadata import RUN_KEY, decode_metadata, encode_metadata, without_notes
 from shardkeep.runs.control import INDEX, RUN_CONTROL, UNREADABLE, Control, Mark, MetricRecord, numbers_in
 from shardkeep.runs.keep import Keep
 from shardkeep.runs.rules import Keeping, Rules, encode_rules, recorded_keep
@@ -38,7 +38,6 @@ from shardkeep.targets.resolve import find_complete, look
 
 log = logging.getLogger("shardkeep")
 
-KEY = "shardkeep_run"  # of the metadata: what a Run notes about a step
 _VERSION = 1  # of the index; another one is ignored
 _UNREADABLE: Mapping[str, object] = {}  # in place of rules that cannot be read
 
@@ -183,6 +182,7 @@ class RunIndex:
             cast(dict[str, Any], decode_metadata(one["metadata"])),
             _moment(one["time"]),
             int(one["nbytes"]),
+            int(one["stored_bytes"]),
             save_id=str(one["save_id"]),
         )
         identity = one["identity"]
@@ -351,15 +351,16 @@ class RunIndex:
 def entry_of(name: str, step: Step, manifest: Manifest) -> Entry:
     """What a manifest says about a step."""
     tree = manifest.trees.get("") or next(iter(manifest.trees.values()))
-    noted = tree.metadata.get(KEY)
+    noted = tree.metadata.get(RUN_KEY)
     by_run = isinstance(noted, dict)
     own = cast(dict[str, Any], noted) if isinstance(noted, dict) else {}
     step = replace(
         step,
         metrics=numbers_in(own.get("metrics") if tree.source == OURS else tree.metadata.get("metrics")),
-        metadata={key: value for key, value in tree.metadata.items() if key != KEY},
+        metadata=without_notes(tree.metadata),
         time=_moment(tree.created),
         nbytes=manifest.nbytes,
+        stored_bytes=manifest.stored_bytes,
         save_id=tree.save_id,
         source=tree.source,
     )
@@ -374,6 +375,7 @@ def _encoded(entry: Entry) -> dict[str, Any]:
         "metadata": encode_metadata(dict(step.metadata)),
         "time": "" if step.time is None else step.time.isoformat(),
         "nbytes": step.nbytes,
+        "stored_bytes": step.stored_bytes,
         "by_run": entry.by_run,
         "pinned": entry.pinned_when_saved,
         "identity": list(cast("tuple[Any, ...]", entry.identity)) if isinstance(entry.identity, tuple) else None,

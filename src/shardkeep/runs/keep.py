@@ -79,53 +79,56 @@ class Keep:
         ]
         return panel("Keep", "these steps stay", [facts(rows)])
 
-    def choose(self, steps: Iterable[Step], now: datetime.datetime) -> dict[int, tuple[str, ...]]:
-        """Return the steps to keep, with the reasons. Steps that are not in the result may be deleted.
 
-        Args:
-            steps: The steps, in any order. Steps that are not usable are ignored.
-            now: The current time, for `within`.
-        """
-        usable = sorted((step for step in steps if step.is_usable), key=lambda step: step.number, reverse=True)
-        why: dict[int, tuple[str, ...]] = {}
+def choose_steps(rules: Keep, steps: Iterable[Step], now: datetime.datetime) -> dict[int, tuple[str, ...]]:
+    """The steps to keep, by number, with the reasons. Steps that are not in the result may be deleted.
 
-        def keep(some: Iterable[Step], reason: str) -> None:
-            for step in some:
-                why[step.number] = (*why.get(step.number, ()), reason)
+    Args:
+        rules: Which steps to keep.
+        steps: The steps, in any order. Steps that are not usable are ignored.
+        now: The current time, for `within`.
+    """
+    usable = sorted((step for step in steps if step.is_usable), key=lambda step: step.number, reverse=True)
+    why: dict[int, tuple[str, ...]] = {}
 
-        keep(usable[:1], "newest")
-        keep(usable[: self.last or 0], "last")
-        if self.every is not None:
-            # From the newest on, so that the lowest number past each multiple is what remains.
-            first = {step.number // self.every: step for step in usable if step.number >= self.every}
-            keep(first.values(), "every")
-        if self.best is not None and self.metric is not None:
-            keep(self.ranked(usable)[: self.best], "best")
-            keep(self._awaiting(usable, self.best, self.metric), "awaiting metric")
-        if self.within is not None:
-            age = datetime.timedelta(seconds=parse_duration(self.within, "within"))
-            keep((step for step in usable if step.time is not None and now - step.time <= age), "within")
-        return why
+    def keep(some: Iterable[Step], reason: str) -> None:
+        for step in some:
+            why[step.number] = (*why.get(step.number, ()), reason)
 
-    def ranked(self, steps: Iterable[Step]) -> list[Step]:
-        """Return the usable steps that have the metric, best first. On ties, the newer step is first."""
-        metric, sign = self.metric, -1.0 if self.mode == "max" else 1.0
-        if metric is None:
-            return []
-        known = [s for s in steps if s.is_usable and metric in s.metrics and not math.isnan(s.metrics[metric])]
-        return sorted(known, key=lambda step: (sign * step.metrics[metric], -step.number))
+    keep(usable[:1], "newest")
+    keep(usable[: rules.last or 0], "last")
+    if rules.every is not None:
+        # From the newest on, so that the lowest number past each multiple is what remains.
+        first = {step.number // rules.every: step for step in usable if step.number >= rules.every}
+        keep(first.values(), "every")
+    if rules.best is not None and rules.metric is not None:
+        keep(rank_steps(rules, usable)[: rules.best], "best")
+        keep(_awaiting(usable, rules.best, rules.metric), "awaiting metric")
+    if rules.within is not None:
+        age = datetime.timedelta(seconds=parse_duration(rules.within, "within"))
+        keep((step for step in usable if step.time is not None and now - step.time <= age), "within")
+    return why
 
-    @staticmethod
-    def _awaiting(newest_first: Sequence[Step], best: int, metric: str) -> list[Step]:
-        """The steps without the metric that fewer than `best` newer steps have. NaN is as if they never had one."""
-        awaiting: list[Step] = []
-        have = 0
-        for step in newest_first:
-            if metric in step.metrics:
-                have += not math.isnan(step.metrics[metric])
-            elif have < best:
-                awaiting.append(step)
-        return awaiting
+
+def rank_steps(rules: Keep, steps: Iterable[Step]) -> list[Step]:
+    """The usable steps that have the metric of the rules, best first. On ties, the newer step is first."""
+    metric, sign = rules.metric, -1.0 if rules.mode == "max" else 1.0
+    if metric is None:
+        return []
+    known = [s for s in steps if s.is_usable and metric in s.metrics and not math.isnan(s.metrics[metric])]
+    return sorted(known, key=lambda step: (sign * step.metrics[metric], -step.number))
+
+
+def _awaiting(newest_first: Sequence[Step], best: int, metric: str) -> list[Step]:
+    """The steps without the metric that fewer than `best` newer steps have. NaN is as if they never had one."""
+    awaiting: list[Step] = []
+    have = 0
+    for step in newest_first:
+        if metric in step.metrics:
+            have += not math.isnan(step.metrics[metric])
+        elif have < best:
+            awaiting.append(step)
+    return awaiting
 
 
 def _span(within: str | datetime.timedelta) -> str:

@@ -18,11 +18,13 @@ from shardkeep.errors import (
     PathError,
 )
 from shardkeep.jaxapi import membership
+from shardkeep.model.document import check_bools
 from shardkeep.model.manifest import MANIFEST
 from shardkeep.model.markup import Code, facts, panel
 from shardkeep.processes.operation import join
 from shardkeep.runs.control import Control, Hold
 from shardkeep.runs.index import Entry, Listing, RunIndex
+from shardkeep.runs.keep import rank_steps
 from shardkeep.runs.metrics import Metrics
 from shardkeep.runs.retention import explain, is_marked, with_reasons
 from shardkeep.runs.rules import Keeping
@@ -82,7 +84,7 @@ class ReadableRun:
                 'best() needs to know which metric: open the run with keep=Keep(best=..., metric="eval/loss", '
                 'mode="min")'
             )
-        return self._first_complete(listing, listing.keep.ranked(listing.steps))
+        return self._first_complete(listing, rank_steps(listing.keep, listing.steps))
 
     def _first_complete(self, listing: Listing, steps: list[Step]) -> Step | None:
         for step in self._with_reasons(listing, steps):
@@ -275,6 +277,7 @@ class ReadableRun:
         >>> [step.number for step in shardkeep.Run(tmp / "run").watch(after=1, timeout=0)]
         [2, 3]
         """
+        (hold,) = check_bools(hold=hold)
         if after is not None:
             after = check_number(after)
         seen = _Seen(after)

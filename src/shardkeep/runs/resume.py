@@ -21,13 +21,15 @@ from shardkeep.foreign.registry import checkpoint_files
 from shardkeep.loading.load import load
 from shardkeep.loading.mismatches import summarize
 from shardkeep.loading.remapping import FromTemplate
+from shardkeep.model.document import check_bools
 from shardkeep.model.manifest import Manifest
 from shardkeep.model.markup import Code, facts, line, panel, table
+from shardkeep.model.metadata import RUN_KEY
 from shardkeep.model.summaries import brief, cut
 from shardkeep.processes.operation import join
 from shardkeep.runs.contents import ITERATORS
 from shardkeep.runs.control import Control
-from shardkeep.runs.index import KEY, Listing, RunIndex
+from shardkeep.runs.index import Listing, RunIndex
 from shardkeep.runs.iterators import Redistribute, put_back
 from shardkeep.runs.steps import Step, StepName, number_in, pattern_of
 from shardkeep.runs.templates import Template
@@ -40,6 +42,7 @@ log = logging.getLogger("shardkeep")
 _LOOKS = 8  # at how many of them to look: directories may have such names and be no checkpoints
 _SHOWN = 10  # skipped steps
 _CHANGES = ("remap", "missing", "extra")  # the arguments of load that with init_from are for it alone
+_BOOLS = ("verify", "mmap", "progress")  # the arguments of load that must be True or False
 _OWN = ("path", "template", "per_process", "mapped")  # the arguments of load that resume does not take
 
 
@@ -368,7 +371,7 @@ def _kinds_in(manifest: Manifest) -> dict[str, Any]:
     tree, states = manifest.trees.get(""), manifest.trees.get(ITERATORS)
     if tree is None or states is None or states.save_id != tree.save_id:
         return {}
-    noted = tree.metadata.get(KEY)
+    noted = tree.metadata.get(RUN_KEY)
     found = cast(dict[str, Any], noted).get("iterators") if isinstance(noted, dict) else None
     return dict(cast(dict[str, Any], found)) if isinstance(found, dict) else {}
 
@@ -434,7 +437,8 @@ def take_changes(arguments: dict[str, object], init_from: object) -> dict[str, o
 
 
 def check_arguments(arguments: Mapping[str, object]) -> None:
-    """`TypeError` for what `load` does not take, or `resume` decides itself."""
+    """Raise a `TypeError` for what `load` does not take or `resume` sets itself, even if nothing is loaded."""
+    check_bools(**{name: arguments[name] for name in _BOOLS if name in arguments})
     known = [name for name in inspect.signature(load).parameters if name not in _OWN]
     for name in arguments:
         if name not in known:

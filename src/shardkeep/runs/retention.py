@@ -17,7 +17,7 @@ from shardkeep.errors import CheckpointNotFoundError, ConflictError, IntegrityEr
 from shardkeep.model.manifest import OURS
 from shardkeep.runs.control import Control, Mark
 from shardkeep.runs.index import Entry, Listing, RunIndex
-from shardkeep.runs.keep import Keep
+from shardkeep.runs.keep import Keep, choose_steps
 from shardkeep.runs.steps import Step
 
 log = logging.getLogger("shardkeep")
@@ -32,7 +32,7 @@ def explain(
     listing: Listing, keep: Keep | None, now: datetime.datetime, resumed_from: int | None = None
 ) -> dict[int, tuple[str, ...]]:
     """Why each usable step stays, for a run whose steps are kept by `keep`; None keeps every step."""
-    why = {} if keep is None else keep.choose(listing.steps, now)
+    why = {} if keep is None else choose_steps(keep, listing.steps, now)
     usable = [entry for entry in listing.entries.values() if entry.step.is_usable]
     newest = max((entry.step.number for entry in usable), default=None)
     for entry in usable:

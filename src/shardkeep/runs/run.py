@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from shardkeep.layouts.registry import layout_named
+from shardkeep.model.document import check_bools
 from shardkeep.processes.operation import join
 from shardkeep.runs.agreement import Agreed
 from shardkeep.runs.contents import Contents
@@ -93,6 +94,7 @@ class Run(ReadableRun):
         self._stop_asked = self._is_closed = False
         self._stopping = self._went_back = False
         self._resumed: Resumed | None = None
+        self._metrics: tuple[int, Mapping[str, object] | None] = (-1, None)  # of the last `step`, with its number
         super().__init__(path, keep=keep, name=name)
         self._saves = Saves(self._place, self._name, format, metadata, raises=on_error == "raise")
 
@@ -198,6 +200,7 @@ class Run(ReadableRun):
         writer.resumed = True
         writer.resumed_from = self._resumed_from = None if resumed.fresh else resumed.step
         self._resumed = resumed
+        self._metrics = -1, None  # those of a step that is trained again are not its own
         self._schedule.resumed(resumed.step)
         writer.restart_time()
         return state, resumed.step
@@ -242,6 +245,7 @@ class Run(ReadableRun):
         if saving is not None and saving.error is not None and writer is not None and writer.is_alone:
             self._saves.settle()
         number = step if type(step) is int and step >= 0 else check_number(step)
+        self._metrics = number, metrics
         agreed = enter()
         if number < self._schedule.last:
             self._warn_of_going_back(number)
@@ -259,7 +263,7 @@ class Run(ReadableRun):
         self._went_back = True
         log.warning(
             "the run %s: run.step(%d) comes after step %d. Step numbers must grow over the whole run, also over epochs "
-            "and after resume(): until they are past step %d again, nothing is due by its number",
+            "and after resume(): until they exceed %d, save_every saves nothing by step number",
             self.path,
             number,
             self._schedule.last,
@@ -302,7 +306,7 @@ class Run(ReadableRun):
         Args:
             step: See `step`.
             state: See `step`.
-            metrics: See `step`.
+            metrics: See `step`. By default, those that were passed to `step` for the same step number.
             iterators: See `step`.
             trees: See `step`.
             metadata: See `step`.
@@ -311,8 +315,11 @@ class Run(ReadableRun):
         Returns:
             A `PendingSave`. If the step was already committed, it is done, and its report lists no files.
         """
+        (pin,) = check_bools(pin=pin)
         enter = self._enter or self._open_and_enter()
         number = check_number(step)
+        if metrics is None and self._metrics[0] == number:
+            metrics = self._metrics[1]
         agreed = enter()
         self._schedule.passed(number)
         begun = self._save(number, Contents(state, metrics, iterators, trees, metadata, pin), agreed)

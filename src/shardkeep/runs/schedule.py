@@ -14,6 +14,7 @@ _FORMS = (
 )
 
 Interval: TypeAlias = SupportsIndex | str | timedelta
+"""How often to save: a number of steps, or a time as a string ("90 s", "15 min", "2 h", "1 d") or a `timedelta`."""
 
 
 class Schedule:
@@ -24,7 +25,7 @@ class Schedule:
 
     Args:
         save_every: A number of steps, a time (`"90 s"`, `"15 min"`, `"2 h"` or a `timedelta`), or a tuple of both:
-            then a save is due whenever one of the two says so. None: nothing is ever due.
+            then a save is due when either of the two is. None: nothing is ever due.
 
     >>> schedule = Schedule((100, "15 min"))
     >>> schedule.steps, schedule.seconds

@@ -25,6 +25,7 @@ class Step:
         metadata: The metadata it was saved with.
         time: When it was saved, in UTC.
         nbytes: The size of the arrays in all its trees.
+        stored_bytes: The size of all data files.
         kept: Why the step is kept: any of "newest", "last", "every", "best", "awaiting metric", "within", "pinned",
             "resumed from" and "not saved by a Run". Empty if the step would be deleted, and for steps that are not
             usable, which retention ignores.
@@ -41,6 +42,7 @@ class Step:
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     time: datetime.datetime | None = None
     nbytes: int = 0
+    stored_bytes: int = 0
     kept: tuple[str, ...] = ()
     state: State = "usable"
     reason: str = ""
