@@ -54,7 +54,7 @@ def run_part(name: str, quick: bool) -> Iterator[Result]:
     try:
         yield from getattr(importlib.import_module(module), function)(quick)
     except Exception as error:  # noqa: BLE001  (the other parts are still to be run)
-        yield Result(name, "", 0, (f"the part itself broke down: {type(error).__name__}: {error}",))
+        yield Result(name, "", 0, (f"the part itself failed: {type(error).__name__}: {error}",))
 
 
 def table(results: dict[str, list[Result]], page: str) -> str:
@@ -74,7 +74,7 @@ def table(results: dict[str, list[Result]], page: str) -> str:
         f"{datetime.date.today().isoformat()}, shardkeep {shardkeep.__version__}, {machine()}: "
         f"{points:,} points, {len(broken)} violations.",
         "",
-        "| part | fault | how it was made | points | violations | note |",
+        "| part | fault | how it is caused | points | violations | note |",
         "|---|---|---|---:|---:|---|",
         *rows,
     ]

@@ -176,17 +176,22 @@ def run(quick: bool = False) -> Iterator[Result]:
         rooms = iter([Path(directory) / str(number) for number in range(4)])
         room = str(next(rooms))
         found = _sum(parallel.spread(afterwards, [(room, dtype, repeats) for dtype in SAMPLE]))
-        how = f"{len(PLACED)} ways to make an array on one device or eight, {len(SAMPLE)} dtypes, both formats"
-        yield Result("Host memory that an array aliases changes after save_async", how, *found)
+        how = f"{len(PLACED)} ways to create an array, on one device or eight; {len(SAMPLE)} dtypes, both formats"
+        yield Result("host memory that an array aliases changes after `save_async`", how, *found)
         room = str(next(rooms))
         found = _sum(parallel.spread(behind_jax, [(room,)]))
-        how = f"{len(COMPUTED)} kinds of results, overwritten by their address; copy=True, both formats"
-        yield Result("The memory of a result changes after save_async", how, *found)
+        how = (
+            f"{len(COMPUTED)} kinds of computed arrays, overwritten through their addresses; `copy=True`, both formats"
+        )
+        yield Result("the memory of a computed array changes after `save_async`", how, *found)
         room = str(next(rooms))
         found = _sum(parallel.spread(meanwhile, [(room, dtype, saves) for dtype in SAMPLE]))
-        how = "another thread changes it without a pause; what is stored must match its digests"
-        yield Result("Host memory that arrays alias changes during a save", how, *found)
+        how = "another thread changes it continuously; the stored bytes must match their digests"
+        yield Result("host memory that arrays alias changes during a `save`", how, *found)
         room = str(next(rooms))
         found = _sum(parallel.spread(without_directory, [(room,)], seconds=120))
-        how = "every public call on paths, file:// and gs:// URLs, and relative paths, which get a PathError"
-        yield Result("The working directory was deleted", how, *found)
+        how = (
+            "`save`, `load`, `delete` and five other functions with paths, file:// and gs:// URLs; relative paths must "
+            "raise `PathError`"
+        )
+        yield Result("the working directory was deleted", how, *found)

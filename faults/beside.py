@@ -239,15 +239,18 @@ def run(quick: bool = False) -> list[Result]:
     count = 8 if quick else 40
     return [
         Result(
-            "Readers beside a writer",
-            "two readers load while a writer overwrites: both formats, zstd, exchange",
+            "a checkpoint is read while it is overwritten",
+            "two readers and one writer; both formats, zstd and exchange files",
             saves,
             tuple(violations),
             f"{loads:,} loads",
         ),
-        Result("Four writers of four prefixes", "four threads, both formats", 8 * rounds, tuple(lost)),
-        Result("Two writers of one checkpoint", "two processes at the same moment", rounds, tuple(two)),
+        Result("four prefixes are saved at the same time", "four threads; both formats", 8 * rounds, tuple(lost)),
+        Result("one checkpoint is saved twice at the same time", "two processes", rounds, tuple(two)),
         Result(
-            "Mapped arrays whose files go", "overwritten and deleted under a running program", 3 * count, tuple(moved)
+            "the files of mapped arrays are replaced or deleted",
+            "a program overwrites and deletes a checkpoint whose arrays it still uses",
+            3 * count,
+            tuple(moved),
         ),
     ]

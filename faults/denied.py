@@ -55,27 +55,27 @@ def run(quick: bool) -> list[Result]:
     both = [(t, over) for t in targets for over in (True, False)]
     results = [
         each(
-            "the directory vanishes during the save",
-            "removed, or renamed, while the save stops before its k-th call; as root",
+            "the directory is removed or renamed during the save",
+            "while the save, running as root, is paused before its k-th call",
             _check_vanishing,
             [_Point(w, t, k, o) for w in ("removed", "renamed") for t, o in both for k in range(1, 40, 2 * step)],
         ),
         each(
             "too many open files",
-            "RLIMIT_NOFILE so that 0 to 14 more can be opened, for a save and a load",
+            "RLIMIT_NOFILE leaves 0 to 14 file descriptors for a save and a load",
             _check_few_files,
             [_Point("few files", t, spare, o) for t, o in both for spare in range(0, 15, step)],
         ),
         each(
-            "reading fails",
-            "EIO at the k-th read or open of a load, mapped and not",
+            "a read fails",
+            "EIO at the k-th read or open of a load, with and without mmap",
             _check_reading,
             [_Point(how, t, k) for t in targets for how in ("mmap", "read") for k in range(1, 25, step)],
         ),
     ]
     if os.geteuid() == 0:
         cases = [_Point(what, t) for what in _FORBIDDEN for t in targets]
-        how = f"another user's files and directories, {len(_FORBIDDEN)} ways; as an ordinary user"
+        how = f"files and directories of another user, in {len(_FORBIDDEN)} variants; as an ordinary user"
         results.append(each("no permission", how, _check_forbidden, cases))
     if why := missing("mkfs.ext4"):
         results.append(Result("the disk is read-only or fails", "small file systems", 0, (), f"left out: {why}"))
@@ -89,14 +89,14 @@ def run(quick: bool) -> list[Result]:
             [_Point(who, t) for t in targets for who in ("root", "nobody")],
         ),
         each(
-            "the disk goes away during the save",
-            "ext4 shut down (every call fails, nothing more is written) before the k-th call, then mounted again",
+            "the disk disappears during the save",
+            "ext4 is shut down before the k-th call (every call fails, nothing more is written), then mounted again",
             _check_pulled_out,
             [_Point("pulled out", t, k, o) for t, o in both for k in range(1, 30, 2 * step)],
         ),
         each(
-            "the medium cannot be read",
-            "the image below a mounted ext4 cut short right after mounting; mapped and not",
+            "parts of the disk cannot be read",
+            "the image of an ext4 is truncated right after mounting; with and without mmap",
             _check_medium,
             [_Point(how, t, part) for t in targets for how in ("mmap", "read") for part in range(0, 4, step)],
         ),

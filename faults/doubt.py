@@ -44,20 +44,21 @@ def run(quick: bool) -> Iterator[Result]:
         ]
 
     yield each(
-        "two first saves at once",
-        "two processes; one stops before its k-th call while the other goes on",
+        "two first saves at the same time",
+        "two processes; one is paused before its k-th call while the other continues",
         _check_first,
         points(tuple(_TARGETS), (False, True)),
     )
     yield each(
-        "a clean-up beside a live save",
-        "a dead save's files are removed by a save of one prefix while one of another stops before its k-th call",
+        "a clean-up during another save",
+        "a save of one prefix removes the files of a killed save while a save of another prefix is paused before its "
+        "k-th call",
         _check_beside,
         points(("safetensors", "tensorstore"), (False,)),
     )
     yield each(
-        "a delete beside a live save",
-        "a delete while a first save stops before its k-th call",
+        "a delete during a save",
+        "a first save is paused before its k-th call while another process deletes",
         _check_delete,
         points(tuple(_TARGETS), (False,)),
     )

@@ -51,20 +51,21 @@ def run(quick: bool) -> Iterator[Result]:
 
     yield each(
         "the program ends during a background save",
-        "the end of the program, sys.exit, an exception and Ctrl-C when the save has come to its k-th call: "
-        "it is finished and the log says so",
+        "it reaches its end, calls `sys.exit`, raises or gets Ctrl-C while the save is at its k-th call; the save is "
+        "completed, and the log says so",
         _check,
         points("end", "exit", "raise", "interrupt"),
     )
     yield each(
-        "the program ends and the save fails after that",
-        "the end of the program, and ENOSPC at the k-th call: the old state, and the log says so",
+        "the program ends, and its background save fails",
+        "it reaches its end, and the save gets ENOSPC at its k-th call; the old state remains, and the log says so",
         _check,
         points("fail"),
     )
     yield each(
         "SIGTERM during a background save",
-        "SIGTERM (default action) at the k-th call: the old state or the new; `ls` or `clean` tells what is left",
+        "the default action of SIGTERM, at the k-th call; the old or the new state remains, and `ls` or `clean` lists "
+        "leftover files",
         _check,
         points("terminate"),
     )

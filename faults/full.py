@@ -79,15 +79,15 @@ def run(quick: bool) -> list[Result]:
         for left in (0, 1 << 20, 3 << 20)
     ]
     return [
-        each(fault, "real small ext4 and tmpfs, 0 to 7 MiB free for a save of 5 MiB", _check_before, before),
+        each(fault, "a small real ext4 or tmpfs with 0 to 7 MiB free, for a save of 5 MiB", _check_before, before),
         each(
-            f"{fault} in the middle",
-            "someone else fills it while the save stops at its k-th write",
+            "the disk fills up during the save",
+            "other files fill it while the save is paused before its k-th write",
             _check_during,
             during,
         ),
         each(
-            f"{fault}, and only fsync tells",
+            f"{fault}, and only fsync reports it",
             "a sparse ext4 image on a smaller tmpfs",
             _check_late,
             late[:2] if quick else late,

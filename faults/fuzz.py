@@ -308,6 +308,7 @@ def run(quick: bool = False) -> list[Result]:
                 total.violations.append(f"{name.decode()}: {found}; the input is {keep(text[: int(size)])}")
                 continue
             total.add(found)
-    how = "manifests, indexes, headers, structures, pickles and zstd frames, changed by structure and by bytes"
-    note = f"{total.loads:,} whole loads; {total.accepted:,} could be read; {total.kept:,} led to something new"
-    return [Result("Hostile files", how, total.inputs, tuple(total.violations), note)]
+    how = "manifests, indexes, headers, structures, pickles and zstd frames, mutated by structure and by byte"
+    counts = total.loads, total.accepted, total.kept
+    note = "{:,} complete loads; {:,} inputs were valid; {:,} reached new code or errors".format(*counts)
+    return [Result("hostile files", how, total.inputs, tuple(total.violations), note)]

@@ -226,8 +226,8 @@ def _as_string(text: bytes) -> bytes:
 
 
 def _documents_with_pieces() -> Iterator[Case]:
-    """Manifests of arrays in several pieces: of version 1, and with tables and patterns in and beside the manifest."""
-    for name in ("v1/safetensors", "v1/zstd", "v2/safetensors", "v2/zstd", "v2/tables/two/zstd"):
+    """Manifests of arrays in several pieces: of version 1, with tables and patterns, and with a series of files."""
+    for name in ("v1/safetensors", "v1/zstd", "v2/safetensors", "v2/zstd", "v2/tables/two/zstd", "v2/series"):
         files = files_in(GOLDEN / name)
         yield Case(f"manifest, {name}", files, files["manifest.json"], lambda t: {"manifest.json": reseal(t)})
 

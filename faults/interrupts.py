@@ -41,28 +41,30 @@ def run(quick: bool) -> Iterator[Result]:
     step = 40 if quick else 1
     yield _sweep(
         "an exception is raised anywhere in a call",
-        "a trace function raises before each line of save, save_async (its threads included; to a bucket, and with "
-        "callbacks, too), load, verify and delete, the first time it is reached, in some calls the last time too; then "
-        "the next save is made",
+        "a trace function raises before each line of `save`, `save_async` (including its threads, callbacks and saves "
+        "to buckets), `load`, `verify` and `delete`, the first time that the line runs and in some calls also the "
+        "last time; then the next save runs",
         [point for call in CALLS for point in _points(call)[:: _STEPS.get(call, 1)]][::step],
     )
     yield _sweep(
-        "an exception is raised anywhere in a call of a run",
-        "the same in resume, step, save, close, hold and pin of a `Run`, its housekeeping and agreement included; then "
-        "the run is closed, resumed by another one, and saves and deletes steps",
+        "an exception is raised anywhere in a method of `Run`",
+        "a trace function raises before each line of `resume`, `step`, `save`, `close`, `hold` and `pin`, including "
+        "retention and agreement between processes; then the run is closed, and another `Run` resumes, saves and "
+        "deletes steps",
         [point for call in runs.CALLS for point in _points(call)][::step],
     )
     yield _sweep(
-        "a signal handler saves while a call is suspended",
-        "a trace function calls save before every eighth line of save and save_async, to the same path and another one",
+        "a signal handler saves during a save",
+        "a trace function calls `save`, to the same path or another one, before every eighth line of `save` and "
+        "`save_async`",
         [Point(p.call, p.file, p.line, p.thread, p.nth, how) for how in ("other", "same") for p in _callers()][
             :: 8 * step
         ],
     )
     yield _sweep(
-        "a child is forked during a save",
-        "a trace function forks before lines of save_async, on the calling thread and while its threads are stopped "
-        "there: the child waits for its parent's save, and saves and loads NumPy arrays itself",
+        "the process forks during a save",
+        "a trace function forks before every twelfth line of `save_async`, on the calling thread or while a background "
+        "thread is paused at that line; the child waits for the save of its parent, then saves and loads NumPy arrays",
         [Point(p.call, p.file, p.line, p.thread, 1, "fork") for p in _points("save_async")][:: 12 * step],
     )
     yield _storm(4 if quick else 30)
@@ -102,7 +104,7 @@ def _sweep(fault: str, how: str, points: Sequence[Point], workers: int = 2) -> R
     for thread in threads:
         thread.join()
     missed = hits.count(False)
-    note = f"{missed} lines were not reached again" if missed else ""
+    note = f"lines not reached again: {missed}" if missed else ""
     if missed > len(points) // 4:
         found.append(f"{missed} of {len(points)} points were not reached")
     return Result(fault, how, len(points), tuple(found), note)
@@ -143,8 +145,8 @@ def _storm(rounds: int) -> Result:
                 found.append(f"seed {seed}: {done.stdout[-300:]} {done.stderr[-600:]}")
         except subprocess.TimeoutExpired as error:
             found.append(f"seed {seed}: the program did not end: {error.stderr!s:.600}")
-    how = f"{rounds} programs, each of 25 saves, loads and waits with one to four SIGINTs at random moments"
-    return Result("storms of Ctrl-C", how, rounds * 25, tuple(found))
+    how = f"{rounds} programs with 25 saves or loads each, and one to four SIGINTs at random moments of each of them"
+    return Result("Ctrl-C at random moments", how, rounds * 25, tuple(found))
 
 
 _STORM = """
@@ -311,6 +313,8 @@ class Worker:
             del error
         if not tracer.in_clean_up and point.does == "raise" and (found := leaks(1.0)):
             problems.append(f"left behind: {found}")
+        if point.does == "fork":
+            leaks(HANG)  # until the thread of the save is over: it may fork after the save has returned
         self._wait_for_children(problems)
         if raised and point.does == "raise" and call not in ("load", "verify", "delete", "exchange"):
             with contextlib.suppress(shardkeep.CheckpointNotFoundError):

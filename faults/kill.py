@@ -42,41 +42,42 @@ def run(quick: bool) -> Iterator[Result]:
     step = 6 if quick else 1
     yield each(
         "the process is killed",
-        f"SIGKILL before every system call that changes a file, half of a write first; {len(names)} scenarios",
+        f"SIGKILL at every system call that changes files, halfway through if it is a write; {len(names)} scenarios",
         _check,
         [_Sweep(name, "torn", step) for name in names],
     )
     yield together.run(quick)
     yield each(
-        "a program that writes a run is killed, or a call fails",
-        "SIGKILL before every system call that changes a file, of a `Run` that resumes, saves, deletes what is old and "
-        "closes, and of one that goes back and replaces a step; EIO at every second call, once, and from there on",
+        "a program that uses `Run` is killed, or a system call fails",
+        "SIGKILL at every system call that changes files: of a `Run` that resumes, saves, deletes old steps and "
+        "closes, and of one that goes back and replaces a step; EIO at every second call, or at every sixth call and "
+        "all later ones",
         _check_run,
         [_RunSweep(action, *how) for action in ("train", "go_back") for how in _run_faults(step)],
         actions="faults.runs",
     )
     yield each(
         "Ctrl-C",
-        "SIGINT at every second call, once; and at every eighth and all that follow it",
+        "SIGINT at every second call, or at every eighth call and all later ones",
         _check,
         _interrupts(names, step),
     )
     yield each(
         "a system call fails",
-        "EIO at every second call; ENOSPC, EACCES, EMFILE and EROFS each at every eighth",
+        "EIO at every second call; ENOSPC, EACCES, EMFILE and EROFS each at every eighth call",
         _check,
         _errors(names, step),
     )
     yield each(
-        "the disk fails for good",
-        "EIO at every sixth call and all that follow it, those of the clean-up included",
+        "the disk fails permanently",
+        "EIO at every sixth call and all later ones, including those of the clean-up",
         _check,
         [_Sweep(name, "fail", 6 * step, again=True) for name in names],
     )
     yield each(
-        "the commit is in doubt",
-        "EIO at every fsync and rename, so also at the directory's fsync after the rename, once or from there on; "
-        "and so that the outcome cannot be read back",
+        "the outcome of a commit is unknown",
+        "EIO at every fsync and rename, including the fsync of the directory after the rename, once or from that "
+        "call on; in some cases reads fail too, so that the outcome cannot be checked",
         _check_doubt,
         [*_doubts(names), *(_Unreadable(kind) for kind in ("safetensors", "tensorstore"))],
     )

@@ -126,8 +126,9 @@ def check_all(chosen: Iterable[Point]) -> Result:
             except Exception as error:  # noqa: BLE001  (whatever goes wrong is the finding)
                 found.append(f"{point.name}: {type(error).__name__}: {error}")
     how = (
-        "a proxy keeps back a request of a real second process, which is stopped past its lease; another saves, cleans "
-        "up or deletes; the request arrives, and the process goes on or is killed; SeaweedFS (S3) and GCS"
+        "a proxy delays a request of a second process, which is stopped until its lease has expired; another process "
+        "saves, cleans up or deletes; then the request arrives, and the second process continues or is killed; S3 "
+        "(SeaweedFS) and GCS"
     )
     return Result("a bucket request arrives late", how, len(chosen), tuple(found))
 

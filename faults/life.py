@@ -126,5 +126,7 @@ def run(quick: bool = False) -> list[Result]:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as room:
         ((answer),) = parallel.spread(live, [(room, count, count // 5)])
     violations = [str(answer)] if isinstance(answer, Exception) else answer
-    how = "one process: both formats, exchange, overwriting, new names with old ones deleted, every tenth refused"
-    return [Result("A thousand saves in the background", how, count, tuple(violations))]
+    how = (
+        "one process; both formats, exchange files, overwrites, new paths with old ones deleted; every tenth is refused"
+    )
+    return [Result("a thousand background saves", how, count, tuple(violations))]

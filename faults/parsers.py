@@ -23,9 +23,9 @@ BEGIN, END = "<!-- parsers -->", "<!-- /parsers -->"
 PARSERS = {
     "torch pickles": "^torch: pickle$",
     "torch archives (zip)": "^torch: (compressed )?archive$",
-    "torch indexes of parts": "^torch: (index|place)$",
+    "torch shard indexes": "^torch: (index|place)$",
     "DCP metadata": "^torch: metadata$",
-    "DCP parts": "^torch: distributed part$",
+    "DCP shards": "^torch: distributed part$",
     "npz archives": "^numpy: an archive",
     "npy headers": "^numpy: an array",
     "Flax msgpack": "^flax: ",
@@ -34,8 +34,8 @@ PARSERS = {
     "OCDBT": "^orbax: (node|manifest|a whole manifest)",
     "zarr 2 metadata": "^zarr description|/[.]zarray$",
     "zarr 3 metadata": "/zarr[.]json$",
-    "zarr 3 index of shards": "^orbax: shard$",
-    "Orbax documents": "^orbax: .*(METADATA|_sharding|_strings[.]json|process_0|metadata|metrics)$",
+    "zarr 3 shard indexes": "^orbax: shard$",
+    "Orbax metadata": "^orbax: .*(METADATA|_sharding|_strings[.]json|process_0|metadata|metrics)$",
     "Orbax msgpack": "^orbax: early ",
     "JAX pytreedef": "^jax: ",
 }
@@ -59,7 +59,7 @@ def write_row(name: str, tally: Tally) -> None:
     before, rest = page.split(BEGIN)
     inside, after = rest.split(END)
     rows = {line.split(" | ")[0][2:]: line for line in inside.splitlines() if line.startswith("| ")}
-    header = ["| parser | inputs | findings | loads of files | could be read |", "|---|---:|---:|---:|---:|"]
+    header = ["| parser | inputs | findings | complete loads | valid inputs |", "|---|---:|---:|---:|---:|"]
     counts = (tally.inputs, len(tally.violations), tally.loads, tally.accepted)
     rows[name] = f"| {name} | {' | '.join(f'{count:,}' for count in counts)} |"
     table = "\n".join([*header, *(rows[parser] for parser in PARSERS if parser in rows)])
@@ -80,7 +80,7 @@ def main() -> int:
         broken |= bool(tally.violations) or tally.inputs < options.inputs
         print(
             f"{name}: {tally.inputs:,} inputs, {len(tally.violations)} findings, {tally.loads:,} loads, "
-            f"{tally.accepted:,} could be read, {time.monotonic() - started:.0f} s",
+            f"{tally.accepted:,} valid inputs, {time.monotonic() - started:.0f} s",
             flush=True,
         )
         if tally.inputs < options.inputs:

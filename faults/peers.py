@@ -140,7 +140,7 @@ def sweep(peer: str, spawner: Spawner) -> Counter[str]:
 
 def main() -> int:
     """Try every library that is installed; the table goes to the page."""
-    lines = ["| an overwrite is killed | kills | the old state | the new one | nothing loads | a mix, or wrong |"]
+    lines = ["| killed during an overwrite | kills | old state | new state | nothing loads | mixed or wrong |"]
     lines.append("|---|---:|---:|---:|---:|---:|")
     for name, peer in PEERS.items():
         try:

@@ -130,7 +130,7 @@ def row(name: str, count: int = 1000) -> str:
 def main(names: list[str]) -> None:
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, _ring)
-    print("| library | bits flipped | loaded wrong, silently | refused | loaded as saved |\n|---|---:|---:|---:|---:|")
+    print("| library | bits flipped | wrong without an error | refused | loaded as saved |\n|---|---:|---:|---:|---:|")
     for name in names or list(PEERS):
         print(row(name), flush=True)
 

@@ -43,7 +43,8 @@ RUNS = {
     action: Scenario(f"a run: {action}", (action, {}), None, before=(("prepare", {}),))
     for action in ("train", "go_back")
 }
-_CALL, _TIME = "before every system call that changes a file, and after the return", "at random moments, in calls too"
+_CALL = "before every system call that changes files, and after the last one"
+_TIME = "at random moments, also during calls"
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Cut:
 
 
 def run(quick: bool) -> list[Result]:
-    how = "clones (reflink) of the ext4 image it saves to, mounted again"
+    how = "the ext4 image is cloned (reflink) {}, and each clone is mounted"
     fault = "the power is cut"
     if why := missing("mkfs.xfs", "mkfs.ext4"):
-        return [Result(fault, how, 0, (), f"left out: {why}")]
+        return [Result(fault, how.format(_CALL), 0, (), f"left out: {why}")]
     names = ["overwrite, safetensors"] if quick else list(_NAMES)
     with room(memory=False) as place, cloning(place) as images:
 
@@ -77,9 +78,9 @@ def run(quick: bool) -> list[Result]:
 
         some = ["train"] if quick else list(RUNS)
         return [
-            each(fault, f"{how}; {_CALL}; {len(names)} scenarios", at_calls, names),
-            each(f"{fault} for a program that writes a run", f"{how}; {_CALL}", of_runs, some, actions="faults.runs"),
-            each(fault, f"{how}; {_TIME}; larger states", at_times, [] if quick else _FREE),
+            each(fault, f"{how.format(_CALL)}; {len(names)} scenarios", at_calls, names),
+            each(f"{fault} while a program uses `Run`", how.format(_CALL), of_runs, some, actions="faults.runs"),
+            each(fault, f"{how.format(_TIME)}; larger states", at_times, [] if quick else _FREE),
         ]
 
 

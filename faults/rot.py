@@ -363,12 +363,18 @@ def run(quick: bool = False) -> list[Result]:
             continue
         points += answer[0]
         violations += answer[1]
-    how = "bits of every file of eleven checkpoints flipped; pages zeroed, files cut, lengthened, removed, mixed up"
+    how = (
+        "in eleven checkpoints, each file has bits flipped and pages zeroed, and is truncated, extended, removed or "
+        "swapped with another"
+    )
     with tempfile.TemporaryDirectory(dir=_memory()) as room:
         latest = damaged_latest(Path(room))
     return [
-        Result("Bit rot, lost and mixed-up files", how, points, tuple(violations)),
+        Result("bit rot, lost and swapped files", how, points, tuple(violations)),
         Result(
-            "The latest checkpoint is damaged", "the one before beside it, both formats, exchange", 6, tuple(latest)
+            "the newest checkpoint is damaged",
+            "an intact older one is next to it; both formats and exchange files",
+            6,
+            tuple(latest),
         ),
     ]

@@ -82,16 +82,16 @@ class Counts:
     def table(self) -> str:
         rows = {
             "training processes killed (SIGKILL)": self.killed,
-            "of these while they started": self.killed_early,
+            "of these, during startup": self.killed_early,
             "training processes stopped (SIGTERM)": self.stopped,
             "newest checkpoints damaged": self.damaged,
             "damaged steps skipped by a resume": self.skipped,
             "evaluators killed": self.evaluators_killed,
             "steps evaluated while retention ran": self.evaluated,
             "training steps": self.steps,
-            "of these made again after a restart": self.repeated,
+            "of these, repeated after a restart": self.repeated,
             **{f"most steps lost {kind} (save_every={EVERY})": lost for kind, lost in self.most_lost.items()},
-            "losses that differ, steps lost without need, other problems": len(self.problems),
+            "losses that differ, steps lost unnecessarily, other problems": len(self.problems),
         }
         width = max(map(len, rows))
         return "\n".join(f"| {name:<{width}} | {value:>7,} |" for name, value in rows.items())

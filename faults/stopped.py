@@ -159,15 +159,18 @@ def points(how: str) -> list[Point]:
 
 
 def run(quick: bool) -> Iterator[Result]:
-    how = "2 JAX processes, SIG{} to one in every phase; disk and bucket; coordination service in process 0 or outside"
+    how = (
+        "two JAX processes; SIG{} to one of them in each phase; on a disk and in a bucket; coordination service in "
+        "process 0 or elsewhere"
+    )
     with scene() as check:
         chosen = points("stop")[:: 9 if quick else 1]
-        yield each("one of two processes is stopped, then continued", how.format("STOP"), check, chosen, _WORKERS)
+        yield each("one of two processes is stopped, and continued later", how.format("STOP"), check, chosen, _WORKERS)
         chosen = points("kill")[:: 9 if quick else 1]
         yield each("one of two processes is killed", how.format("KILL"), check, chosen, _WORKERS)
         chosen = PROMISED[:1] if quick else PROMISED
-        how = "the same, inside the commit, with the default limits: an error within 45 s, or 30 s for a dead process"
-        yield each("the one that commits is lost", how, check, chosen, _WORKERS)
+        how = "the same during the commit, with the default time limits; an error within 45 s, or 30 s if it was killed"
+        yield each("the process that commits is stopped or killed", how, check, chosen, _WORKERS)
 
 
 @contextmanager

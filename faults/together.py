@@ -38,7 +38,7 @@ def run(quick: bool) -> Result:
         for format in ("tensorstore", "safetensors")
         for victim in (0, 1)
     ]
-    how = "2 JAX processes save over what is there; process 0 or 1 gets SIGKILL at every call it makes; both formats"
+    how = "two JAX processes overwrite a checkpoint; one of them gets SIGKILL, at each of its calls; both formats"
     return each("one of two processes is killed", how, _check, series, workers=4)
 
 
