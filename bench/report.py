@@ -31,7 +31,7 @@ METRICS = {
     "durable": "durable save",
     "call": "`save_async` call",
     "stall": "stall of a donating loop",
-    "stall, first": "… by the first save",
+    "stall, first": "… at the first save",
     "load": "load, warm",
     "unchecked": "load, unchecked",
     "cold": "load, cold",

@@ -73,16 +73,16 @@ def check(module: str, directory: Path) -> None:
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     rows = [
-        "# A step that saves nothing, and the lines of a loop",
+        "# The cost of `run.step`, and the length of a training loop",
         "",
         "| `run.step` when nothing is due | µs |",
         "|---|---|",
     ]
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
-        for name, interval in (("by steps", 10**12), ("by time", "1000 h"), ("both", (10**12, "1000 h"))):
+        for name, interval in (("in steps", 10**12), ("as a time", "1000 h"), ("with both", (10**12, "1000 h"))):
             rows.append(f"| `save_every` {name} | {cost(where / name, interval):.2f} |")
-        rows += ["", "| loop with | lines |", "|---|---|"]
+        rows += ["", "| loop with | lines of code |", "|---|---|"]
         for title, module in LOOPS.items():
             if module == "with_orbax" and importlib.util.find_spec("orbax.checkpoint") is None:
                 continue
