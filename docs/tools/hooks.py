@@ -4,6 +4,7 @@
   and images and the schema become its files. A link to anything else, such as a source file, becomes the file's name.
 - Notebooks become pages, with what they show; the notebooks themselves can be downloaded there.
 - HTML comments are left out: they hold code that the tests run and readers need not see.
+- Messages and other output wrap; output in aligned columns scrolls.
 - The first sentence of a page is its description, in the page's head and in llms.txt (https://llmstxt.org), which lists
   the pages of the navigation.
 """
@@ -28,6 +29,8 @@ _FENCE = re.compile(r"^( *```).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FILES = (".png", ".svg", ".jpg", ".schema.json")  # beside pages
 _NOTEBOOK = ".ipynb"
+_OUTPUT = re.compile(r'<div class="highlight">(<pre><span></span><code>([^<]*)</code>)')  # without highlighting
+_COLUMNS = re.compile(r"\S {2,}\S|[─│├└]")
 _LONGEST_DESCRIPTION = 300  # characters: search engines and lists of pages show no more
 
 
@@ -71,6 +74,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _outside_fences(markdown, lambda text: _LINK.sub(lambda link: _relink(link, page.file), text))
 
 
+def on_page_content(content: str, **_: Any) -> str:
+    return _OUTPUT.sub(_wrapped, content)
+
+
+def on_page_context(context: Any, page: Page, config: MkDocsConfig, **_: Any) -> None:
+    if not page.url:  # the start page, whose heading is the name of the site
+        page.meta["title"] = config.site_description
+
+
 def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
     """Add llms.txt. All pages have been read by now, and no file of the site is written yet."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
@@ -83,6 +95,11 @@ def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
         if file is not None and file.page is not None:
             lines.append(f"- [{file.page.title}]({config.site_url or ''}{file.url}): {file.page.meta['description']}")
     files.append(File.generated(config, "llms.txt", content="\n".join(lines) + "\n"))
+
+
+def _wrapped(output: re.Match[str]) -> str:
+    """A block of output with the class `wrapped`, unless its columns are aligned with spaces."""
+    return output[0] if _COLUMNS.search(output[2]) else f'<div class="highlight wrapped">{output[1]}'
 
 
 def _page_of(uri: str) -> str:
