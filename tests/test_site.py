@@ -22,7 +22,13 @@ from shardkeep import errors, remap, serialization
 ROOT = Path(__file__).parents[1]
 REFERENCE = "".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 # Of classes that are not public themselves, but returned by what is.
-ALSO_SHOWN = {"shardkeep.errors", "shardkeep.loading.planning.PlannedLeaf", "shardkeep.model.reports.Warmth"}
+ALSO_SHOWN = {
+    "shardkeep.errors",
+    "shardkeep.loading.planning.PlannedLeaf",
+    "shardkeep.model.reports.Warmth",
+    "shardkeep.runs.schedule.Interval",
+    "shardkeep.saving.save.FormatName",
+}
 # Public only in name: what loading and JAX call.
 NOT_SHOWN = {
     "shardkeep.OpaqueNode.tree_flatten_with_keys",
@@ -118,7 +124,8 @@ def test_files_elsewhere_in_the_repository(tmp_path: Path) -> None:
     pages = {
         "docs/index.md": "# A\n\nSee it at [the results](../bench/table.md#one). More.\n\n<!--\nset up\n-->\n"
         "[the script](../bench/run.py), [`run.py`](../bench/run.py), [README](../README.md#use), [section](#a)\n\n"
-        "```md\n[shown](../bench/run.py)\n```\n",
+        "```md\n[shown](../bench/run.py)\n```\n\n```text\nError: a message\n  and more\n```\n\n"
+        "```text\na     b\n```\n",
         "bench/table.md": "# Table\n\n## One\n\n![plot](plot.png) [back](../docs/index.md) [next](../NEWS.md) "
         "[tour](../docs/tours/short.ipynb)\n",
         "bench/plot.png": "",
@@ -135,6 +142,9 @@ def test_files_elsewhere_in_the_repository(tmp_path: Path) -> None:
     assert "the script (<code>bench/run.py</code> in the repository), <code>bench/run.py</code>" in start
     assert "README (<code>README.md</code> in the repository)" in start
     assert "set up" not in start
+    assert "<title>Atomic, verified and fast checkpoints for JAX in open formats - shardkeep</title>" in start
+    shown = re.findall('<div class="highlight( wrapped)?"><pre><span></span><code>([^<]*)<', start)
+    assert shown[-2:] == [(" wrapped", "Error: a message\n  and more\n"), ("", "a     b\n")]
     assert "](../bench/run.py)" in re.sub("<[^>]*>", "", start)
     table = (tmp_path / "site" / "bench" / "table" / "index.html").read_text()
     assert 'src="../plot.png"' in table

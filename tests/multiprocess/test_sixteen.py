@@ -1,6 +1,7 @@
-"""Sixteen processes with one device each: what `bench/scale.py` predicts of a save is what they write."""
+"""Sixteen processes with one device each: what `bench/scale.py` predicts of a save is what they write and ask."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,39 @@ def counting(self, data):
     decode(self, data)
 
 tables.PieceTable.__init__ = counting
-reports = [shardkeep.save(root / f"run{{n}}", tree) for n in range(2)]
+asked = count_requests()
+reports, requests = [], []
+for n in range(2):
+    reports.append(shardkeep.save(root / f"run{{n}}", tree))
+    requests.append(dict(asked))
+    asked.clear()
 before = len(decoded)
 template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 again = shardkeep.load(root / "run0", template=template)
 wrong = differences(again, scale.tree_of(values))
-say(shares=[report.share for report in reports], decoded=before, wrong=wrong)
+say(shares=[report.share for report in reports], decoded=before, wrong=wrong, requests=requests)
+"""
+COUNT = """
+from collections import Counter
+from shardkeep.processes import group
+
+def count_requests():
+    asked = Counter()
+
+    def counted(name, kind):
+        plain = getattr(group, name)
+
+        def call(client, key, *others):
+            asked["heartbeat" if "/alive/" in key else kind] += 1
+            return plain(client, key, *others)
+
+        setattr(group, name, call)
+
+    kinds = dict(set_key="set", set_new_key="set", get_key="get", wait_for_key="wait", list_keys="directory")
+    for name, kind in kinds.items():
+        counted(name, kind)
+    return asked
+
 """
 
 
@@ -47,8 +75,8 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> object:
     return scale
 
 
-def test_they_write_what_the_bench_predicts(scale: object, tmp_path: Path) -> None:
-    said = all_well(run_cluster(SAVE.format(bench=BENCH), tmp_path, size=16, devices=1, timeout=400))
+def test_they_write_and_ask_what_the_bench_predicts(scale: object, tmp_path: Path) -> None:
+    said = all_well(run_cluster(COUNT + SAVE.format(bench=BENCH), tmp_path, size=16, devices=1, timeout=400))
     job = scale.Job(16, 4, 2, 256)
     arrays = job.arrays()
     shares = scale.share_out(list(arrays.values()), 16, gathered=False)
@@ -60,6 +88,15 @@ def test_they_write_what_the_bench_predicts(scale: object, tmp_path: Path) -> No
         assert found["shares"] == [sum(sizes.values())] * 2
         assert (found["decoded"], found["wrong"]) == (0, [])
         expected |= sizes
+    predicted = scale.count_coordination(16, ["x"])
+    for number in range(2):
+        asked = sum((Counter(found["requests"][number]) for found in said), Counter())
+        assert asked["get"] == predicted["get"]
+        assert asked["directory"] == predicted["directory"]
+        # At the end of an operation, some are still under way in the background: they count for the next one, or not.
+        assert abs(asked["set"] - predicted["set"]) <= 2
+        # The leader waits only for keys that it has not found yet.
+        assert max(asked["wait"], predicted["wait"]) <= 15 * 3 + 2 * 16
     for number in range(2):
         path = tmp_path / f"run{number}"
         save_id = shardkeep.inspect(path).save_id

@@ -17,6 +17,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -70,6 +71,7 @@ def simulate(name: str) -> None:
         importlib.import_module(module)
     tempfile._O_TMPFILE_WORKS = False  # type: ignore[attr-defined]  # as found when it is imported
     shutil._copyxattr = lambda *_, **__: None  # type: ignore[attr-defined]  # likewise
+    subprocess._USE_POSIX_SPAWN = False  # likewise; Python 3.13 spawns most processes that way
     _remove(_LINUX)
     _hide_trees()
     if name == "macos":
