@@ -142,10 +142,10 @@ def test_what_changes_after_save_async_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_a_value_count_against_the_memory_budget() -> None:
-    from shardkeep.saving.snapshot import staged_sizes
+    from shardkeep.saving.snapshot import examine, staged_sizes
 
     leaves = flatten({"data": PerProcess({"a": np.zeros(1000, np.uint8), "b": [b"x" * 50]}), "w": np.zeros(10)})[1]
-    assert sum(nbytes for nbytes, _, _ in staged_sizes(leaves)) == 1130
+    assert sum(nbytes for nbytes, _, _ in staged_sizes(examine(leaves))) == 1130
 
 
 @pytest.fixture

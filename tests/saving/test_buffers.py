@@ -16,7 +16,7 @@ from dtypes import SAMPLE, dtype_of
 from shardkeep.model.tree import flatten
 from shardkeep.saving.buffers import owns_its_buffer, shards_of
 from shardkeep.saving.donation import Staging
-from shardkeep.saving.snapshot import take_snapshot
+from shardkeep.saving.snapshot import examine, take_snapshot
 from shardkeep.stores.location import location, store_at
 from support import bits, crew_of, mesh_of, pattern
 from ways import COMPUTED, PLACED, host_memory, lies_in, one, replicated, sharded
@@ -57,10 +57,10 @@ def test_some_ways_do_alias() -> None:
 
 def test_the_data_of_keys_is_looked_at() -> None:
     memory = host_memory((64, 2), np.uint32)
-    (shard,) = take_snapshot(flatten(jax.random.wrap_key_data(jax.device_put(memory)))[1]).shards
+    (shard,) = take_snapshot(examine(flatten(jax.random.wrap_key_data(jax.device_put(memory)))[1])).shards
     assert np.shares_memory(shard.data, memory)
     assert not shard.stable
-    (shard,) = take_snapshot(flatten(jax.jit(jax.random.split)(jax.random.key(0)))[1]).shards
+    (shard,) = take_snapshot(examine(flatten(jax.jit(jax.random.split)(jax.random.key(0)))[1])).shards
     assert shard.stable or jax.__version_info__ < (0, 9)  # which hides that keys were computed: they are copied
 
 
@@ -95,7 +95,7 @@ class TestLoads:
         }[where]
         tree = shardkeep.load(saved, mmap=mmap, **arguments)
         assert [name for name, array in tree.items() if not owns_its_buffer(array)] == []
-        assert all(shard.stable for shard in take_snapshot(flatten(tree)[1]).shards)
+        assert all(shard.stable for shard in take_snapshot(examine(flatten(tree)[1])).shards)
 
     def test_what_the_program_made_during_a_load_is_not(self, saved: Path) -> None:
         """Functions and callbacks are called by the load, and may give it memory of the program."""
@@ -123,7 +123,7 @@ class TestSnapshot:
         memory = host_memory((64, 64))
         tree = {"put": jax.device_put(memory, where()), "own": jax.jit(lambda x: x, out_shardings=where())(memory)}
         with crew_of() as crew:
-            snapshot = take_snapshot(flatten(tree)[1], Staging(crew))
+            snapshot = take_snapshot(examine(flatten(tree)[1]), Staging(crew))
         copied = snapshot.leaves[1].first_held
         assert not any(np.shares_memory(shard.data, memory) for shard in snapshot.shards)
         assert all(shard.stable for shard in snapshot.shards)
@@ -134,12 +134,12 @@ class TestSnapshot:
         tree = {"a": jnp.ones((64, 64)), "b": jax.jit(lambda: jnp.ones(8), out_shardings=sharded())(), "c": np.ones(3)}
         views = [np.asarray(shard.data) for name in "ab" for shard in tree[name].addressable_shards]
         with crew_of() as crew:
-            snapshot = take_snapshot(flatten(tree)[1], Staging(crew, copy=True))
+            snapshot = take_snapshot(examine(flatten(tree)[1]), Staging(crew, copy=True))
         assert not any(np.shares_memory(shard.data, view) for shard in snapshot.shards for view in [*views, tree["c"]])
 
     def test_a_save_in_the_foreground_copies_block_by_block(self) -> None:
         memory = host_memory((64, 64))
-        (shard,) = take_snapshot(flatten(jax.device_put(memory))[1]).shards
+        (shard,) = take_snapshot(examine(flatten(jax.device_put(memory))[1])).shards
         assert not shard.stable
         assert np.shares_memory(shard.data, memory)
 
@@ -199,4 +199,4 @@ def test_an_array_without_a_traceback_is_copied() -> None:
         _jax.set_tracebacks_enabled(True)
     assert array.traceback is None
     assert not owns_its_buffer(array)
-    assert [shard.stable for shard in take_snapshot(flatten(array)[1]).shards] == [False]
+    assert [shard.stable for shard in take_snapshot(examine(flatten(array)[1])).shards] == [False]

@@ -12,7 +12,7 @@ from shardkeep.processes.agreement import compare
 from shardkeep.processes.group import Group
 from shardkeep.processes.operation import Operation
 from shardkeep.saving.multiprocess import agreement_lines, outline, settle, unshared
-from shardkeep.saving.snapshot import Snapshot, take_snapshot
+from shardkeep.saving.snapshot import Snapshot, examine, take_snapshot
 
 
 def compared(three: list[Group], lines: list[list[str]]) -> list[object]:
@@ -20,7 +20,7 @@ def compared(three: list[Group], lines: list[list[str]]) -> list[object]:
 
 
 def lines_of(tree: object) -> list[str]:
-    return agreement_lines(take_snapshot(flatten(tree)[1], index=1, size=2))
+    return agreement_lines(take_snapshot(examine(flatten(tree)[1], size=2), index=1, size=2))
 
 
 def test_a_line_for_each_leaf_tells_what_it_is() -> None:
@@ -95,7 +95,7 @@ def test_processes_learn_the_rows_of_all(three: list[Group]) -> None:
 
     def work(operation: Operation) -> Snapshot:
         tree = {"a": PerProcess(values[operation.index]), "n": 1, "b": PerProcess(operation.index)}
-        return settle(operation, take_snapshot(flatten(tree)[1], index=operation.index, size=3))
+        return settle(operation, take_snapshot(examine(flatten(tree)[1]), index=operation.index, size=3))
 
     settled: list[Snapshot] = everywhere(three, work)
     assert len({repr((leaf.spec, leaf.origin, leaf.shares)) for leaf in (one.leaves[0] for one in settled)}) == 1

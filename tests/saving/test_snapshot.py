@@ -17,7 +17,7 @@ from shardkeep.runtime.hostmemory import aligned_empty
 from shardkeep.runtime.scopes import Scope
 from shardkeep.saving import snapshot as staging
 from shardkeep.saving.donation import Staging
-from shardkeep.saving.snapshot import Snapshot, staged_sizes, take_snapshot
+from shardkeep.saving.snapshot import Snapshot, examine, staged_sizes, take_snapshot
 from support import bits, mesh_of, pattern
 
 
@@ -27,7 +27,7 @@ def _address(array: Any) -> int:
 
 def _snapshot(tree: Any, keep: bool = True) -> Snapshot:
     with Scope("a snapshot") as scope:  # which ends the threads
-        return take_snapshot(flatten(tree)[1], Staging(scope.add(Crew())) if keep else None)
+        return take_snapshot(examine(flatten(tree)[1]), Staging(scope.add(Crew())) if keep else None)
 
 
 class TestCanaries:
@@ -134,7 +134,7 @@ class TestSnapshot:
 
     def test_what_is_staged_is_counted(self) -> None:
         _, leaves = flatten({"a": jnp.ones(10, jnp.float32), "b": np.ones(3), "c": 5, "d": "text"})
-        assert [nbytes for nbytes, _, _ in staged_sizes(leaves)] == [40, 24]
+        assert [nbytes for nbytes, _, _ in staged_sizes(examine(leaves))] == [40, 24]
 
     def test_prng_keys_are_staged_as_their_data(self) -> None:
         snapshot = _snapshot({"key": jax.random.key(3)})

@@ -10,7 +10,7 @@ from shardkeep.catalog import new_target
 from shardkeep.layouts.plan import Draft
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import flatten
-from shardkeep.saving.snapshot import take_snapshot
+from shardkeep.saving.snapshot import examine, take_snapshot
 from shardkeep.saving.store import store_snapshot
 from shardkeep.stores.location import location
 from support import assert_same
@@ -25,7 +25,7 @@ def draft() -> Draft:
 @pytest.mark.parametrize("name", ["c", "c.safetensors"])
 def test_a_snapshot_and_a_draft_make_a_checkpoint(name: str, tmp_path: Path) -> None:
     target = new_target(location(tmp_path / name), "safetensors", None, None)
-    report = store_snapshot(target, take_snapshot(flatten(TREE)[1]), draft(), overwrite=False)
+    report = store_snapshot(target, take_snapshot(examine(flatten(TREE)[1])), draft(), overwrite=False)
     assert_same(shardkeep.load(tmp_path / name), TREE)
     found = shardkeep.inspect(tmp_path / name)
     assert (found.step, found.metadata, found.save_id) == (7, {"loss": 0.5}, "1" * 32)
@@ -38,6 +38,6 @@ def test_a_check_that_raises_prevents_the_commit(tmp_path: Path) -> None:
 
     target = new_target(location(tmp_path / "c"), "zarr", None, None)
     with pytest.raises(shardkeep.IntegrityError, match="2 leaves are not right"):
-        store_snapshot(target, take_snapshot(flatten(TREE)[1]), draft(), overwrite=False, check=refuse)
+        store_snapshot(target, take_snapshot(examine(flatten(TREE)[1])), draft(), overwrite=False, check=refuse)
     assert not shardkeep.exists(tmp_path / "c")
     assert list(tmp_path.rglob("*0")) == []

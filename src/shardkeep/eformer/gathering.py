@@ -11,14 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from shardkeep.jaxapi import transfers_allowed
 from shardkeep.loading.adapt import apply_function, cast_array
 from shardkeep.loading.moving import move, on_host, stays_numpy, take_rows
-from shardkeep.model.arrays import Array, DType, kind_of, parse_dtype
+from shardkeep.model.arrays import Array, DType, is_prng_dtype, kind_of, parse_dtype
 from shardkeep.model.tree import flatten
 from shardkeep.processes.collectives import gather_array, send_from_leader
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.hostmemory import available_memory
 from shardkeep.runtime.progress import NO_BAR, Bar
 from shardkeep.runtime.scopes import Scope
-from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
 

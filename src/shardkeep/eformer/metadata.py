@@ -15,12 +15,11 @@ import numpy as np
 from shardkeep._version import __version__
 from shardkeep.errors import IntegrityError
 from shardkeep.loading.moving import on_host
-from shardkeep.model.arrays import Region
+from shardkeep.model.arrays import Region, is_prng_dtype
 from shardkeep.model.leaves import StoredLeaf
 from shardkeep.model.manifest import Manifest, Tree
 from shardkeep.model.naming import dotted_names
 from shardkeep.model.tree import Path
-from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
 

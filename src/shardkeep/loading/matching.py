@@ -15,14 +15,13 @@ from shardkeep.loading.mismatches import Mismatch, wrong_kind, wrong_shape
 from shardkeep.loading.moving import is_on_cpu, stays_numpy
 from shardkeep.loading.request import LoadRequest
 from shardkeep.loading.shardings import Place, check_layout, check_sharding, needed_regions
-from shardkeep.model.arrays import DType, Region, kind_of, kind_of_value
+from shardkeep.model.arrays import DType, Region, is_prng_dtype, kind_of, kind_of_value
 from shardkeep.model.leaves import UNREADABLE, NumpyArray, PrngKeys, StoredArray, StoredLeaf
 from shardkeep.model.perprocess import PerProcess, PerProcessRows
 from shardkeep.model.tree import Leaf
 from shardkeep.model.values import show
 from shardkeep.remap.expressions import DerivedArray
 from shardkeep.remap.regions import regions_read
-from shardkeep.saving.snapshot import is_prng_dtype
 
 _SMALL = 1 << 20  # a piece up to this size is read as a whole, and its shards are cut in memory
 

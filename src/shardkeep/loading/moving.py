@@ -27,9 +27,8 @@ from shardkeep.jaxapi import (
     refuse_without_jax,
     transfers_allowed,
 )
-from shardkeep.model.arrays import NARROW, NUMPY_NAMES, WIDE, Array, DType, carrier_of, is_integer
+from shardkeep.model.arrays import NARROW, NUMPY_NAMES, WIDE, Array, DType, carrier_of, is_integer, is_prng_dtype
 from shardkeep.processes.collectives import gather_array
-from shardkeep.saving.snapshot import is_prng_dtype
 
 
 def move(x: Any, sharding: Sharding | None) -> jax.Array:

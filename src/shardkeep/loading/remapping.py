@@ -17,14 +17,13 @@ from shardkeep.loading.moving import move, on_host, stays_numpy, with_layout
 from shardkeep.loading.request import Filler, LoadRequest
 from shardkeep.loading.select import Choice, choose_places
 from shardkeep.loading.shardings import Place
-from shardkeep.model.arrays import Array, ArraySpec, DType, kind_of
+from shardkeep.model.arrays import Array, ArraySpec, DType, is_prng_dtype, kind_of
 from shardkeep.model.keys import ByLooseKey
 from shardkeep.model.leaves import UNSHARDED, StoredArray, StoredLeaf
 from shardkeep.model.manifest import Tree
 from shardkeep.model.tree import Leaf, Path, flatten
 from shardkeep.remap.changes import Remapped, remap_tree
 from shardkeep.remap.expressions import Changed, DerivedArray, Filled, Shape, walk
-from shardkeep.saving.snapshot import is_prng_dtype
 
 log = logging.getLogger("shardkeep")
 

@@ -118,6 +118,14 @@ def is_integer(dtype: np.dtype[Any]) -> bool:
     return dtype.isbuiltin == 1 and kind_of(dtype) in ("int", "bool")
 
 
+@lru_cache(maxsize=256)
+def is_prng_dtype(dtype: Any) -> bool:
+    """Whether a dtype is that of JAX's PRNG keys."""
+    import jax
+
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
 def carrier_of(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """The unsigned integer with the width of a float type; None if there is none that JAX can convert it to.
 

@@ -76,7 +76,7 @@ def _is_same(a: Any, b: Any) -> bool:
     return len(cast(_Sequence, a)) == len(b) and all(map(_is_same, cast(_Sequence, a), b))
 
 
-def find_problem(
+def find_problem_inside(
     value: object, problem_of: Callable[[object], str | None], where: str = "PerProcess value", depth: int = 0
 ) -> str | None:
     """Why a value cannot be saved, and where in it; None if it can. `problem_of` judges what is not a container."""
@@ -92,7 +92,7 @@ def find_problem(
         except NotPlainError as error:
             key = f"dict key {show(key):.60} is {an(str(error))}"
             return f"{where}: {key}; use str, int, float, bool, None, bytes or tuples of them"
-        problem = find_problem(inside, problem_of, f"{where}[{show(key):.60}]", depth + 1)
+        problem = find_problem_inside(inside, problem_of, f"{where}[{show(key):.60}]", depth + 1)
         if problem is not None:
             return problem
     return None
@@ -107,7 +107,7 @@ def size_of(value: object) -> int:
 
 
 def encode_value(value: object) -> Array:
-    """The bytes of a value that `find_problem` found nothing wrong with: 8 of length, JSON, then arrays and bytes."""
+    """The bytes of a value that can be saved: 8 of length, JSON, then arrays and bytes."""
     data: list[bytes | memoryview] = []
     text = json.dumps(_encode(value, data), separators=(",", ":")).encode()
     return np.frombuffer(b"".join([_START.pack(len(text)), text, *data]), np.uint8)

@@ -14,6 +14,7 @@ import numpy as np
 from shardkeep.catalog import new_target
 from shardkeep.errors import CheckpointNotFoundError, PrefixError, TreeError, an
 from shardkeep.layouts.plan import Draft
+from shardkeep.model.arrays import is_prng_dtype
 from shardkeep.model.document import check_bools, check_step
 from shardkeep.model.manifest import Tree, check_prefix
 from shardkeep.model.metadata import check_metadata
@@ -21,6 +22,7 @@ from shardkeep.model.perprocess import PerProcess
 from shardkeep.model.reports import SaveReport
 from shardkeep.model.tree import Leaf, flatten
 from shardkeep.processes.agreement import compare
+from shardkeep.processes.assignment import share_out
 from shardkeep.processes.operation import Operation, join
 from shardkeep.runtime.budget import Claim, budget
 from shardkeep.runtime.collector import collector
@@ -34,9 +36,8 @@ from shardkeep.saving.multiprocess import outline
 from shardkeep.saving.pending import BackgroundSave, PendingSave
 from shardkeep.saving.snapshot import (
     Assignment,
-    is_prng_dtype,
-    refuse_unsupported,
-    share_leaves,
+    Examined,
+    examine,
     staged_sizes,
     take_snapshot,
 )
@@ -218,12 +219,12 @@ def run_save(request: SaveRequest, operation: Operation) -> SaveReport:
             # Nothing is being trained meanwhile: one more thread keeps the disk busier.
             crew = Crew(request.target.store.traits.concurrency, more=1)
             claim = Claim(budget, scope)
-            job, leaves = _prepare(request, operation, scope, crew, claim)
-            shares = _share(job, leaves) if operation.size > 1 else None
-            moved = [size for size, _, where in staged_sizes(leaves, shares, operation.index) if where == "device"]
+            job, examined = _prepare(request, operation, scope, crew, claim)
+            shares = _share(job, examined) if operation.size > 1 else None
+            moved = [size for size, _, where in staged_sizes(examined, shares, operation.index) if where == "device"]
             if moved:
                 claim.take(_make_room(job, sum(moved), 0), f"the save to {request.target.where}")
-            _take_snapshot(job, leaves, shares)
+            _take_snapshot(job, examined, shares)
             callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
             job.entry.enter()
             report = job.run_with_bar(request.verbose)
@@ -243,13 +244,13 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
     with Scope(what) as outer, Scope(what) as scope:
         crew = Crew(target.store.traits.concurrency, background=True)
         claim, staging = Claim(budget, scope), Staging(crew, request.copy)
-        job, leaves = _prepare(request, operation, scope, crew, claim, staging)
+        job, examined = _prepare(request, operation, scope, crew, claim, staging)
         if operation.size == 1 and not request.overwrite:  # otherwise one process may see what another does not see
             with suppress(CheckpointNotFoundError):  # a directory of checkpoints is not a checkpoint
                 refuse_existing(target, [draft.prefix for draft in job.drafts])
         job.outlives_call = True
-        shares = _share(job, leaves) if operation.size > 1 else None
-        sized = staged_sizes(leaves, shares, operation.index)
+        shares = _share(job, examined) if operation.size > 1 else None
+        sized = staged_sizes(examined, shares, operation.index)
         nbytes = sum(nbytes for nbytes, _, _ in sized)
         moved = [size for size, _, where in sized if where == "device"]
         if moved:
@@ -259,7 +260,7 @@ def start_save(request: SaveRequest, operation: Operation) -> BackgroundSave:
             arrays = [(n, array) for n, array, where in sized if where == "cpu" and isinstance(array, jax.Array)]
             staging.watched = donations.watch(pair for pair in arrays if not is_prng_dtype(pair[1].dtype))
         crew.start()  # now: at the end of the program no thread can be started
-        _take_snapshot(job, leaves, shares, staging)
+        _take_snapshot(job, examined, shares, staging)
         callback = _queue_callback(request, outer) if request.on_commit and operation.leads else None
         job.entry.enter()
         save = BackgroundSave(target.where)
@@ -311,8 +312,8 @@ def _work(job: SaveJob, save: BackgroundSave, verbose: bool) -> SaveReport:
 
 def _prepare(
     request: SaveRequest, operation: Operation, scope: Scope, crew: Crew, *memory: Resource
-) -> tuple[SaveJob, list[Leaf]]:
-    """Check the arguments and flatten the trees. Nothing is written."""
+) -> tuple[SaveJob, Examined]:
+    """Check the arguments, flatten the trees and look at their leaves. Nothing is written."""
     started = time.perf_counter()
     target = request.target
     trees = {"" if request.prefix is None else check_prefix(request.prefix): request.tree}
@@ -352,7 +353,7 @@ def _prepare(
         check=request.check,
         late=request.late,
     )
-    return job, leaves
+    return job, examine(leaves, operation.size)
 
 
 def _further_trees(request: SaveRequest, main: str) -> dict[str, Any]:
@@ -374,23 +375,22 @@ def _further_trees(request: SaveRequest, main: str) -> dict[str, Any]:
     return dict(sorted(trees.items()))
 
 
-def _share(job: SaveJob, leaves: list[Leaf]) -> Assignment:
-    """Which of several processes writes what."""
+def _share(job: SaveJob, examined: Examined) -> Assignment:
+    """Which of several processes writes what: from the shardings alone, so all come to the same result."""
     operation, gathers = job.operation, job.target.layout.gathers
     if gathers:  # first: in a collective they would wait forever
-        refuse_unsupported(leaves, operation.size)
-        compare(operation, [f"path {job.target.where}", *outline(leaves)])
-    return share_leaves(leaves, operation.size, gathered=gathers)
+        compare(operation, [f"path {job.target.where}", *outline(examined.leaves)])
+    return share_out(examined.arrays, operation.size, gathered=gathers)
 
 
 def _take_snapshot(
-    job: SaveJob, leaves: list[Leaf], shares: Assignment | None = None, staging: Staging | None = None
+    job: SaveJob, examined: Examined, shares: Assignment | None = None, staging: Staging | None = None
 ) -> None:
     """Take the part of the tree that this process writes to host memory."""
     operation, gathers = job.operation, job.target.layout.gathers
     with collector.paused():
         job.snapshot = take_snapshot(
-            leaves,
+            examined,
             staging,
             job.transfers,
             index=operation.index,
@@ -398,7 +398,7 @@ def _take_snapshot(
             gathered=gathers,
             shares=shares,
         )
-    leaves.clear()  # do not keep the caller's arrays longer than the snapshot needs
+    examined.release()  # do not keep the caller's arrays longer than the snapshot needs
     if staging is not None and job.transfers is not None and not job.transfers.in_batches:
         job.transfers.wait(until_safe=True)
     job.snapshot_seconds = time.perf_counter() - job.started

@@ -15,18 +15,15 @@ from typing import Any, Literal, cast
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from shardkeep.errors import UnsupportedLeafError, an, counted
 from shardkeep.jaxapi import is_weakly_typed, local_parts, private_part, refuse_without_jax, transfers_allowed
 from shardkeep.layouts.plan import StagedArray, StagedLeaf, StagedValue
-from shardkeep.model.arrays import Array, ArraySpec, DType, Region, dtype_name
+from shardkeep.model.arrays import Array, ArraySpec, Region, is_prng_dtype
 from shardkeep.model.fastclass import fast_dataclass
 from shardkeep.model.leaves import NATIVE, UNSHARDED, JaxArray, NumpyArray, PrngKeys, SavedSharding
-from shardkeep.model.perprocess import PerProcess, PerProcessRows, find_problem, size_of
+from shardkeep.model.perprocess import PerProcess, PerProcessRows, size_of
 from shardkeep.model.shares import Shares
 from shardkeep.model.tree import Leaf, mention_once, name_leaf
-from shardkeep.model.values import is_plain
 from shardkeep.processes.assignment import share_out
 from shardkeep.processes.collectives import gather_array
 from shardkeep.processes.operation import LEADER
@@ -36,12 +33,10 @@ from shardkeep.saving.cutting import can_cut
 from shardkeep.saving.donation import Staging
 from shardkeep.saving.rows import gather_value, in_rows, stage_value
 from shardkeep.saving.transfer import AnyShard, Arriving, Copies, Transfers
+from shardkeep.saving.unsupported import find_array_problem, find_problem, is_jax_array, unsupported
 
-_SHOWN = 10  # leaves that an error names
 _REMEMBERED = 4096  # shardings and shapes: more than a model has, and a bound for programs that make new ones
 _forms: "dict[tuple[Any, tuple[int, ...], Any], _Form]" = {}
-
-_WITHOUT_SHARDING = (np.ndarray, Tracer)
 
 Where = Literal["cpu", "host", "device"]  # memory of CPU devices, host memory of accelerators, their own memory
 Assignment = Sequence[Shares | None]  # of each leaf
@@ -54,11 +49,29 @@ class _Form:
 
     spec: ArraySpec
     origin: JaxArray
+    nbytes: int  # that this process holds
     regions: tuple[Region, ...]  # the distinct regions that this process holds
     parts: tuple[int, ...] | None  # the shard of each region; None if there is one device, or all have the same
     plain: bool  # on one CPU device, with a dtype of NumPy's own
     where: "Where"
+    spans: bool  # several processes
     copies: tuple[Copies, ...] = ()  # on accelerators: all shards of each region
+
+
+@dataclass(eq=False, slots=True)
+class Examined:
+    """The leaves of a save. Each was looked at once, and can be saved.
+
+    `arrays` are what will be stored: for PRNG keys their data, for plain values None. `forms` are those of JAX arrays.
+    """
+
+    leaves: Sequence[Leaf]
+    arrays: Sequence[Any]
+    forms: "Sequence[_Form | None]"
+
+    def release(self) -> None:
+        """Refer to the program's arrays no longer."""
+        self.leaves = self.arrays = self.forms = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +95,43 @@ class Snapshot:
 NOTHING = Snapshot((), ())
 
 
+def examine(leaves: Sequence[Leaf], size: int = 1) -> Examined:
+    """Look at all leaves; an `UnsupportedLeafError` names every one that `size` processes cannot save."""
+    if any(is_jax_array(leaf.value.__class__) for leaf in leaves):
+        refuse_without_jax()
+    arrays: list[Any] = []
+    forms: list[_Form | None] = []
+    problems: list[tuple[str, str]] = []
+    weak: list[str] = []
+    for leaf in leaves:
+        value = leaf.value
+        array, form, problem = value, None, None
+        if not is_jax_array(value.__class__):
+            problem = find_problem(value)
+            array = value if isinstance(value, np.ndarray) else None
+        else:
+            if not value.is_deleted():
+                form = _forms.get((value.sharding, value.shape, value.dtype))
+            if form is None or (form.spans and size == 1):
+                problem = find_array_problem(value, size)
+            if form is None and problem is None:
+                array = _key_data(value) if is_prng_dtype(value.dtype) else value
+                form = _form_of(array)
+            if problem is None and is_weakly_typed(array):
+                weak.append(name_leaf(leaf.path, leaf.prefix))
+        if problem is not None:
+            problems.append((name_leaf(leaf.path, leaf.prefix), problem))
+        arrays.append(array)
+        forms.append(form)
+    if problems:
+        raise unsupported(problems)
+    if weak:
+        mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
+    return Examined(leaves, arrays, forms)
+
+
 def take_snapshot(
-    leaves: Sequence[Leaf],
+    examined: Examined,
     staging: Staging | None = None,
     transfers: Transfers | None = None,
     *,
@@ -95,47 +143,39 @@ def take_snapshot(
     """Take all leaves to host memory, or start to: the data of arrays on accelerators arrives later.
 
     Args:
-        leaves: The leaves of the tree.
+        examined: The leaves of the tree.
         staging: Copies everything the program could change, for a snapshot that outlives the call.
         transfers: What brings arrays from accelerators. It is left to the caller to start them if they go in batches.
         index: The index of this process, which takes only what it will write.
         size: The number of processes.
         gathered: The leader takes all leaves, and the others none.
-        shares: Who writes what, if `share_leaves` has already said so.
+        shares: Who writes what, if the caller knows already.
     """
-    refuse_unsupported(leaves, size)
-    arrays = [_data_of(leaf.value) for leaf in leaves]
-    forms = [_form_of(array) if isinstance(array, jax.Array) else None for array in arrays]
-    weak: list[str] = []
-    for leaf, array, form in zip(leaves, arrays, forms, strict=True):
-        if form is not None:
-            if form.copies and transfers is None:
-                transfers = Transfers()
-            if is_weakly_typed(array):
-                weak.append(name_leaf(leaf.path, leaf.prefix))
-    if weak:
-        mention_once(weak, "%s: weak types are not saved; these arrays are loaded with a strong dtype")
+    leaves, arrays, forms = examined.leaves, examined.arrays, examined.forms
+    if transfers is None and any(form is not None and form.copies for form in forms):
+        transfers = Transfers()
     plans: list[StagedLeaf] = []
     shards: list[AnyShard] = []
-    looked_at = {id(array) for array in staging.watched} if staging is not None else set[int]()
+    watched = {id(array) for array in staging.watched} if staging is not None else set[int]()
     if size > 1:
         shares = share_out(arrays, size, gathered=gathered) if shares is None else shares
-        plans += _stage_shares(leaves, arrays, forms, shares, shards, transfers, index, gathered)
+        plans += _stage_shares(examined, shares, shards, transfers, index, gathered)
     for leaf, array, form in zip(leaves, arrays, forms, strict=True) if size == 1 else ():
-        if isinstance(leaf.value, PerProcess):
-            plan = stage_value(leaf, shards)
-            plans.append(in_rows(plan, shards, PerProcessRows.of([shards[-1].nbytes]), LEADER))
-        elif array is None:
-            plans.append(StagedValue(leaf.path, leaf.value))
-        elif form is None:
-            plans.append(_stage_numpy(leaf, shards))
-        elif form.copies:
-            plans.append(_stage_moved(leaf, array, form, shards, transfers))
-        else:
+        if form is not None:
+            if form.copies:
+                plans.append(_stage_moved(leaf, array, form, shards, transfers))
+                continue
             first = len(shards)
             plans.append(_stage_jax(leaf, array, form, shards))
-            if id(leaf.value) in looked_at:
+            if id(leaf.value) in watched:
                 shards[first:] = [Shard(shard.data, stable=False) for shard in shards[first:]]
+        elif array is not None:
+            plans.append(_stage_numpy(leaf, shards))
+        elif isinstance(leaf.value, PerProcess):
+            plan = stage_value(leaf, shards)
+            plans.append(in_rows(plan, shards, PerProcessRows.of([shards[-1].nbytes]), LEADER))
+        else:
+            plans.append(StagedValue(leaf.path, leaf.value))
     if transfers is not None and not transfers.in_batches:
         transfers.start()
     if staging is None:
@@ -143,27 +183,8 @@ def take_snapshot(
     return Snapshot(tuple(plans), *staging.settle(shards), transfers)
 
 
-def refuse_unsupported(leaves: Sequence[Leaf], size: int) -> None:
-    """Raise an `UnsupportedLeafError` that names every leaf that cannot be saved."""
-    if any(isinstance(leaf.value, jax.Array) for leaf in leaves):
-        refuse_without_jax()
-    problems = [
-        (name_leaf(leaf.path, leaf.prefix), problem) for leaf in leaves if (problem := _problem(leaf.value, size))
-    ]
-    if problems:
-        raise _unsupported(problems)
-
-
-def share_leaves(leaves: Sequence[Leaf], size: int, *, gathered: bool) -> Assignment:
-    """Which process writes which region of each leaf: from the shardings alone, so all come to the same result."""
-    refuse_unsupported(leaves, size)
-    return share_out([_data_of(leaf.value) for leaf in leaves], size, gathered=gathered)
-
-
 def _stage_shares(
-    leaves: Sequence[Leaf],
-    arrays: Sequence[Any],
-    forms: "Sequence[_Form | None]",
+    examined: Examined,
     everyones: Assignment,
     shards: list[AnyShard],
     transfers: Transfers | None,
@@ -171,7 +192,8 @@ def _stage_shares(
     gathered: bool,
 ) -> Iterator[StagedLeaf]:
     """Stage the part of the tree that this process writes, of a save by several processes."""
-    for leaf, array, form, shares in zip(leaves, arrays, forms, everyones, strict=True):
+    found = zip(examined.leaves, examined.arrays, examined.forms, everyones, strict=True)
+    for leaf, array, form, shares in found:
         if isinstance(leaf.value, PerProcess):
             yield gather_value(leaf, shards, index) if gathered else stage_value(leaf, shards)
         elif array is None:
@@ -193,53 +215,29 @@ def _stage_shares(
                 yield replace(_stage_jax(leaf, array, form, shards, _held(array, wanted)), shares=shares)
 
 
-def _data_of(value: Any) -> Any:
-    """The array to store for a leaf: for PRNG keys their data, for other values None."""
-    if isinstance(value, jax.Array):
-        if not is_prng_dtype(value.dtype):
-            return value
-        with transfers_allowed():
-            return jax.random.key_data(value)
-    return value if isinstance(value, np.ndarray) else None
-
-
 def staged_sizes(
-    leaves: Sequence[Leaf], shares: Assignment | None = None, index: int = LEADER
+    examined: Examined, shares: Assignment | None = None, index: int = LEADER
 ) -> list[tuple[int, Any, Where]]:
     """For each leaf with data, how much memory its snapshot takes, the leaf's value, and where that is.
 
     Args:
-        leaves: The leaves of the tree.
+        examined: The leaves of the tree.
         shares: Who writes what, if there are several processes. Of an array on accelerators, only that is taken.
         index: The index of this process.
     """
     sizes: list[tuple[int, Any, Where]] = []
-    for number, leaf in enumerate(leaves):
-        value = leaf.value
-        if isinstance(value, _WITHOUT_SHARDING):
-            sizes.append((value.nbytes, leaf.value, "cpu"))
-        elif isinstance(value, jax.Array):
-            nbytes, where = _size_here(value.sharding, value.shape, value.dtype)
-            if shares is not None and where == "device" and not value.is_fully_addressable:
+    for number, (leaf, array, form) in enumerate(zip(examined.leaves, examined.arrays, examined.forms, strict=True)):
+        if form is not None:
+            nbytes = form.nbytes
+            if shares is not None and form.where == "device" and form.spans:
                 own = shares[number]
-                nbytes = 0 if own is None else own.size_of(index) * (value.nbytes // max(value.size, 1))
-            sizes.append((nbytes, value, where))
-        elif isinstance(value, PerProcess) and _problem(value, 1) is None:
-            sizes.append((size_of(value.value), value, "cpu"))
+                nbytes = 0 if own is None else own.size_of(index) * form.spec.dtype.itemsize
+            sizes.append((nbytes, leaf.value, form.where))
+        elif array is not None:
+            sizes.append((array.nbytes, array, "cpu"))
+        elif isinstance(leaf.value, PerProcess):
+            sizes.append((size_of(leaf.value.value), leaf.value, "cpu"))
     return sizes
-
-
-@lru_cache(maxsize=_REMEMBERED)
-def _size_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: Any) -> tuple[int, Where]:
-    """The bytes that this process holds of an array, and where."""
-    where = _where(sharding)
-    if is_prng_dtype(dtype):
-        return math.prod(shape) * dtype.itemsize, where
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if sharding.is_fully_addressable:
-        return nbytes, where
-    shard = math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
-    return min(nbytes, shard * len(sharding.addressable_devices)), where
 
 
 def _stage_numpy(leaf: Leaf, shards: list[AnyShard]) -> StagedArray:
@@ -296,6 +294,11 @@ def _stage_moved(
     return StagedArray(leaf.path, form.spec, origin, tuple(held), first)
 
 
+def _key_data(keys: jax.Array) -> jax.Array:
+    with transfers_allowed():
+        return jax.random.key_data(keys)
+
+
 def _form_of(array: jax.Array) -> _Form:
     """The form of an array, cached: looking at the shards of an array takes longer than writing a small one."""
     key = (array.sharding, array.shape, array.dtype)
@@ -308,17 +311,21 @@ def _form_of(array: jax.Array) -> _Form:
 
 
 def _look_at(array: jax.Array) -> _Form:
-    spec = ArraySpec(array.shape, np.dtype(array.dtype))
-    origin, where = _origin_of(array.sharding), _where(array.sharding)
+    spec, sharding = ArraySpec(array.shape, np.dtype(array.dtype)), array.sharding
+    origin, where, nbytes = _origin_of(sharding), _where(sharding), spec.nbytes
+    spans = not sharding.is_fully_addressable
+    if spans:
+        shard = math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+        nbytes = min(nbytes, shard * len(sharding.addressable_devices))
     if array.is_fully_replicated:
-        plain = len(array.sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
+        plain = len(sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
         whole = Region.whole(array.shape)
         everyone = [(number, shard.device) for number, shard in enumerate(array.addressable_shards)]
         copies = (everyone,) if where == "device" and everyone else ()
-        return _Form(spec, origin, (whole,), None, plain, where, copies)
+        return _Form(spec, origin, nbytes, (whole,), None, plain, where, spans, copies)
     found = _copies(array)
-    parts = tuple(copies[0][0] for copies in found.values())
-    return _Form(spec, origin, tuple(found), parts, False, where, tuple(found.values()) if where == "device" else ())
+    parts, copies = tuple(copies[0][0] for copies in found.values()), tuple(found.values())
+    return _Form(spec, origin, nbytes, tuple(found), parts, False, where, spans, copies if where == "device" else ())
 
 
 def _copies(array: jax.Array) -> dict[Region, list[tuple[int, Any]]]:
@@ -366,83 +373,7 @@ def _origin_of(sharding: jax.sharding.Sharding) -> JaxArray:
 
 
 @lru_cache(maxsize=256)
-def is_prng_dtype(dtype: Any) -> bool:
-    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
-
-
-@lru_cache(maxsize=256)
 def _where(sharding: jax.sharding.Sharding) -> Where:
     if next(iter(sharding.device_set)).platform == "cpu":
         return "cpu"
     return "host" if str(sharding.memory_kind).endswith("_host") else "device"
-
-
-def _unsupported(problems: list[tuple[str, str]]) -> UnsupportedLeafError:
-    """The error that names the leaves that cannot be saved."""
-    shown = "\n".join(f"  {key}: {problem}" for key, problem in problems[:_SHOWN])
-    more = f"\n  … and {len(problems) - _SHOWN:,} more" if len(problems) > _SHOWN else ""
-    return UnsupportedLeafError(
-        f"{counted(len(problems), 'leaf', 'leaves')} cannot be saved; nothing was written:\n{shown}{more}"
-    )
-
-
-def _problem(value: Any, size: int) -> str | None:
-    if isinstance(value, PerProcess):
-        return find_problem(value.value, _value_problem)
-    if isinstance(value, Tracer):
-        return "a traced value inside jit, grad or vmap has no data; save outside the transformed function"
-    if isinstance(value, jax.Array):
-        return _array_problem(value, size)
-    if isinstance(value, np.ndarray | np.generic):
-        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
-            return f"{an(type(value).__name__)} has more than plain data; save its parts as plain arrays"
-        try:
-            dtype_name(value.dtype)
-        except TypeError:
-            return f"NumPy dtype {value.dtype} cannot be stored; convert to numbers, or to a list of str or bytes"
-        return None
-    if is_plain(value):
-        return None
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "an abstract array (ShapeDtypeStruct) has no data"
-    if callable(value):
-        return f"a function or class ({getattr(value, '__name__', value)!s:.60}) is not data; remove it from the tree"
-    if value is ...:
-        return "... marks a leaf that is not loaded; it is not data"
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return f"{an(kind)} is neither an array nor a plain value; register it as a pytree node or leave it out"
-
-
-def _value_problem(value: Any) -> str | None:
-    """Why something cannot be in a `PerProcess` value; None if it can."""
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-        refuse_without_jax()
-        if not value.is_deleted() and not value.is_fully_addressable:
-            return "the array spans several processes; save it as a leaf of the tree itself"
-        if is_prng_dtype(value.dtype):
-            return "PRNG keys cannot be stored in a PerProcess value; use their jax.random.key_data instead"
-        return _array_problem(value, size=1)
-    if value is None or isinstance(value, Tracer | np.ndarray | np.generic) or is_plain(value):
-        return None if value is None else _problem(value, size=1)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return f"{an(kind)} cannot be stored; use dicts, lists and tuples of plain values, bytes and NumPy arrays"
-
-
-def _array_problem(array: jax.Array, size: int) -> str | None:
-    if array.is_deleted():
-        return "the array has been deleted or donated; save it before you donate it"
-    if size == 1 and not array.is_fully_addressable:
-        return "the array spans several processes; call jax.distributed.initialize() first so that they can save it"
-    if is_prng_dtype(array.dtype):
-        known = isinstance(jax.random.key_impl(array), str)
-        return None if known else "a PRNG key of an unregistered implementation; save its jax.random.key_data instead"
-    return None if _can_be_stored(array.dtype) else f"dtype {array.dtype} cannot be stored"
-
-
-@lru_cache(maxsize=256)
-def _can_be_stored(dtype: DType) -> bool:
-    try:
-        dtype_name(np.dtype(dtype))
-    except TypeError:
-        return False
-    return True
