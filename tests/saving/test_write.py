@@ -290,3 +290,30 @@ def test_few_rooms_are_kept_for_the_next_save(tmp_path: Path, stable: bool) -> N
     _write(tmp_path, plans, arrays, stable)
     assert len(writing._rooms) <= 2
     assert all((tmp_path / f"f{i}").read_bytes() == bits(a) for i, a in enumerate(arrays))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_small_arrays_of_every_dtype_in_one_large_file(format: str, tmp_path: Path) -> None:
+    """Most small pieces are written straight from their memory; which of them can be, depends on the dtype."""
+    spread = NamedSharding(mesh_of(8), PartitionSpec(None, "a"))
+    tree: dict[str, Any] = {}
+    add, narrow = jax.jit(lambda x: x + 1), jax.jit(lambda x: x.astype(jnp.bfloat16))
+    for number, name in enumerate((*NUMPY, *EXTENDED)):
+        for part in range(12):
+            tree[f"{name} {part}"] = pattern(dtype_of(name), (96 + part, 64), 7 * number + part)
+        tree[f"{name} transposed"] = pattern(dtype_of(name), (40, 72), number).T
+        tree[f"{name} scalar"] = pattern(dtype_of(name), (), number)
+        tree[f"{name} empty"] = pattern(dtype_of(name), (0, 3), number)
+    for part in range(64):
+        array = jnp.asarray(pattern(np.float32, (64, 48), part))
+        tree[f"jax {part}"] = add(array)
+        tree[f"bfloat16 {part}"] = narrow(array)
+        tree[f"columns {part}"] = jax.device_put(array, spread)
+    before = {name: np.array(array) for name, array in tree.items()}
+    assert sum(array.nbytes for array in before.values()) > 2 * writing._LARGE
+    now = save_as(format, tmp_path / "now", tree)
+    shardkeep.save_async(tmp_path / "later", tree).wait()
+    for path in (now, tmp_path / "later"):
+        assert shardkeep.verify(path).ok
+        for name, array in shardkeep.load(path).items():
+            assert bits(array) == bits(before[name]), name

@@ -100,9 +100,9 @@ class CellGrid:
 
     def number(self, region: Region) -> int:
         """The number of the cell that is this region."""
+        if self.count == 1:  # as of most arrays
+            return 0
         found = 0
-        if not self.size:
-            return found
         for part, count, first in zip(self.parts, self.counts, region.start, strict=True):
             found = found * count + (first // part if isinstance(part, int) else bisect_left(part, first))
         return found

@@ -63,24 +63,35 @@ def write_at(file: Descriptor, offset: int, buffers: Sequence[memoryview]) -> in
     pending = [b for b in buffers if len(b)]
     start = offset
     while pending:
-        batch: list[memoryview] = []
-        total = 0
-        for buffer in pending[:_MAX_BUFFERS]:
-            batch.append(buffer[: _MAX_WRITE - total])
-            total += len(batch[-1])
-            if total >= _MAX_WRITE:
-                break
+        batch = pending[:_MAX_BUFFERS]
+        total = sum(map(len, batch))
+        if total > _MAX_WRITE:
+            batch, total = _cut(batch), _MAX_WRITE
         try:
             count = system.pwritev(file.number, batch, offset)
         except OSError as error:
             error.filename = error.filename or file.path
             raise
         offset += count
+        if count == total and len(batch) == len(pending):
+            break
         while pending and count >= len(pending[0]):
             count -= len(pending.pop(0))
         if count:
             pending[0] = pending[0][count:]
     return offset - start
+
+
+def _cut(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """The first `_MAX_WRITE` bytes of buffers that have more."""
+    batch: list[memoryview] = []
+    room = _MAX_WRITE
+    for buffer in buffers:
+        batch.append(buffer[:room])
+        room -= len(batch[-1])
+        if not room:
+            break
+    return batch
 
 
 def make_directories(path: str, durable: bool = True) -> None:
