@@ -202,7 +202,7 @@ bench-buckets: setup
 bench-orbax: $(BENCH_STAMP)
 	$(BENCH)/bin/python bench/orbax_loads.py
 
-# What one checkpoint of 16 to 10,000 processes costs: the real functions, without the data. About ten minutes.
+# What one checkpoint of 16 to 10,000 processes costs: the real functions, without the data. About seven minutes.
 bench-scale: $(BENCH_STAMP)
 	$(BENCH)/bin/python bench/scale.py
 

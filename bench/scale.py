@@ -1,7 +1,7 @@
 """The cost of saving and loading one checkpoint with 16 to 10,000 processes, without the data.
 
-    python bench/scale.py            # about ten minutes; writes scale.md and scale.json in bench/results, and its plot
-    python bench/scale.py --quick    # 16 to 256 processes; prints the table
+    python bench/scale.py            # about seven minutes; writes scale.md and scale.json in bench/results, and a plot
+    python bench/scale.py --quick    # 16 to 256 processes, one round; prints the table
 
 These parts are shardkeep's own: the assignment, the plans, the tables of pieces, the comparison between processes, the
 operation and its waiting, the records, the commit to a bucket, the manifest, and the plan of a load. `standins.py`
@@ -15,7 +15,8 @@ The bytes of the manifest are divided by the pieces in the tables, which are tho
 They should be at most 60 per piece, not counting the digests of its second and later blocks of 4 MiB (16 bytes each).
 
 Seconds of the leader's records and commit are those of a clock, as they are spent waiting for the bucket. The others
-are those of the processor, so other programs on the machine change them little.
+are those of the processor, so other programs on the machine change them little. All are medians of five interleaved
+rounds, each of which measures every job in a new process.
 
 The slope of a row is the exponent of the number of processes, from the third column to the last, where the data of a
 process stays the same: 0 is constant, 1 is proportional.
@@ -24,9 +25,12 @@ process stays the same: 0 is constant, 1 is proportional.
 import argparse
 import json
 import math
+import pickle
 import statistics
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -64,6 +68,8 @@ SAVE_ID = "5" * 32
 LATENCY = 0.05  # seconds of a request to the bucket
 MOST_THREADS = 256  # processes that take part in an operation, each in a thread
 DIGEST = "0" * 32
+ROUNDS = 5
+_MEDIANS = ("first", "again", "plan", "lines", "coordination", "records", "commit", "sent", "decode", "load")
 
 T = TypeVar("T")
 
@@ -423,16 +429,29 @@ def jobs(quick: bool) -> dict[str, list[Job]]:
     }
 
 
+def measure_apart(job: Job) -> Row:
+    """The row of a job, measured in a new process, where nothing is in a cache."""
+    with tempfile.NamedTemporaryFile() as result:
+        program = f"import pickle, scale; pickle.dump(scale.measure(scale.{job!r}), open({result.name!r}, 'wb'))"
+        subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, check=True, timeout=600)
+        return pickle.load(result)
+
+
+def median(rows: Sequence[Row]) -> Row:
+    """One row for several rounds of a job. Numbers of requests are those of the first."""
+    return replace(rows[0], **{name: statistics.median(getattr(row, name) for row in rows) for name in _MEDIANS})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="16 to 256 processes, small trees")
+    parser.add_argument("--quick", action="store_true", help="16 to 256 processes, small trees, one round")
     quick = parser.parse_args().quick
-    found: dict[str, list[Row]] = {}
-    for title, some in jobs(quick).items():
-        found[title] = []
-        for job in some:
-            found[title].append(measure(job))
-            print(f"{title}: {job.processes:,} processes", file=sys.stderr)
+    rounds = [(title, job) for title, some in jobs(quick).items() for job in some] * (1 if quick else ROUNDS)
+    measured: dict[str, dict[Job, list[Row]]] = {}
+    for number, (title, job) in enumerate(rounds, 1):
+        measured.setdefault(title, {}).setdefault(job, []).append(measure_apart(job))
+        print(f"{number} of {len(rounds)}: {title}, {job.processes:,} processes", file=sys.stderr)
+    found = {title: list(map(median, some.values())) for title, some in measured.items()}
     text = "\n\n".join(table(title, rows) for title, rows in found.items())
     print(text)
     if not quick:
