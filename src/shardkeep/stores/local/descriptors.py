@@ -65,15 +65,16 @@ def write_at(file: Descriptor, offset: int, buffers: Sequence[memoryview]) -> in
     while pending:
         batch = pending[:_MAX_BUFFERS]
         total = sum(map(len, batch))
+        is_all = len(batch) == len(pending) and total <= _MAX_WRITE
         if total > _MAX_WRITE:
-            batch, total = _cut(batch), _MAX_WRITE
+            batch = _cut(batch)
         try:
             count = system.pwritev(file.number, batch, offset)
         except OSError as error:
             error.filename = error.filename or file.path
             raise
         offset += count
-        if count == total and len(batch) == len(pending):
+        if is_all and count == total:
             break
         while pending and count >= len(pending[0]):
             count -= len(pending.pop(0))
