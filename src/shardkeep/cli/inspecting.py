@@ -68,7 +68,8 @@ def _show_tree(prefix: str, tree: Tree, rows: list[_Row], output: Output) -> Non
         if saved
         else ""
     )
-    size = f"{counted(len(tree.leaves), 'leaf', 'leaves')}, {human(tree.nbytes)} in {counted(len(tree.files), 'file')}"
+    leaves, files = counted(len(tree.leaves), "leaf", "leaves"), counted(len(tree.files), "file")
+    size = f"{leaves}, {human(tree.nbytes)} of arrays in {files}"
     output.line(f"{output.paint(name_prefix(prefix), 'cyan')}: {_format(tree)}, {size}{when}")
     metadata = without_notes(tree.metadata)
     if metadata:
