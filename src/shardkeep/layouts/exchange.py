@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardkeep.errors import KeyCollisionError, TreeError
 from shardkeep.layouts.assembly import assemble, part_of
@@ -72,8 +72,9 @@ class ExchangeLayout:
     def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         arrays = arrays_of(leaves)
         self.check([array.path for array in arrays])
-        named = [replace(piece, name=".".join(arrays[piece.array].path)) for piece in pieces]
-        groups: list[list[PiecePlan]] = group_by_size([p.nbytes for p in named], named, self.shard_size) or [[]]
+        named = [(piece, ".".join(arrays[piece.array].path)) for piece in pieces]
+        groups: list[list[tuple[PiecePlan, str]]]
+        groups = group_by_size([piece.nbytes for piece in pieces], named, self.shard_size) or [[]]
         if len(groups) == 1:
             notes = {"format": "pt"}
             file = pack(SINGLE_END, arrays, groups[0], notes)

@@ -226,7 +226,7 @@ class TreePlan:
         limit = math.inf if layout.gathers else _INLINE  # there are no files with tables beside exchange files
         table = _plan_table(files, draft, number, limit / draft.processes)
         claimed = layout.claimed(leaves) if draft.processes > 1 and draft.process == LEADER else ()
-        grids = _grids(layout, leaves, files)
+        grids = _grids(layout, leaves, files, draft)
         return cls(draft, layout, tuple(leaves), tuple(files), grids=grids, table=table, claimed=tuple(claimed))
 
     @property
@@ -258,8 +258,9 @@ class SavePlan:
         total = 0
         for tree in self.trees:
             written = sum(file.size or len(file.header) + sum(p.nbytes for p in file.pieces) for file in tree.files)
-            total += max(written, sum(array.spec.nbytes for array in arrays_of(tree.leaves)))
-            total += tree.table.size if tree.table else 0
+            if tree.draft.processes > 1:  # the others write, too
+                written = max(written, sum(array.spec.nbytes for array in arrays_of(tree.leaves)))
+            total += written + (tree.table.size if tree.table else 0)
         return total
 
     @property
@@ -300,9 +301,10 @@ def plan_pieces(
     """
     pieces: list[PiecePlan] = []
     for number, array in enumerate(arrays):
-        if array.shares is None and len(array.held) == 1 and array.spec.nbytes <= whole:  # as most small ones are
+        nbytes = array.spec.nbytes
+        if array.shares is None and len(array.held) == 1 and nbytes <= whole:  # as most small ones are
             (region,) = array.held
-            pieces.append(PiecePlan(number, region, array.spec.nbytes, ((array.first_held, region),)))
+            pieces.append(PiecePlan(number, region, nbytes, ((array.first_held, region),)))
             continue
         held = [(array.first_held + i, region) for i, region in enumerate(array.held)]
         itemsize = array.spec.dtype.itemsize
@@ -314,9 +316,9 @@ def plan_pieces(
                 sources = tuple((i, r) for i, r in same if r == region or r.intersect(region) is not None)
                 for part in split(array.spec, region):
                     pieces.append(PiecePlan(number, part, part.size * itemsize, sources))
-        elif uneven or array.spec.nbytes <= whole:
+        elif uneven or nbytes <= whole:
             region = Region.whole(array.spec.shape)
-            pieces.append(PiecePlan(number, region, array.spec.nbytes, tuple(held)))
+            pieces.append(PiecePlan(number, region, nbytes, tuple(held)))
         else:
             for shard, region in held:
                 for part in split(array.spec, region):
@@ -324,9 +326,13 @@ def plan_pieces(
     return pieces
 
 
-def _grids(layout: Layout, leaves: Sequence[StagedLeaf], files: Sequence[FilePlan]) -> tuple[CellGrid, ...]:
+def _grids(
+    layout: Layout, leaves: Sequence[StagedLeaf], files: Sequence[FilePlan], draft: Draft
+) -> tuple[CellGrid, ...]:
     """The grid of each array, whose cells are its pieces."""
     arrays = arrays_of(leaves)
+    if draft.processes == 1 and sum(len(file.pieces) for file in files) == len(arrays):  # each is a single piece
+        return tuple([CellGrid.whole(array.spec.shape) for array in arrays])
     regions: list[list[Region]] = [[] for _ in arrays]
     for file in files:
         for piece in file.pieces:

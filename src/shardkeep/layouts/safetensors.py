@@ -75,10 +75,10 @@ class SafetensorsLayout:
     def lay_out(self, leaves: Sequence[StagedLeaf], pieces: Sequence[PiecePlan], draft: Draft) -> list[FilePlan]:
         arrays = arrays_of(leaves)
         keys = [join_key(array.path) for array in arrays]
-        named = [p.placed(p.offset, _piece_name(keys[p.array], arrays[p.array].spec, p)) for p in pieces]
-        lengths = [6 * len(p.name) + 50 * len(p.region.shape) + 200 for p in named]
+        named = [(piece, _piece_name(keys[piece.array], arrays[piece.array].spec, piece)) for piece in pieces]
+        lengths = [6 * len(name) + 50 * len(piece.region.shape) + 200 for piece, name in named]
         metadata = {"shardkeep": "1", "shardkeep_save": draft.save_id}
-        groups = group_by_size([p.nbytes for p in named], named, self.limit or FILE_LIMIT, lengths)
+        groups = group_by_size([piece.nbytes for piece in pieces], named, self.limit or FILE_LIMIT, lengths)
         start = draft.save_id if draft.processes == 1 else f"{draft.save_id}-{draft.process:05d}"
         return [
             pack(f"{start}-{number:05d}.safetensors", arrays, group, metadata) for number, group in enumerate(groups)
@@ -146,15 +146,22 @@ def group_by_size(
 
 
 def pack(
-    name: str, arrays: Sequence[StagedArray], pieces: Sequence[PiecePlan], metadata: dict[str, str], room: int = 0
+    name: str,
+    arrays: Sequence[StagedArray],
+    named: Sequence[tuple[PiecePlan, str]],
+    metadata: dict[str, str],
+    room: int = 0,
 ) -> FilePlan:
-    """One file with its pieces in place; `room` reserves header bytes for metadata that is filled in later."""
-    ordered = [pieces[number] for number in file_order([piece.nbytes for piece in pieces])]
+    """One file with its pieces in place, each under its name in the file.
+
+    `room` reserves header bytes for metadata that is filled in later.
+    """
+    ordered = [named[number] for number in file_order([piece.nbytes for piece, _ in named])]
     known: dict[tuple[DType, tuple[int, ...]], tuple[str, bool]] = {}
     notes: dict[str, str] = {}
     entries: list[str] = []
     end = 0
-    for piece in ordered:
+    for piece, key in ordered:
         dtype = arrays[piece.array].spec.dtype
         kind = dtype, piece.region.shape
         if kind not in known:
@@ -165,16 +172,16 @@ def pack(
             known[kind] = f'{to_text(entry)[:-1]},"data_offsets":', code is None
         start, is_noted = known[kind]
         if is_noted:
-            notes[piece.name] = dtype.name
-        entries.append(f"{to_text(piece.name)}:{start}[{end},{end + piece.nbytes}]}}")
+            notes[key] = dtype.name
+        entries.append(f"{to_text(key)}:{start}[{end},{end + piece.nbytes}]}}")
         end += piece.nbytes
     if notes:
         metadata = {**metadata, "dtypes": json.dumps(notes)}
     header = encode_header(metadata, entries, room)
     placed: list[PiecePlan] = []
     at = len(header)
-    for piece in ordered:
-        placed.append(piece.placed(at, piece.name))
+    for piece, key in ordered:
+        placed.append(piece.placed(at, key))
         at += piece.nbytes
     return FilePlan(name, header, tuple(placed), at)
 

@@ -97,7 +97,7 @@ def split_key(key: str) -> Path:
 
 _MAX_DEPTH = 150  # JSON readers recurse, and a tree that can be saved must be readable
 _MOST_LEVELS = 64  # that dots in one name make; a hostile file can have millions of them
-_PLAIN = frozenset((bool, int, float, complex, str, bytes))
+_LEAVES: set[type[object]] = {bool, int, float, complex, str, bytes}  # and those of JAX's arrays that were seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _take_apart(
         raise TreeError(
             f"the tree is nested more than {_MAX_DEPTH} levels deep, or contains itself: {show_key(path)!r:.80}"
         )
-    node = None if isinstance(tree, np.ndarray) or type(tree) in _PLAIN else _open(tree)
+    node = None if type(tree) in _LEAVES or isinstance(tree, np.ndarray) else _open(tree)
     if node is None:
         leaves.append(Leaf(path, tree))
         return LEAF
@@ -258,7 +258,10 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         return Node("namedtuple", tuple(cast(Any, cls)._fields), (), class_name=_class_name(cls), cls=cls), tree
     array = getattr(sys.modules.get("jax"), "Array", None)
-    if array is None or isinstance(tree, array):  # where JAX is not imported, no class is registered with it
+    if array is None:  # where JAX is not imported, no class is registered with it
+        return None
+    if isinstance(tree, array):
+        _LEAVES.add(cls)
         return None
     pairs, data = flatten_once(tree)
     if data is None:  # not registered with JAX: a leaf

@@ -193,21 +193,22 @@ class _FileWriter:
                 self.file = None
 
     def _write_copied(self, part: BlockRanges, offset: int) -> None:
+        pieces, shards, progress = self.plan.pieces, self._shards, self._progress
         with _BufferedWriter(self._open(), offset) as run:
             for number, first, last in part:
-                piece, digests = self.plan.pieces[number], self.digests[number]
-                view = _view(piece, self._shards) if piece.nbytes < _SMALL else None
+                piece, digests = pieces[number], self.digests[number]
+                view = _view(piece, shards) if piece.nbytes < _SMALL else None
                 if view is not None:  # as of most small pieces, for which what follows takes longer than their bytes
                     digests[0] = digest(view)
                     run.add(view)
-                    self._progress(piece.nbytes)
+                    progress(piece.nbytes)
                     if number % _OFTEN == 0:
                         priority.yield_to_training()
                     continue
                 several = len(piece.sources) > 1
                 memory = run.room(piece.nbytes) if several and piece.nbytes <= _ROOM else None
-                raw = gather(piece, self._shards, memory)
-                stable = len(piece.sources) != 1 or self._shards[piece.sources[0][0]].stable
+                raw = gather(piece, shards, memory)
+                stable = len(piece.sources) != 1 or shards[piece.sources[0][0]].stable
                 for block, start, end in blocks(first, last, raw.size):
                     data = raw[start:end]
                     if not stable:  # the program could change it between hashing and writing
@@ -216,7 +217,7 @@ class _FileWriter:
                     view = memoryview(cast(Any, data))
                     digests[block] = digest(view)
                     run.add(view)
-                    self._progress(end - start)
+                    progress(end - start)
                 if piece.nbytes < _SMALL and number % _OFTEN == 0:
                     priority.yield_to_training()
 
