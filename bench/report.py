@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,19 @@ def collect(found: Results, rounds: int, load: float) -> Run:
         key: _figure(values) for key, values in found.items() if key[0] in {*trees, "rotation"} and not _nested(values)
     }
     return Run(machine(), round(load, 1), rounds, trees, figures, all_rows(medians_of(found), found))
+
+
+def merge(old: Run, new: Run) -> Run:
+    """A run of which some trees were measured again, with all contenders."""
+    again = {row.what: row for row in new.targets}
+    return replace(
+        new,
+        load=max(old.load, new.load),
+        rounds=min(old.rounds, new.rounds),
+        trees={**old.trees, **new.trees},
+        figures={**{key: figure for key, figure in old.figures.items() if key[0] not in new.trees}, **new.figures},
+        targets=[again.get(row.what, row) for row in old.targets],
+    )
 
 
 def _nested(values: Sequence[Any]) -> bool:
@@ -382,9 +395,10 @@ def redraw() -> None:
         path.write_text(text)
 
 
-def write(found: Results, rounds: int, load: float) -> None:
-    """The results of a run into bench/results, and everything that shows them."""
-    DATA.write_text(to_json(collect(found, rounds, load)))
+def write(found: Results, rounds: int, load: float, partly: bool = False) -> None:
+    """The results of a run into bench/results, and everything that shows them. `partly`: others keep their figures."""
+    run = collect(found, rounds, load)
+    DATA.write_text(to_json(merge(read(), run) if partly else run))
     redraw()
 
 

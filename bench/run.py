@@ -50,7 +50,9 @@ LIMITS = {"a512": 512, "b512": 512, "f": 512, "a2048": 2048, "b2048": 2048}
 
 def run_program(name: str, *arguments: str, timeout: float = 900) -> dict[str, Any]:
     environment = {
-        **os.environ,
+        # Packages that pip has installed have bytecode. This one, which is installed from its sources, gets it at the
+        # first import, unless the environment forbids that.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "8",
         "JAX_COMPILATION_CACHE_DIR": str(
@@ -118,6 +120,9 @@ def measure_growth(run: Run) -> None:
         run.add("growth", by, "growth.py", by, "shardkeep", "HERE")
     for contender in ("shardkeep", "Orbax"):
         run.add("rotation", contender, "growth.py", "rotation", contender, "HERE")
+
+
+def measure_imports(run: Run) -> None:
     for _ in range(5):
         for contender in ("shardkeep", "Orbax"):
             run.add("import", contender, "growth.py", "import", contender, "HERE")
@@ -127,10 +132,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="512 MiB and many small arrays, one round, no files")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", help="only these workloads")
-    parser.add_argument("--write", action="store_true", help="write the results though they are not of everything")
+    parser.add_argument("--only", nargs="*", help="only these workloads; import: the time that imports take")
+    parser.add_argument("--write", action="store_true", help="with --only: write these results over the last ones")
     parser.add_argument("--contenders", nargs="*", help="only these contenders")
     given = parser.parse_args()
+    if given.write and (given.quick or given.contenders):
+        parser.error("--write needs full rounds with all contenders")
     plan = QUICK if given.quick else FULL
     plan = {
         name: tuple(c for c in contenders if not given.contenders or c in given.contenders)
@@ -143,14 +150,16 @@ def main() -> None:
     import report
 
     def done(rounds: int) -> None:
-        if given.write or not (given.quick or given.only):
-            report.write(run.found, rounds, load)
+        if not given.quick and (given.write or not given.only):
+            report.write(run.found, rounds, load, partly=bool(given.only))
 
     try:
         if not given.quick:
             measure_memory(run, plan)
         if not given.quick and not given.only:
             measure_growth(run)
+        if not given.quick and (not given.only or "import" in given.only):
+            measure_imports(run)
         measure(run, plan, 1 if given.quick else given.rounds, done)
     finally:
         shutil.rmtree(where)

@@ -145,6 +145,30 @@ def test_results_are_kept_as_medians_and_ranges(report: ModuleType) -> None:
     assert [row.value for row in run.targets if row.what.startswith("growth")] == [pytest.approx(1), pytest.approx(1)]
 
 
+def test_a_tree_that_is_measured_again_replaces_only_its_own_figures(report: ModuleType) -> None:
+    old = report.collect(
+        {
+            ("c", "shardkeep", "durable"): [0.5],
+            ("c", "shardkeep", "stall"): [0.1],
+            ("c", "safetensors.flax", "durable"): [0.25],
+            ("a512", "shardkeep", "load"): [1.0],
+            ("a512", "Orbax", "load"): [8.0],
+        },
+        5,
+        0.5,
+    )
+    new = report.collect({("c", "shardkeep", "durable"): [0.3], ("c", "safetensors.flax", "durable"): [0.3]}, 5, 0.2)
+    merged = report.merge(old, new)
+    assert merged.figures["c", "shardkeep", "durable"] == (0.3,)
+    assert ("c", "shardkeep", "stall") not in merged.figures
+    assert merged.figures["a512", "Orbax", "load"] == (8.0,)
+    assert (merged.trees, merged.rounds, merged.load) == (old.trees, 5, 0.5)
+    assert [row.what for row in merged.targets] == [row.what for row in old.targets]
+    values = {row.what: row.value for row in merged.targets}
+    assert values["c: durable save, of safetensors + fsync"] == 1
+    assert values["a512: shardkeep: load, warm, × Orbax"] == 8
+
+
 def test_what_a_save_costs_is_said_from_the_targets(report: ModuleType) -> None:
     rows = {
         "a: shardkeep: durable save, of the raw disk": 0.5,
