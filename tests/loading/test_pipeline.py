@@ -106,7 +106,8 @@ say(found=found)
         assert facts["most"] <= facts["claimed"] * 1.01, f"{way}: {facts}"
         assert facts["claimed"] <= 8 << 20, f"{way}: {facts}"
         assert set(facts["left"].values()) == {0}, f"{way}: {facts}"
-    assert said["read"]["most"] > 4 << 20, "the budget is used"
+    # A group of arrays takes half of the budget. How much of the next one is there already, depends on the machine.
+    assert said["read"]["most"] >= 4 << 20, "the budget is used"
 
 
 def test_a_region_larger_than_the_budget_is_loaded_alone(tmp_path: Path) -> None:
