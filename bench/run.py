@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="with --only: write these results over the last ones")
     parser.add_argument("--contenders", nargs="*", help="only these contenders")
     given = parser.parse_args()
-    if given.write and (given.quick or given.contenders):
-        parser.error("--write needs full rounds with all contenders")
+    if given.write and (given.quick or given.contenders or not given.only):
+        parser.error("--write needs --only, and full rounds with all contenders")
     plan = QUICK if given.quick else FULL
     plan = {
         name: tuple(c for c in contenders if not given.contenders or c in given.contenders)
@@ -150,8 +150,10 @@ def main() -> None:
     import report
 
     def done(rounds: int) -> None:
-        if not given.quick and (given.write or not given.only):
-            report.write(run.found, rounds, load, partly=bool(given.only))
+        if given.write and given.only and rounds == given.rounds:
+            report.write(run.found, rounds, load, partly=True)
+        elif not given.quick and not given.only:
+            report.write(run.found, rounds, load)
 
     try:
         if not given.quick:
