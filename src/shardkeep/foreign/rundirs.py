@@ -17,7 +17,7 @@ from shardkeep.errors import IntegrityError, ShardkeepError, storage_error
 from shardkeep.model.values import Json, JsonObject
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.stores.base import Store
-from shardkeep.stores.local.descriptors import make_directories
+from shardkeep.stores.local.descriptors import make_durable_directories
 from shardkeep.stores.location import Location, location, store_at
 
 METADATA = "metadata.json"
@@ -162,7 +162,7 @@ def write_metadata(place: Location, metadata: Mapping[str, object]) -> None:
     """Write the `metadata.json` of a checkpoint, durably and in one step."""
     try:
         if not place.is_url:
-            make_directories(place.text)
+            make_durable_directories(place.text)
         store_at(place, confined=False).replace(METADATA, json.dumps(dict(metadata)).encode())
     except OSError as error:
         if isinstance(error, ShardkeepError):

@@ -8,7 +8,6 @@ memory of the program: that costs a copy, but never correctness. Canary tests ch
 """
 
 import os
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -38,21 +37,21 @@ def owns_its_buffer(array: jax.Array) -> bool:
     return traceback is not None and _origin(traceback) != _UNKNOWN
 
 
-def shards_of(array: jax.Array, parts: Sequence[Array]) -> list[Shard]:
-    """Parts of the memory of a CPU array as shards. They are stable if only XLA can change them."""
+def shard_of(array: jax.Array, part: Array) -> Shard:
+    """A part of the memory of a CPU array as a shard. It is stable if only XLA can change it."""
     global _last
     traceback = traceback_of(array)
     if traceback is None:
-        return [Shard(part, False) for part in parts]
+        return Shard(part, False)
     last, origin = _last
     if traceback is not last:  # the results of one call share a traceback, and comparing it by value is slower
         origin = _origin(traceback)
         _last = (traceback, origin)
-    if origin == _CALLED and parts and parts[0].nbytes >= _LARGE:
+    if origin == _CALLED and part.nbytes >= _LARGE:
         # A second check: XLA allocates with malloc, which places a header before large blocks, so they never start
         # on a page boundary.
-        return [Shard(part, address_of(part) % PAGE != 0) for part in parts]
-    return [Shard(part, origin != _UNKNOWN) for part in parts]
+        return Shard(part, address_of(part) % PAGE != 0)
+    return Shard(part, origin != _UNKNOWN)
 
 
 @lru_cache(maxsize=1024)

@@ -28,7 +28,7 @@ from shardkeep.processes.assignment import share_out
 from shardkeep.processes.collectives import gather_array
 from shardkeep.processes.operation import LEADER
 from shardkeep.runtime.hostmemory import Shard
-from shardkeep.saving.buffers import shards_of
+from shardkeep.saving.buffers import shard_of
 from shardkeep.saving.cutting import can_cut
 from shardkeep.saving.donation import Staging
 from shardkeep.saving.rows import gather_value, in_rows, stage_value
@@ -258,11 +258,17 @@ def _stage_jax(
 ) -> StagedArray:
     """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
     first = len(shards)
+    if form.plain and array is leaf.value:  # as most arrays are of which a tree has thousands
+        try:
+            shards.append(shard_of(array, np.asarray(memoryview(cast(Any, array)), order="C")))
+            return StagedArray(leaf.path, form.spec, form.origin, form.regions, first)
+        except BufferError:  # the array was deleted meanwhile; the lines below raise JAX's error
+            pass
     regions, data = (form.regions, _data(array, form)) if mine is None else mine
     if own:
         shards += [Shard(each, stable=True, private=True) for each in data]
     else:
-        shards += shards_of(array, data) if form.where == "cpu" else [Shard(each, stable=False) for each in data]
+        shards += [shard_of(array, each) if form.where == "cpu" else Shard(each, stable=False) for each in data]
     origin = form.origin if array is leaf.value else PrngKeys(str(jax.random.key_impl(leaf.value)))
     return StagedArray(leaf.path, form.spec, origin, regions, first)
 
@@ -348,11 +354,6 @@ def _held(array: jax.Array, wanted: Sequence[Region]) -> RegionData:
 
 def _data(array: jax.Array, form: _Form) -> list[Array]:
     """The regions of an array in host memory, without a copy where they are already there."""
-    if form.plain:
-        try:
-            return [np.asarray(memoryview(cast(Any, array)), order="C")]
-        except BufferError:  # the array was deleted meanwhile; the lines below raise JAX's error
-            pass
     shards = local_parts(array, max(form.parts or (), default=0) + 1)
     chosen = shards[:1] if form.parts is None else [shards[number] for number in form.parts]
     if form.where == "host":

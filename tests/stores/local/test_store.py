@@ -25,7 +25,9 @@ from faults.states import make, same
 from faults.sweep import left_overs
 from shardkeep import system
 from shardkeep.runtime.scopes import Scope
-from shardkeep.stores.local.descriptors import Descriptor, make_directories, write_at
+from shardkeep.stores.local import locks
+from shardkeep.stores.local import store as local_store
+from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_path, write_at
 from shardkeep.stores.local.mapping import MAPPABLE
 from shardkeep.stores.local.mounts import mount_of
 from shardkeep.stores.local.store import LocalStore
@@ -574,6 +576,31 @@ class TestOtherUsers:
         shardkeep.save(open_room / "run", make("plain", 3), prefix="b", overwrite=True)
         assert same(shardkeep.load(open_room / "run", prefix="a"), make("plain", 1))
         assert same(shardkeep.load(open_room / "run", prefix="b"), make("plain", 3))
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_new_directories_are_synced_with_the_record_or_else_when_the_lock_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_record: bool
+) -> None:
+    synced: list[str] = []
+
+    def sync(path: str) -> None:
+        synced.append(os.path.relpath(path, tmp_path))
+        sync_path(path)
+
+    monkeypatch.setattr(locks, "sync_path", sync)
+    monkeypatch.setattr(local_store, "sync_path", sync)
+    store = LocalStore(str(tmp_path / "a" / "b"))
+    with store.lock():
+        assert synced == []
+        if has_record:
+            store.hold(f"{store.saves}/{'1' * 32}").take(b"[]")
+            assert sorted(synced) == [".", "a", "a/b", "a/b/.shardkeep", "a/b/.shardkeep/saves"]
+            synced.clear()
+    assert sorted(synced) == ([] if has_record else [".", "a", "a/b"])
+    with store.lock():
+        pass
+    assert len(synced) == (0 if has_record else 3)  # nothing is new
 
 
 def test_a_lock_held_by_another_program_gives_a_conflict_that_names_it(store: LocalStore) -> None:

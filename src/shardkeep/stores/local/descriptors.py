@@ -95,11 +95,12 @@ def _cut(buffers: Sequence[memoryview]) -> list[memoryview]:
     return batch
 
 
-def make_directories(path: str, durable: bool = True) -> None:
-    """Like `os.makedirs`; with `durable`, the new directories survive a power cut."""
+def make_directories(path: str) -> list[str]:
+    """Like `os.makedirs`. Returns the directories to sync, so that the new ones survive a power cut."""
     if len(os.fsencode(path)) >= _MAX_PATH:  # checked before the first levels are created
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
     missing: list[str] = []
+    changed: list[str] = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
@@ -110,8 +111,14 @@ def make_directories(path: str, durable: bool = True) -> None:
             if not os.path.isdir(directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
         else:
-            if durable:
-                sync_path(os.path.dirname(directory))
+            changed.append(os.path.dirname(directory))
+    return changed
+
+
+def make_durable_directories(path: str) -> None:
+    """Like `os.makedirs`, and the new directories survive a power cut."""
+    for directory in make_directories(path):
+        sync_path(directory)
 
 
 def sync_path(path: str, sync: Callable[[int], None] = system.fsync) -> None:

@@ -8,7 +8,7 @@ import errno
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardkeep import system
 from shardkeep.config import LEASE, read
@@ -110,15 +110,18 @@ class LocalHeld(LockFile):
     """A record file, locked as long as its save is alive, and renewed where other hosts may not see the lock."""
 
     is_renewed: bool = False
+    changed: list[str] = field(default_factory=list[str])  # directories that are synced with the record
 
     def take(self, line: bytes) -> None:
-        make_directories(os.path.dirname(self.path))
+        self.changed += make_directories(os.path.dirname(self.path))
         file = self.open(os.O_CREAT | os.O_EXCL)
         while not self.try_lock():  # somebody looks whether it is alive
             time.sleep(0.001)
         write_at(file, 0, [memoryview(line + b"\n")])
-        system.fsync(file.number)
-        sync_path(os.path.dirname(self.path))
+        system.fsync(file.number)  # first: on most file systems, this takes the new directories to the disk as well
+        for directory in dict.fromkeys([*self.changed, os.path.dirname(self.path)]):
+            sync_path(directory)
+        self.changed.clear()
         if self.is_renewed or not self.is_lockable:
             self.renewal = _RenewedRecord(self)
             self.renewal.start()

@@ -17,7 +17,14 @@ from shardkeep.model.lazy import cached_property
 from shardkeep.runtime.crew import run_tasks
 from shardkeep.runtime.scopes import Scope, frame_above
 from shardkeep.stores.base import CONTROL, LOCK_SECONDS, Traits
-from shardkeep.stores.local.descriptors import Descriptor, make_directories, sync_file_system, sync_path, write_at
+from shardkeep.stores.local.descriptors import (
+    Descriptor,
+    make_directories,
+    make_durable_directories,
+    sync_file_system,
+    sync_path,
+    write_at,
+)
 from shardkeep.stores.local.locks import HeldFile, LocalHeld, LockFile
 from shardkeep.stores.local.mapping import MAPPABLE, LocalFile
 from shardkeep.stores.local.mounts import LOCAL, Mount, mount_of
@@ -65,6 +72,7 @@ class LocalStore:
         self._inside: dict[str, bool] = {}
         self._lock: LockFile | None = None  # while it is held
         self._guard: HeldFile | None = None  # the same where other hosts do not see locks
+        self._changed: list[str] = []  # directories that `lock` has changed, and that are not synced yet
 
     @property
     def has_leases(self) -> bool:
@@ -178,7 +186,7 @@ class LocalStore:
             raise IntegrityError(
                 f"{path} is below a symbolic link that leads out of {self._root}; remove the link", file=path
             )
-        make_directories(os.path.dirname(path), durable=False)  # `sync` follows
+        make_directories(os.path.dirname(path))  # `sync` follows
         return path
 
     def write_new(self, name: str, total: int, buffers: Iterable[memoryview]) -> LocalNewFile | None:
@@ -280,7 +288,7 @@ class LocalStore:
             except FileNotFoundError:
                 if os.path.isdir(directory):
                     raise
-                make_directories(directory, durable=False)  # `sync` comes later
+                make_directories(directory)  # `sync` comes later
             except FileExistsError:
                 if os.path.samestat(os.stat(old), os.lstat(path)):
                     return
@@ -288,7 +296,7 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                make_directories(directory, durable=False)
+                make_directories(directory)
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 return _copy(old, path)
@@ -357,7 +365,7 @@ class LocalStore:
         path, deadline = self.locate(f"{self.control}/lock"), time.monotonic() + seconds
         with Scope(f"locking {path}", frame_above(2)) as scope:
             while True:
-                make_directories(os.path.dirname(path))
+                self._changed += make_directories(os.path.dirname(path))
                 lock = scope.add(LockFile(path, scope))
                 try:
                     file = lock.open(os.O_CREAT)
@@ -378,6 +386,9 @@ class LocalStore:
                 yield
             finally:
                 self._lock = self._guard = None
+                while self._changed:  # unless a record was taken: they were synced with it
+                    with suppress(FileNotFoundError):  # a delete removed it again
+                        sync_path(self._changed.pop())
 
     def _take_guard(self, lock: LockFile, deadline: float, scope: Scope) -> bool:
         """Exclude other hosts too, where they do not see the lock. False if the directory was removed."""
@@ -390,7 +401,7 @@ class LocalStore:
         return True
 
     def hold(self, name: str) -> LocalHeld:
-        return LocalHeld(self.locate(name), is_renewed=self._mount.kind not in LOCAL)
+        return LocalHeld(self.locate(name), is_renewed=self._mount.kind not in LOCAL, changed=self._changed)
 
     def try_hold(self, name: str, scope: Scope) -> LocalHeld | None:
         held = scope.add(LocalHeld(self.locate(name)))
@@ -423,7 +434,7 @@ class LocalStore:
 
     def claim(self, name: str) -> bool:
         path = self.locate(name)
-        make_directories(os.path.dirname(path))
+        make_durable_directories(os.path.dirname(path))
         try:
             Descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL).close()
         except FileExistsError:
