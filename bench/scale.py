@@ -13,6 +13,8 @@ With up to 256 processes, all of them take part in the operation, each in a thre
 
 The bytes of the manifest are divided by the pieces in the tables, which are those of the example for most processes.
 They should be at most 60 per piece, not counting the digests of its second and later blocks of 4 MiB (16 bytes each).
+The manifest also has an entry for each leaf: its key, dtype, shape, grid and sharding. Where arrays have only a few
+pieces, as with replicas and few processes, these entries take more bytes than the pieces, so one row leaves them out.
 
 Seconds of the leader's records and commit are those of a clock, as they are spent waiting for the bucket. The others
 are those of the processor, so other programs on the machine change them little. All are medians of five interleaved
@@ -114,6 +116,8 @@ class Row:
     sent: float  # of `coordination`: what a process sets, without the waits
     files: int
     document: bytes  # manifest.json
+    leaves: int
+    of_leaves: int  # bytes of `leaves` and `structure` in it, which do not depend on the number of pieces
     tables: int  # bytes of all tables in files
     rows: int  # pieces in all tables: not `pieces`, as the tables of the example stand for others
     digests: int  # in all tables
@@ -326,6 +330,8 @@ def measure(job: Job, seconds: float = LATENCY) -> Row:
     with cloud.in_place() as bucket:
         records, rest, document = commit(job, leads, parts, cloud, bucket, seconds)
     decode, load, read, pieces_read, share = plan_load(arrays, document, tables, example)
+    (tree,) = json.loads(document)["trees"].values()
+    of_leaves = sum(len(json.dumps(tree[name], separators=(",", ":"))) for name in ("leaves", "structure"))
     requests = count_coordination(min(job.processes, MOST_THREADS), lines)
     return Row(
         processes=job.processes,
@@ -344,6 +350,8 @@ def measure(job: Job, seconds: float = LATENCY) -> Row:
         sent=requests["set"] / min(job.processes, MOST_THREADS),
         files=sum(len(part.files) + bool(part.table_file) for part in parts.values()),
         document=document,
+        leaves=len(tree["leaves"]),
+        of_leaves=of_leaves,
         tables=sum(map(len, tables.values())),
         rows=sum(pieces for pieces, _ in counts),
         digests=sum(digests for _, digests in counts),
@@ -368,6 +376,8 @@ COLUMNS: dict[str, Callable[[Row], float]] = {
     "manifest.json (bytes)": lambda row: row.root,
     "all of the manifest (bytes a piece)": lambda row: (row.root + row.tables) / row.rows,
     "… without the digests of later blocks": lambda row: (row.root + row.tables) / row.rows - row.further,
+    "… and without the leaves": lambda row: (row.root + row.tables - row.of_leaves) / row.rows - row.further,
+    "leaves (bytes a leaf)": lambda row: row.of_leaves / row.leaves,
     "decoding (s)": lambda row: row.decode,
     "plan of a load (s)": lambda row: row.load,
     "read for it / held (bytes)": lambda row: row.read / row.share,
