@@ -72,9 +72,10 @@ class TreeInfo:
 class Run:
     """One run of `make bench`: everything that is shown of it."""
 
-    machine: str
+    machine: str  # and when
     load: float  # average, before it
     rounds: int
+    again: dict[str, str]  # trees that were measured again, and when
     trees: dict[str, TreeInfo]
     figures: dict[tuple[str, str, str], Figure]  # by tree, contender, metric; seconds, or what the metric says
     targets: list[Row]
@@ -82,6 +83,12 @@ class Run:
     @property
     def medians(self) -> Medians:
         return {key: figure[0] for key, figure in self.figures.items()}
+
+    @property
+    def origin(self) -> str:
+        """Where and when this was measured."""
+        later = [f" {short(self.trees[name].title)} again on {day}." for name, day in sorted(self.again.items())]
+        return f"{self.machine}.{''.join(later)}"
 
     def contenders(self, tree: str) -> list[str]:
         return [c for c in dict.fromkeys(key[1] for key in self.figures if key[0] == tree) if c != "limits"]
@@ -95,6 +102,7 @@ def to_json(run: Run) -> str:
         "machine": run.machine,
         "load": run.load,
         "rounds": run.rounds,
+        "again": run.again,
         "trees": {name: vars(tree) for name, tree in run.trees.items()},
         "results": results,
         "targets": [vars(row) for row in run.targets],
@@ -118,7 +126,8 @@ def from_json(text: str) -> Run:
     }
     trees = {name: TreeInfo(**tree) for name, tree in document["trees"].items()}
     targets = [Row(**row) for row in document["targets"]]
-    return Run(document["machine"], document["load"], document["rounds"], trees, figures, targets)
+    again = document.get("again", {})
+    return Run(document["machine"], document["load"], document["rounds"], again, trees, figures, targets)
 
 
 def read() -> Run:
@@ -191,16 +200,18 @@ def collect(found: Results, rounds: int, load: float) -> Run:
     figures = {
         key: _figure(values) for key, values in found.items() if key[0] in {*trees, "rotation"} and not _nested(values)
     }
-    return Run(machine(), round(load, 1), rounds, trees, figures, all_rows(medians_of(found), found))
+    return Run(machine(), round(load, 1), rounds, {}, trees, figures, all_rows(medians_of(found), found))
 
 
 def merge(old: Run, new: Run) -> Run:
     """A run of which some trees were measured again, with all contenders."""
     again = {row.what: row for row in new.targets}
+    day = new.machine.partition(",")[0]
     return replace(
-        new,
+        old,
         load=max(old.load, new.load),
         rounds=min(old.rounds, new.rounds),
+        again={**old.again, **dict.fromkeys(new.trees, day)},
         trees={**old.trees, **new.trees},
         figures={**{key: figure for key, figure in old.figures.items() if key[0] not in new.trees}, **new.figures},
         targets=[again.get(row.what, row) for row in old.targets],
@@ -228,7 +239,7 @@ def cell(figure: Figure | None) -> str:
 def tables(run: Run) -> str:
     """A table for each tree, with all metrics and contenders."""
     lines = [
-        f"{run.machine}. Load average before the run: {run.load:.1f}.",
+        f"{run.origin} Load average before the run: {run.load:.1f}.",
         "",
         f"Times are in milliseconds: the median of {run.rounds} interleaved rounds, and in parentheses the smallest "
         "and the largest. Memory is the additional anonymous memory at the peak, as a multiple of the size of the "
@@ -270,8 +281,7 @@ def short_table(run: Run) -> str:
         f"Times in milliseconds: medians of {run.rounds} interleaved rounds of `make bench`, each in a new process, on "
         "eight simulated CPU devices. shardkeep computes digests in all of these saves and checks them in all of these "
         "loads. The stall of a donating loop is the time of the `save_async` call plus the time that the next five "
-        "steps lose. Both are measured from the second save on, except where the row says otherwise.  \n"
-        f"{run.machine}.",
+        "steps lose. Both are measured from the second save on, except where the row says otherwise.  \n" + run.origin,
         "",
         "| | " + " | ".join(map(label, contenders)) + " |",
         "|---" * (len(contenders) + 1) + "|",

@@ -4,13 +4,14 @@
     make bench-quick    # under five minutes; prints a line for each target
 
 Every measurement is made in a fresh process that has saved and loaded a tiny tree before. The rounds are interleaved:
-every contender once, then all again, so that a slow minute of the machine hits all alike; medians are shown. Trees are
-outputs of a jitted function that nothing has looked at. Before a save everything earlier is synced. Before a save or a
-load free memory and the interpreter's objects are touched, as in a program that runs. Warm loads read files that were
-read just before, cold ones files whose pages were dropped. Resumed loads are the first ones of new processes, two
-seconds after the save; nothing is touched before them (`resume.py`). Nothing is deleted between the rounds (creating
-files soon after deleting many is slow on ext4): what a process has written is emptied when it is done, and all goes at
-the end.
+every contender once, then all again, so that a slow minute of the machine hits all alike; medians are shown. Saves and
+loads of many small arrays on one device, which take milliseconds, are repeated in each process: up to five times, until
+three seconds are over. Trees are outputs of a jitted function that nothing has looked at. Before a save everything
+earlier is synced. Before a save or a load free memory and the interpreter's objects are touched, as in a program that
+runs. Warm loads read files that were read just before, cold ones files whose pages were dropped. Resumed loads are the
+first ones of new processes, two seconds after the save; nothing is touched before them (`resume.py`). Nothing is
+deleted between the rounds (creating files soon after deleting many is slow on ext4): what a process has written is
+emptied when it is done, and all goes at the end.
 """
 
 import argparse

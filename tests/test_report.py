@@ -162,7 +162,11 @@ def test_a_tree_that_is_measured_again_replaces_only_its_own_figures(report: Mod
     assert merged.figures["c", "shardkeep", "durable"] == (0.3,)
     assert ("c", "shardkeep", "stall") not in merged.figures
     assert merged.figures["a512", "Orbax", "load"] == (8.0,)
-    assert (merged.trees, merged.rounds, merged.load) == (old.trees, 5, 0.5)
+    assert (merged.trees, merged.rounds, merged.load, merged.machine) == (old.trees, 5, 0.5, old.machine)
+    assert list(merged.again) == ["c"]
+    assert "2,000 arrays of 16 KiB, one device again on 20" in merged.origin
+    assert old.origin == f"{old.machine}."
+    assert report.from_json(report.to_json(merged)) == merged
     assert [row.what for row in merged.targets] == [row.what for row in old.targets]
     values = {row.what: row.value for row in merged.targets}
     assert values["c: durable save, of safetensors + fsync"] == 1
@@ -178,10 +182,10 @@ def test_what_a_save_costs_is_said_from_the_targets(report: ModuleType) -> None:
         "growth of a save with bytes: 0.25, 0.5 s for each GB; largest / smallest": 2.0,
     }
     targets = [report.Row(what, value, 1.0) for what, value in rows.items()]
-    text = report.sentences(report.Run("", 0, 1, {}, {}, targets), "save")
+    text = report.sentences(report.Run("", 0, 1, {}, {}, {}, targets), "save")
     assert "shardkeep reaches 50 to 75 % of the speed" in text
     assert text.endswith("A save costs about 3 ms, plus 20 to 30 µs for each array, plus 0.25 to 0.5 s for each GB.")
-    assert report.sentences(report.Run("", 0, 1, {}, {}, targets[:4]), "save") == ""
+    assert report.sentences(report.Run("", 0, 1, {}, {}, {}, targets[:4]), "save") == ""
 
 
 def test_a_page_without_the_place_for_results_is_an_error(report: ModuleType) -> None:
