@@ -261,7 +261,8 @@ def _open(tree: Any) -> tuple[Node, Sequence[Any]] | None:
     if array is None:  # where JAX is not imported, no class is registered with it
         return None
     if isinstance(tree, array):
-        _LEAVES.add(cls)
+        if issubclass(cls, array):  # not of a proxy that only claims to be an array
+            _LEAVES.add(cls)
         return None
     pairs, data = flatten_once(tree)
     if data is None:  # not registered with JAX: a leaf

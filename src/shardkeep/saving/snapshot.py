@@ -324,7 +324,7 @@ def _look_at(array: jax.Array) -> _Form:
         shard = math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
         nbytes = min(nbytes, shard * len(sharding.addressable_devices))
     if array.is_fully_replicated:
-        plain = len(sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
+        plain = not spans and len(sharding.device_set) == 1 and spec.dtype.isbuiltin == 1 and where == "cpu"
         whole = Region.whole(array.shape)
         everyone = [(number, shard.device) for number, shard in enumerate(array.addressable_shards)]
         copies = (everyone,) if where == "device" and everyone else ()

@@ -603,6 +603,36 @@ def test_new_directories_are_synced_with_the_record_or_else_when_the_lock_is_rel
     assert len(synced) == (0 if has_record else 3)  # nothing is new
 
 
+@pytest.mark.parametrize("how", ["waits in vain", "cannot make the second"])
+def test_new_directories_are_synced_if_the_lock_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The next save finds them, and does not know that they are new."""
+    synced: list[str] = []
+
+    def sync(path: str) -> None:
+        synced.append(os.path.relpath(path, tmp_path))
+        sync_path(path)
+
+    monkeypatch.setattr(local_store, "sync_path", sync)
+    store = LocalStore(str(tmp_path / "a"))
+    make, taken = os.mkdir, list[int]()
+
+    def mkdir(path: str) -> None:
+        if how == "cannot make the second" and path.endswith(".shardkeep"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        make(path)
+        if path.endswith(".shardkeep"):  # another program is faster
+            taken.append(os.open(f"{path}/lock", os.O_RDWR | os.O_CREAT))
+            fcntl.flock(taken[0], fcntl.LOCK_EX)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises((shardkeep.ConflictError, OSError)), store.lock(0.01):
+        pass
+    list(map(os.close, taken))
+    assert sorted(set(synced)) == [".", "a"]
+
+
 def test_a_lock_held_by_another_program_gives_a_conflict_that_names_it(store: LocalStore) -> None:
     make_directories(store.url)
     with store.lock(1):

@@ -95,30 +95,32 @@ def _cut(buffers: Sequence[memoryview]) -> list[memoryview]:
     return batch
 
 
-def make_directories(path: str) -> list[str]:
-    """Like `os.makedirs`. Returns the directories to sync, so that the new ones survive a power cut."""
+def make_directories(path: str, changed: list[str] | None = None) -> None:
+    """Like `os.makedirs`. Adds the directories to sync to `changed`, so that the new ones survive a power cut."""
     if len(os.fsencode(path)) >= _MAX_PATH:  # checked before the first levels are created
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
     missing: list[str] = []
-    changed: list[str] = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
     for directory in reversed(missing):
+        if changed is not None:
+            changed.append(os.path.dirname(directory))  # before the directory is there: this may be interrupted
         try:
             os.mkdir(directory)
         except FileExistsError:
             if not os.path.isdir(directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", directory) from None
-        else:
-            changed.append(os.path.dirname(directory))
-    return changed
 
 
 def make_durable_directories(path: str) -> None:
     """Like `os.makedirs`, and the new directories survive a power cut."""
-    for directory in make_directories(path):
-        sync_path(directory)
+    changed: list[str] = []
+    try:
+        make_directories(path, changed)
+    finally:
+        for directory in changed:
+            sync_path(directory)
 
 
 def sync_path(path: str, sync: Callable[[int], None] = system.fsync) -> None:

@@ -113,7 +113,7 @@ class LocalHeld(LockFile):
     changed: list[str] = field(default_factory=list[str])  # directories that are synced with the record
 
     def take(self, line: bytes) -> None:
-        self.changed += make_directories(os.path.dirname(self.path))
+        make_directories(os.path.dirname(self.path), self.changed)
         file = self.open(os.O_CREAT | os.O_EXCL)
         while not self.try_lock():  # somebody looks whether it is alive
             time.sleep(0.001)

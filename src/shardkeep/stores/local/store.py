@@ -364,31 +364,41 @@ class LocalStore:
                 )
         path, deadline = self.locate(f"{self.control}/lock"), time.monotonic() + seconds
         with Scope(f"locking {path}", frame_above(2)) as scope:
-            while True:
-                self._changed += make_directories(os.path.dirname(path))
-                lock = scope.add(LockFile(path, scope))
-                try:
-                    file = lock.open(os.O_CREAT)
-                except FileNotFoundError:  # a delete removed the directory
-                    continue
-                if not lock.try_lock():
-                    lock.refuse_below()
-                    lock.wait(deadline)
-                if not lock.is_lockable:
-                    _lockless.add(self._root)
-                # If the file was removed while we waited, the lock is a different file now.
-                is_there = os.path.exists(path) and os.fstat(file.number).st_nlink
-                if is_there and (not self.has_leases or self._take_guard(lock, deadline, scope)):
-                    break
-                lock.release()
-            self._lock = lock
             try:
+                while True:
+                    make_directories(os.path.dirname(path), self._changed)
+                    lock = scope.add(LockFile(path, scope))
+                    try:
+                        file = lock.open(os.O_CREAT)
+                    except FileNotFoundError:  # a delete removed the directory
+                        continue
+                    if not lock.try_lock():
+                        self._sync_changed()  # whoever has the lock relies on them, too
+                        lock.refuse_below()
+                        lock.wait(deadline)
+                    if not lock.is_lockable:
+                        _lockless.add(self._root)
+                    # If the file was removed while we waited, the lock is a different file now.
+                    is_there = os.path.exists(path) and os.fstat(file.number).st_nlink
+                    if is_there and (not self.has_leases or self._take_guard(lock, deadline, scope)):
+                        break
+                    lock.release()
+                self._lock = lock
                 yield
+                if self._changed:  # no record was taken, with which they would have been synced
+                    self._sync_changed()
+            except BaseException:
+                with suppress(OSError):  # what went wrong before says more
+                    self._sync_changed()
+                raise
             finally:
                 self._lock = self._guard = None
-                while self._changed:  # unless a record was taken: they were synced with it
-                    with suppress(FileNotFoundError):  # a delete removed it again
-                        sync_path(self._changed.pop())
+
+    def _sync_changed(self) -> None:
+        """Make the directories that were made for the lock survive a power cut."""
+        while self._changed:
+            with suppress(FileNotFoundError):  # a delete removed it again
+                sync_path(self._changed.pop())
 
     def _take_guard(self, lock: LockFile, deadline: float, scope: Scope) -> bool:
         """Exclude other hosts too, where they do not see the lock. False if the directory was removed."""
