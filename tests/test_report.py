@@ -164,7 +164,7 @@ def test_a_tree_that_is_measured_again_replaces_only_its_own_figures(report: Mod
     assert merged.figures["a512", "Orbax", "load"] == (8.0,)
     assert (merged.trees, merged.rounds, merged.load, merged.machine) == (old.trees, 5, 0.5, old.machine)
     assert list(merged.again) == ["c"]
-    assert "2,000 arrays of 16 KiB, one device again on 20" in merged.origin
+    assert "2,000 arrays of 16 KiB, one device: measured again on 20" in merged.origin
     assert old.origin == f"{old.machine}."
     assert report.from_json(report.to_json(merged)) == merged
     assert [row.what for row in merged.targets] == [row.what for row in old.targets]
