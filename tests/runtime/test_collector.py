@@ -1,9 +1,11 @@
 """The garbage collector rests inside a pause, and is afterwards as it was before."""
 
 import gc
+import sys
 import threading
 import weakref
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardkeep
+from shardkeep.runtime import collector as collector_module
 from shardkeep.runtime.collector import collector
 from shardkeep.serialization import AsyncCheckpointManager
 
@@ -99,6 +102,43 @@ class TestCollector:
             keep = lambda array, _: (note("load callback"), array)[1]  # noqa: E731
             manager.load(str(tmp_path / "c"), None, shardings={"w": move}, callback=keep)
         assert set(ran) == {"flatten", "unflatten", "commit callback", "sharding", "load callback"}
+
+    def test_a_signal_handler_may_pause_it_before_any_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A handler that saves runs between two lines of the pause of the save that it interrupts."""
+        monkeypatch.setattr(collector_module, "_MANY", -1)
+        thresholds, lines = gc.get_threshold(), list[int]()
+
+        def interrupt(at: int) -> None:
+            """A pause, and another one before the line that is the `at`th to run."""
+            count = 0
+
+            def trace(frame: FrameType, event: str, _: object) -> Any:
+                nonlocal count
+                if frame.f_code.co_filename != collector_module.__file__ or event not in ("call", "line"):
+                    return None
+                count += event == "line"
+                if event == "line" and count == at:
+                    lines.append(frame.f_lineno)
+                    sys.settrace(None)  # as for a handler: what it calls is not traced
+                    with collector.paused():
+                        pass
+                    return None
+                return trace
+
+            sys.settrace(trace)
+            try:
+                with collector.paused():
+                    pass
+            finally:
+                sys.settrace(None)
+
+        for at in range(1, 100):
+            interrupt(at)
+            assert gc.get_threshold() == thresholds, f"line {lines[-1]}"
+            assert (gc.get_freeze_count(), collector.pauses, collector.has_frozen) == (0, set(), False)
+            if len(lines) < at:
+                break
+        assert 20 < len(lines) < 90
 
     def test_an_error_ends_the_pause(self) -> None:
         with pytest.raises(KeyError), collector.paused():

@@ -43,8 +43,9 @@ class _Collector:
 
     def restore(self) -> None:
         """Give the program its thresholds back."""
-        if self.thresholds[0] and gc.get_threshold()[0] == 0:  # else the program has set another one meanwhile
-            gc.set_threshold(*self.thresholds)
+        thresholds = self.thresholds  # a signal handler that saves, and so runs this too, resets them
+        if thresholds[0] and gc.get_threshold()[0] == 0:  # else the program has set another one meanwhile
+            gc.set_threshold(*thresholds)
         self.thresholds = (0, 0, 0)  # last: if this is interrupted, it is done again
 
     def start_over(self) -> None:
@@ -70,9 +71,10 @@ class _Pause:
             if runs and gc.get_count()[0] > _MANY and gc.get_freeze_count() == 0:
                 ours.has_frozen = True
                 gc.freeze()  # together with unfreeze: moves all objects to the oldest generation
-            if ours.has_frozen:
                 gc.unfreeze()
-                ours.has_frozen = False
+            elif ours.has_frozen:  # an exception came between the two
+                gc.unfreeze()
+            ours.has_frozen = False
             ours.restore()
 
 
