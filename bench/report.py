@@ -87,7 +87,8 @@ class Run:
     @property
     def origin(self) -> str:
         """Where and when this was measured."""
-        later = [f" {short(self.trees[name].title)}: measured again on {day}." for name, day in sorted(self.again.items())]
+        again = sorted(self.again.items())
+        later = [f" {short(self.trees[name].title)}: measured again on {day}." for name, day in again]
         return f"{self.machine}.{''.join(later)}"
 
     def contenders(self, tree: str) -> list[str]:
