@@ -108,7 +108,7 @@ def times(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
 
 
 def durably(contender: Any, workload: Workload, where: Path) -> dict[str, float]:
-    """One durable save, and the loads of it."""
+    """Durable saves, and the loads of one of them."""
     found: dict[str, float] = {}
     fresh = builder(workload)
     paths: list[Path] = []

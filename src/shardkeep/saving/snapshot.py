@@ -258,7 +258,7 @@ def _stage_jax(
 ) -> StagedArray:
     """Stage an array. `mine` is the part to stage, by default all of it; `own` means that `mine` is a copy."""
     first = len(shards)
-    if form.plain and array is leaf.value:  # as most arrays are of which a tree has thousands
+    if form.plain and mine is None and array is leaf.value:  # as most arrays are of which a tree has thousands
         try:
             shards.append(shard_of(array, np.asarray(memoryview(cast(Any, array)), order="C")))
             return StagedArray(leaf.path, form.spec, form.origin, form.regions, first)

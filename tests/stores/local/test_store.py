@@ -578,18 +578,24 @@ class TestOtherUsers:
         assert same(shardkeep.load(open_room / "run", prefix="b"), make("plain", 3))
 
 
-@pytest.mark.parametrize("has_record", [True, False])
-def test_new_directories_are_synced_with_the_record_or_else_when_the_lock_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_record: bool
-) -> None:
-    synced: list[str] = []
+@pytest.fixture
+def synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that are synced from now on."""
+    paths: list[str] = []
 
     def sync(path: str) -> None:
-        synced.append(os.path.relpath(path, tmp_path))
+        paths.append(os.path.relpath(path, tmp_path))
         sync_path(path)
 
     monkeypatch.setattr(locks, "sync_path", sync)
     monkeypatch.setattr(local_store, "sync_path", sync)
+    return paths
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_new_directories_are_synced_with_the_record_or_else_when_the_lock_is_released(
+    tmp_path: Path, synced: list[str], has_record: bool
+) -> None:
     store = LocalStore(str(tmp_path / "a" / "b"))
     with store.lock():
         assert synced == []
@@ -603,23 +609,16 @@ def test_new_directories_are_synced_with_the_record_or_else_when_the_lock_is_rel
     assert len(synced) == (0 if has_record else 3)  # nothing is new
 
 
-@pytest.mark.parametrize("how", ["waits in vain", "cannot make the second"])
+@pytest.mark.parametrize(("how", "error"), [("waits in vain", shardkeep.ConflictError), ("disk is full", OSError)])
 def test_new_directories_are_synced_if_the_lock_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str], how: str, error: type[Exception]
 ) -> None:
     """The next save finds them, and does not know that they are new."""
-    synced: list[str] = []
-
-    def sync(path: str) -> None:
-        synced.append(os.path.relpath(path, tmp_path))
-        sync_path(path)
-
-    monkeypatch.setattr(local_store, "sync_path", sync)
     store = LocalStore(str(tmp_path / "a"))
     make, taken = os.mkdir, list[int]()
 
     def mkdir(path: str) -> None:
-        if how == "cannot make the second" and path.endswith(".shardkeep"):
+        if how == "disk is full" and path.endswith(".shardkeep"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         make(path)
         if path.endswith(".shardkeep"):  # another program is faster
@@ -627,7 +626,7 @@ def test_new_directories_are_synced_if_the_lock_is_not_taken(
             fcntl.flock(taken[0], fcntl.LOCK_EX)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    with pytest.raises((shardkeep.ConflictError, OSError)), store.lock(0.01):
+    with pytest.raises(error), store.lock(0.01):
         pass
     list(map(os.close, taken))
     assert sorted(set(synced)) == [".", "a"]

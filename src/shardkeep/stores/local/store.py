@@ -398,7 +398,8 @@ class LocalStore:
         """Make the directories that were made for the lock survive a power cut."""
         while self._changed:
             with suppress(FileNotFoundError):  # a delete removed it again
-                sync_path(self._changed.pop())
+                sync_path(self._changed[-1])
+            self._changed.pop()  # not before: this may be interrupted
 
     def _take_guard(self, lock: LockFile, deadline: float, scope: Scope) -> bool:
         """Exclude other hosts too, where they do not see the lock. False if the directory was removed."""
